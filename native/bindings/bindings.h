@@ -1,0 +1,15 @@
+// Each file in this folder binds one room of the core; module.cc lists them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace monolith {
+
+void bind_checksum(nanobind::module_& m);
+void bind_entry_dump(nanobind::module_& m);
+void bind_admission(nanobind::module_& m);
+void bind_touched_keys(nanobind::module_& m);
+void bind_workers(nanobind::module_& m);
+void bind_table(nanobind::module_& m);
+
+}  // namespace monolith

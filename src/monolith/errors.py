@@ -1,0 +1,85 @@
+"""Every error Monolith raises on purpose.
+
+One tree, so that a caller can catch as much or as little as it means to:
+
+    MonolithError
+    ├── ConfigError             a value, key or combination the caller chose is not allowed   (also ValueError)
+    ├── MissingExtraError       an optional package is needed; the message names the extra    (also ImportError)
+    ├── FilesystemError         a path could not be read, written, copied or renamed          (also OSError)
+    ├── CorruptFileError        a file is torn, truncated or altered; says where              (also ValueError)
+    ├── TableError              a table refused a call
+    │   ├── TableArgumentError  wrong dtype, shape, layout or range of an argument            (also ValueError)
+    │   ├── TableClosedError    the table was closed
+    │   ├── UnknownTableError   no table of that name                                         (also KeyError)
+    │   └── ServingTableError   a serving table cannot be trained or dumped with its state
+    └── RestoreError            saved state does not fit what it is being restored into       (also ValueError)
+
+The builtin parent is there for callers who know only Python. A message says what
+was being done, what was found against what was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class MonolithError(Exception):
+    """The root of everything Monolith raises on purpose."""
+
+
+class ConfigError(MonolithError, ValueError):
+    """A configuration value, key or combination is not allowed."""
+
+
+class MissingExtraError(MonolithError, ImportError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f"Install it with: pip install 'monolith-recsys[{extra}]'"
+        )
+
+
+class FilesystemError(MonolithError, OSError):
+    """A path could not be read, written, copied or renamed."""
+
+
+class CorruptFileError(MonolithError, ValueError):
+    """A file is torn, truncated or altered.
+
+    Attributes:
+        path: The file that was refused.
+        offset: The byte at which it stopped making sense.
+    """
+
+    def __init__(self, path: str, offset: int, reason: str) -> None:
+        super().__init__(f"{path}: corrupt at byte {offset}: {reason}")
+        self.path = path
+        self.offset = offset
+        self.reason = reason
+
+
+class TableError(MonolithError):
+    """A table refused a call."""
+
+
+class TableArgumentError(TableError, ValueError):
+    """An argument has the wrong dtype, shape, layout or range; nothing was touched."""
+
+
+class TableClosedError(TableError):
+    """The table was closed, here or by another thread."""
+
+
+class UnknownTableError(TableError, KeyError):
+    """No table of that name."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class ServingTableError(TableError):
+    """A serving table holds compressed values only: no gradients, no optimizer state."""
+
+
+class RestoreError(MonolithError, ValueError):
+    """Saved state does not fit what it is being restored into."""

@@ -1,0 +1,185 @@
+"""The table seam: int64 ids to rows that are born, trained and expire.
+
+A row is an embedding, the optimizer state that trains it and the event time of
+its last update. Every implementation (a plain dict, the native core, a shard
+behind a wire) answers the same calls and passes `tests/contracts/test_table.py`.
+
+Ids are any int64. Calls are batched and thread-safe; each row changes as a
+whole, a batch does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from monolith.table.config import TableConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Whole rows, column by column. The unit of dumps, restores and deltas."""
+
+    ids: Tensor
+    """int64 of shape (n,)."""
+    event_times: Tensor
+    """int64 of shape (n,): Unix seconds of each row's last update."""
+    values: Tensor
+    """float32 of shape (n, dim): all segments side by side, as stored (never fake-quantized)."""
+    state: Tensor
+    """float32 of shape (n, state_dim): optimizer state, segment after segment. A counter is two floats of bits."""
+
+    def __len__(self) -> int:
+        return int(self.ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One bounded chunk of a table and where the next one begins."""
+
+    rows: Rows
+    cursor: int | None
+    """Hand this to the next `scan`; None when the shard has been read to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableStats:
+    """What a table holds and what happened to the ids it was asked to take."""
+
+    rows: int
+    bytes_total: int
+    """Everything the table has allocated: rows, free rows, index, directory."""
+    bytes_rows: int
+    """Row storage handed out, free rows included."""
+    bytes_index: int
+    load: float
+    """Occupied share of the index, 0 to 1."""
+    inserted: int
+    """Ids that were given a row since the table was made."""
+    filtered: int
+    """Sightings turned away by the admission filter."""
+    refused: int
+    """Ids turned away because `capacity_bytes` was reached."""
+    evicted: int
+    """Rows that expired, by `evict` or to make room."""
+    removed: int
+    """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
+    max_event_time: int
+    """The newest event time written so far: the table's own clock."""
+
+
+class Table(Protocol):
+    """Maps int64 ids to rows of floats."""
+
+    @property
+    def config(self) -> TableConfig: ...
+
+    @property
+    def dim(self) -> int:
+        """Floats per embedding, all segments together."""
+
+    @property
+    def state_dim(self) -> int:
+        """Floats of optimizer state per row; 0 for a serving table."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return one embedding per id, in the order given.
+
+        Never creates a row: an id the table does not hold reads as zeros. A
+        training segment with a fixed_r8 or one_bit compressor reads as its
+        quantized view.
+
+        Args:
+            ids: int64 of shape (n,). Repeats are allowed.
+            out: float32, contiguous, of shape (n, dim), to fill instead of a new tensor.
+
+        Returns:
+            float32 of shape (n, dim). A copy: later updates do not show through it.
+        """
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
+        """Return a mask of the ids found and their whole rows; rows not found are zeros."""
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """Return a bool per id: whether it has a row."""
+
+    def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        """Set embeddings, creating rows with fresh optimizer state where there are none.
+
+        Repeats are written in order. Ids without a row pass the admission filter first.
+        On a serving table with `skip_zero`, an all-zero value removes the row instead.
+        """
+
+    def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        """Add to embeddings; a new row starts from its initializer."""
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        learning_rates: Tensor | None = None,
+        dedup: bool = False,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        """Take one optimizer step per id; a new row starts from its initializer.
+
+        Args:
+            ids: int64 of shape (n,).
+            gradients: float32 of shape (n, dim).
+            step: The global step, for learning-rate schedules, batch_softmax and one_bit.
+            event_time: Unix seconds of the event, one for the batch or one per id.
+            learning_rates: float32, one per segment; by default each segment's own at `step`.
+            dedup: False applies repeats one after another, in order. True sums the
+                gradients of equal ids over the whole call and takes one step, with the
+                latest of their event times.
+            latest_values: float32 of shape (n, dim), required by delay-compensated segments only.
+        """
+
+    def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
+        """Reset rows to their initializer with event time `now`; int8 per id: 1 existed, 0 was inserted."""
+
+    def remove(self, ids: Tensor) -> int:
+        """Drop rows; return how many there were."""
+
+    def evict(self, now: int | None = None) -> int:
+        """Drop rows whose age at `now` (default: the newest event time) reached their slot's expiry; return how many."""
+
+    def scan(self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Scan:
+        """Return up to `limit` rows of a shard, from `cursor` on (None starts).
+
+        Shards are disjoint and cover the table. A row that is there throughout a scan is
+        returned exactly once, whatever is inserted or removed meanwhile.
+        """
+
+    def restore(self, rows: Rows) -> None:
+        """Insert or overwrite whole rows, past the admission filter, with their own event times."""
+
+    def clear(self) -> None:
+        """Drop all rows and give their memory back. Counters are kept."""
+
+    def stats(self) -> TableStats: ...
+
+    def close(self) -> None:
+        """Free the table. Any later call raises TableClosedError; closing again does nothing."""
+
+
+def iterate(table: Table, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Iterator[Rows]:
+    """Yield all rows of a shard in chunks of at most `limit`."""
+    cursor: int | None = None
+    while True:
+        scan = table.scan(cursor, limit=limit, shard=shard, num_shards=num_shards)
+        if len(scan.rows):
+            yield scan.rows
+        if scan.cursor is None:
+            return
+        cursor = scan.cursor
