@@ -3,16 +3,22 @@
 One tree, so that a caller can catch as much or as little as it means to:
 
     MonolithError
-    ├── ConfigError             a value, key or combination the caller chose is not allowed   (also ValueError)
-    ├── MissingExtraError       an optional package is needed; the message names the extra    (also ImportError)
-    ├── FilesystemError         a path could not be read, written, copied or renamed          (also OSError)
-    ├── CorruptFileError        a file is torn, truncated or altered; says where              (also ValueError)
+    ├── ConfigError             a chosen value, key or combination is not allowed    (also ValueError)
+    │   ├── UnknownParamError   no parameter of that name, or the name is taken      (also AttributeError)
+    │   ├── InvalidParamError   a parameter's name, path or class makes no sense     (also AssertionError)
+    │   └── FrozenParamsError   the parameters were frozen                           (also TypeError)
+    ├── MissingExtraError       an optional package is needed; names the extra       (also ImportError)
+    ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
+    │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
+    ├── CorruptFileError        a file is torn, truncated or altered; says where     (also ValueError)
     ├── TableError              a table refused a call
-    │   ├── TableArgumentError  wrong dtype, shape, layout or range of an argument            (also ValueError)
+    │   ├── TableArgumentError  wrong dtype, shape, layout or range                  (also ValueError)
     │   ├── TableClosedError    the table was closed
-    │   ├── UnknownTableError   no table of that name                                         (also KeyError)
+    │   ├── UnknownTableError   no table of that name                                (also KeyError)
     │   └── ServingTableError   a serving table cannot be trained or dumped with its state
-    └── RestoreError            saved state does not fit what it is being restored into       (also ValueError)
+    ├── ListenError             a port is taken or may not be listened on            (also OSError)
+    ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
+    └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
 
 The builtin parent is there for callers who know only Python. A message says what
 was being done, what was found against what was expected, and what to do next.
@@ -29,6 +35,18 @@ class ConfigError(MonolithError, ValueError):
     """A configuration value, key or combination is not allowed."""
 
 
+class UnknownParamError(ConfigError, AttributeError):
+    """No parameter of that name; or, when defining one, the name is taken."""
+
+
+class InvalidParamError(ConfigError, AssertionError):
+    """A parameter's name, path or class makes no sense."""
+
+
+class FrozenParamsError(ConfigError, TypeError):
+    """The parameters were frozen and cannot change."""
+
+
 class MissingExtraError(MonolithError, ImportError):
     """An optional package is needed for what was asked."""
 
@@ -40,7 +58,11 @@ class MissingExtraError(MonolithError, ImportError):
 
 
 class FilesystemError(MonolithError, OSError):
-    """A path could not be read, written, copied or renamed."""
+    """A path could not be read, written, copied or renamed; `errno` is the cause's, where it had one."""
+
+
+class FileMissingError(FilesystemError, FileNotFoundError):
+    """There is nothing at that path."""
 
 
 class CorruptFileError(MonolithError, ValueError):
@@ -79,6 +101,14 @@ class UnknownTableError(TableError, KeyError):
 
 class ServingTableError(TableError):
     """A serving table holds compressed values only: no gradients, no optimizer state."""
+
+
+class ListenError(MonolithError, OSError):
+    """A port is taken, or this process may not listen on it."""
+
+
+class WrongThreadError(MonolithError, RuntimeError):
+    """Only the main thread may make this call."""
 
 
 class RestoreError(MonolithError, ValueError):

@@ -1,0 +1,60 @@
+# Everything runs from a bare clone with Python 3.11+, a C++ compiler and a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CORE := $(shell find native/src native/bindings -type f)
+CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
+
+# cmake, ninja and ctest of the system where it has them, of the virtual environment where not.
+export PATH := $(PATH):$(CURDIR)/$(BIN)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check services bench soak clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## Create .venv and install the project with its tools
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch must come from the constraints: a range would pull a build with 3 GB of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
+	PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## A short tour in the terminal
+	$(BIN)/monolith demo
+
+test: setup  ## The tests, without the slow ones
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak'
+
+check: setup  ## Lint, format, types, import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/python tools/check_imports.py
+
+services:  ## Install the servers that the tests talk to
+	tools/services.sh
+
+bench: setup  ## Measure the table against the machine's limits
+	$(BIN)/monolith bench table
+
+soak: setup soak-plain soak-thread soak-address,undefined  ## C++ tests under sanitizers, then the slow Python tests
+	$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]  # 5: no test is marked soak
+
+soak-%: setup
+	cmake -S . -B build/$@ -G Ninja -DMONOLITH_TESTS=ON -DMONOLITH_SANITIZE=$(filter-out plain,$*)
+	cmake --build build/$@
+	ctest --test-dir build/$@ --output-on-failure
+
+clean:  ## Remove what was built; .venv stays
+	rm -rf build dist $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

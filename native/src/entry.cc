@@ -1,0 +1,219 @@
+#include "entry.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "hash.h"
+#include "quantize.h"
+
+namespace monolith {
+namespace {
+
+constexpr std::uint64_t kColumn = 0x9e3779b97f4a7c15ULL;
+
+std::size_t bytes_per_value(CompressorKind kind) {
+  switch (kind) {
+    case CompressorKind::kFp32: return 4;
+    case CompressorKind::kFp16: return 2;
+    case CompressorKind::kFixedR8: return 1;
+    case CompressorKind::kOneBit: return 1;
+  }
+  return 4;
+}
+
+std::uint64_t remix(std::uint64_t h) { return mix(static_cast<std::int64_t>(h)); }
+
+}  // namespace
+
+Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed)
+    : scales_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
+      seed_(remix(seed)),
+      serving_(serving) {
+  if (segments.empty()) throw std::invalid_argument("entry: at least one segment is needed");
+  std::size_t byte = 0;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const SegmentSpec& spec = segments[i];
+    if (spec.dim < 1) throw std::invalid_argument("entry: segment " + std::to_string(i) + " has no dim");
+    if (spec.optimizer.kind == OptimizerKind::kBatchSoftmax && spec.dim != 1)
+      throw std::invalid_argument("entry: batch_softmax needs a segment of dim 1");
+    parts_.push_back({spec, step_kernel(spec.optimizer.kind, spec.dim), dim_, state_dim_, byte});
+    scales_[i] = spec.compressor.init_scale;
+    byte += bytes_per_value(spec.compressor.kind) * spec.dim;
+    dim_ += spec.dim;
+    if (!serving) {
+      state_dim_ += static_cast<int>(state_floats(spec.optimizer.kind, spec.dim));
+      delay_compensated_ |= spec.optimizer.delay_compensated;
+      counts_steps_ |= spec.optimizer.kind == OptimizerKind::kBatchSoftmax;
+      has_view_ |= spec.compressor.kind == CompressorKind::kFixedR8 ||
+                   spec.compressor.kind == CompressorKind::kOneBit;
+    }
+  }
+  const OptimizerSpec& first = parts_[0].spec.optimizer;
+  if (parts_.size() == 1 && !serving && parts_[0].spec.compressor.kind != CompressorKind::kOneBit &&
+      !first.delay_compensated && !first.stochastic_rounding)
+    plain_ = parts_[0].kernel;
+  row_bytes_ = serving ? byte : (dim_ + state_dim_) * sizeof(float);
+  row_bytes_ = (row_bytes_ + 15) / 16 * 16;
+}
+
+float Entry::random(std::uint64_t salt, int column) const {
+  const std::uint64_t z = remix(salt + seed_ + kColumn * static_cast<std::uint64_t>(column + 1));
+  return static_cast<float>(z >> 40) * 0x1p-24f;
+}
+
+void Entry::initialize(std::byte* row, std::int64_t id) const {
+  const std::uint64_t salt = mix(id);
+  const auto value = [&](const Part& part, int i) {
+    const InitializerSpec& init = part.spec.initializer;
+    if (init.low == init.high) return init.low;
+    return init.low + (init.high - init.low) * random(salt, part.column + i);
+  };
+  if (serving_) {
+    std::vector<float> values(dim_);
+    for (const Part& part : parts_)
+      for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
+    write(row, values.data());
+    return;
+  }
+  auto* values = reinterpret_cast<float*>(row);
+  for (const Part& part : parts_)
+    for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] = value(part, i);
+  initialize_state(row);
+}
+
+void Entry::initialize_state(std::byte* row) const {
+  if (!serving_) initialize_state(reinterpret_cast<float*>(row) + dim_);
+}
+
+void Entry::initialize_state(float* state) const {
+  for (const Part& part : parts_) monolith::initialize_state(part.spec.optimizer, state + part.state, part.spec.dim);
+}
+
+void Entry::read(const std::byte* row, float* values) const {
+  if (!serving_) {
+    std::memcpy(values, row, dim_ * sizeof(float));
+    return;
+  }
+  for (const Part& part : parts_) {
+    const std::byte* from = row + part.byte;
+    float* to = values + part.column;
+    const CompressorSpec& comp = part.spec.compressor;
+    switch (comp.kind) {
+      case CompressorKind::kFp32:
+        std::memcpy(to, from, part.spec.dim * sizeof(float));
+        break;
+      case CompressorKind::kFp16:
+        for (int i = 0; i < part.spec.dim; ++i) {
+          std::uint16_t half;
+          std::memcpy(&half, from + 2 * i, 2);
+          to[i] = float_of(half);
+        }
+        break;
+      case CompressorKind::kFixedR8:
+        for (int i = 0; i < part.spec.dim; ++i) to[i] = r8_value(static_cast<std::int8_t>(from[i]), comp.range);
+        break;
+      case CompressorKind::kOneBit:
+        for (int i = 0; i < part.spec.dim; ++i)
+          to[i] = static_cast<std::int8_t>(from[i]) > 0 ? comp.amplitude : -comp.amplitude;
+        break;
+    }
+  }
+}
+
+void Entry::write(std::byte* row, const float* values) const {
+  if (!serving_) {
+    std::memcpy(row, values, dim_ * sizeof(float));
+    return;
+  }
+  for (const Part& part : parts_) {
+    std::byte* to = row + part.byte;
+    const float* from = values + part.column;
+    const CompressorSpec& comp = part.spec.compressor;
+    switch (comp.kind) {
+      case CompressorKind::kFp32:
+        std::memcpy(to, from, part.spec.dim * sizeof(float));
+        break;
+      case CompressorKind::kFp16:
+        for (int i = 0; i < part.spec.dim; ++i) {
+          const std::uint16_t half = half_of(from[i]);
+          std::memcpy(to + 2 * i, &half, 2);
+        }
+        break;
+      case CompressorKind::kFixedR8:
+        for (int i = 0; i < part.spec.dim; ++i) to[i] = static_cast<std::byte>(r8_code(from[i], comp.range));
+        break;
+      case CompressorKind::kOneBit:
+        for (int i = 0; i < part.spec.dim; ++i) to[i] = static_cast<std::byte>(from[i] > 0 ? 1 : -1);
+        break;
+    }
+  }
+}
+
+void Entry::view(float* values) const {
+  for (std::size_t p = 0; p < parts_.size(); ++p) {
+    const Part& part = parts_[p];
+    const CompressorSpec& comp = part.spec.compressor;
+    float* x = values + part.column;
+    if (comp.kind == CompressorKind::kFixedR8) {
+      for (int i = 0; i < part.spec.dim; ++i) x[i] = r8_value(r8_code(x[i], comp.range), comp.range);
+    } else if (comp.kind == CompressorKind::kOneBit) {
+      const float scale = scales_[p].load(std::memory_order_relaxed);
+      for (int i = 0; i < part.spec.dim; ++i) x[i] = one_bit_forward(x[i], scale, comp.amplitude);
+    }
+  }
+}
+
+void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const float* latest, const float* rates,
+                 std::int64_t step, float* scratch) const {
+  auto* values = reinterpret_cast<float*>(row);
+  for (std::size_t p = 0; p < parts_.size(); ++p) {
+    const Part& part = parts_[p];
+    const int dim = part.spec.dim;
+    const OptimizerSpec& opt = part.spec.optimizer;
+    const CompressorSpec& comp = part.spec.compressor;
+    float* w = values + part.column;
+    const float* g = gradient + part.column;
+    if (comp.kind == CompressorKind::kOneBit) {
+      const float scale = scales_[p].load(std::memory_order_relaxed);
+      for (int i = 0; i < dim; ++i) scratch[i] = g[i] * one_bit_slope(w[i], scale, comp.amplitude);
+      g = scratch;
+    }
+    if (opt.delay_compensated) {
+      for (int i = 0; i < dim; ++i)
+        scratch[i] = g[i] + opt.lambda * g[i] * g[i] * (w[i] - latest[part.column + i]);
+      g = scratch;
+    }
+    part.kernel(opt, w, values + dim_ + part.state, g, dim, rates[p], step);
+    if (opt.stochastic_rounding) {
+      const std::uint64_t salt = mix(id) + mix(step);
+      for (int i = 0; i < dim; ++i)
+        w[i] = round_to_half(w[i], random(salt + std::bit_cast<std::uint32_t>(w[i]), part.column + i));
+    }
+  }
+}
+
+void Entry::begin_step(std::int64_t step) {
+  for (std::size_t p = 0; p < parts_.size(); ++p) {
+    const CompressorSpec& comp = parts_[p].spec.compressor;
+    if (serving_ || comp.kind != CompressorKind::kOneBit || step % comp.step_size != 0) continue;
+    const auto grown = static_cast<float>(comp.init_scale * std::sqrt(1.0 + 0.005 * static_cast<double>(step)));
+    scales_[p].store(std::min(grown, comp.max_scale), std::memory_order_relaxed);
+  }
+}
+
+std::vector<float> Entry::scales() const {
+  std::vector<float> all(parts_.size());
+  for (std::size_t p = 0; p < parts_.size(); ++p) all[p] = scales_[p].load(std::memory_order_relaxed);
+  return all;
+}
+
+void Entry::set_scales(const std::vector<float>& scales) {
+  if (scales.size() != parts_.size()) throw std::invalid_argument("entry: one scale per segment is needed");
+  for (std::size_t p = 0; p < parts_.size(); ++p) scales_[p].store(scales[p], std::memory_order_relaxed);
+}
+
+}  // namespace monolith

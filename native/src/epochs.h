@@ -1,0 +1,99 @@
+// Epochs: when memory that readers may still be looking at can be freed.
+//
+// Readers of a table take no lock, so an index array that has been replaced must
+// outlive every call that could have seen it. A call sits down for its duration;
+// what is retired waits until everyone who sat down earlier has left.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace monolith {
+
+class Epochs {
+  struct alignas(64) Seat {
+    std::atomic<std::uint64_t> since{0};  // the epoch at which its call sat down; 0 is an empty seat
+  };
+
+ public:
+  Epochs() = default;
+  Epochs(const Epochs&) = delete;
+  ~Epochs() { drain(); }
+
+  // One batched call, seated from construction to destruction.
+  class Visit {
+   public:
+    explicit Visit(Epochs& epochs) : seat_(epochs.sit()) {}
+    ~Visit() { seat_.since.store(0, std::memory_order_release); }
+    Visit(const Visit&) = delete;
+
+   private:
+    Seat& seat_;
+  };
+
+  // Runs `free` once no call that is seated now is left. The memory must already be out of reach of
+  // calls that sit down later.
+  void retire(std::function<void()> free) {
+    std::lock_guard lock(mutex_);
+    retired_.emplace_back(now_.fetch_add(1), std::move(free));
+    collect_locked();
+  }
+
+  // Frees everything, for an owner who knows that no call is left.
+  void drain() {
+    std::lock_guard lock(mutex_);
+    for (auto& [when, free] : retired_) free();
+    retired_.clear();
+  }
+
+  // Frees what can be freed by now.
+  void collect() {
+    if (pending_.load(std::memory_order_relaxed) == 0) return;
+    std::lock_guard lock(mutex_);
+    collect_locked();
+  }
+
+ private:
+  Seat& sit() {
+    const std::size_t start = std::hash<std::thread::id>{}(std::this_thread::get_id()) >> 4;
+    for (std::size_t i = start;; ++i) {
+      Seat& seat = seats_[i % kSeats];
+      std::uint64_t empty = 0;
+      if (seat.since.load(std::memory_order_relaxed) == 0 &&
+          seat.since.compare_exchange_strong(empty, now_.load()))
+        return seat;
+      if (i - start >= kSeats) std::this_thread::yield();
+    }
+  }
+
+  void collect_locked() {
+    std::uint64_t oldest = UINT64_MAX;
+    for (const Seat& seat : seats_) {
+      const std::uint64_t since = seat.since.load();
+      if (since != 0 && since < oldest) oldest = since;
+    }
+    std::size_t kept = 0;
+    for (auto& entry : retired_) {
+      if (entry.first < oldest)
+        entry.second();
+      else
+        retired_[kept++] = std::move(entry);
+    }
+    retired_.resize(kept);
+    pending_.store(kept, std::memory_order_relaxed);
+  }
+
+  static constexpr std::size_t kSeats = 64;
+  std::atomic<std::uint64_t> now_{1};
+  Seat seats_[kSeats];
+  std::mutex mutex_;  // guards retired_
+  std::vector<std::pair<std::uint64_t, std::function<void()>>> retired_;
+  std::atomic<std::size_t> pending_{0};
+};
+
+}  // namespace monolith

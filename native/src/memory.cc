@@ -1,0 +1,138 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+namespace monolith {
+namespace {
+constexpr std::size_t kHugePage = 2 << 20;
+constexpr std::size_t kPage = 4 << 10;
+
+std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+}  // namespace
+
+Region::Region(std::size_t bytes) : size_(bytes) {
+  const bool huge = bytes >= kHugePage;
+  mapped_ = round_up(bytes, kPage) + (huge ? kHugePage : 0);
+  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::bad_alloc();
+  }
+  data_ = static_cast<std::byte*>(mapping_);
+  if (huge) {
+    data_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(mapping_), kHugePage));
+    madvise(data_, round_up(bytes, kPage), MADV_HUGEPAGE);  // a wish: without it the table is only slower
+  }
+}
+
+Region::~Region() {
+  if (mapping_ != nullptr) munmap(mapping_, mapped_);
+}
+
+Region::Region(Region&& other) noexcept
+    : mapping_(std::exchange(other.mapping_, nullptr)), mapped_(other.mapped_), data_(other.data_), size_(other.size_) {}
+
+RowArenas::RowArenas(std::size_t row_bytes, Budget& budget) : row_bytes_(row_bytes), budget_(budget) {
+  for (auto& origin : origins_) origin.store(nullptr, std::memory_order_relaxed);
+}
+
+std::uint32_t RowArenas::take_chunk() {
+  const std::size_t chunk_bytes = kChunkRows * row_bytes_;
+  std::lock_guard lock(mutex_);
+  if (next_ + kChunkRows > UINT32_MAX || !budget_.take(chunk_bytes)) return 0;
+  const auto first = static_cast<std::uint32_t>(next_);
+  if (std::has_single_bit(first)) {  // the first row of a new arena, which holds `first` rows
+    try {
+      regions_.emplace_back(std::size_t{first} * row_bytes_);
+    } catch (const std::bad_alloc&) {
+      budget_.give(chunk_bytes);
+      return 0;
+    }
+    const int arena = 31 - std::countl_zero(first);
+    // An origin before its region is never dereferenced: only numbers from `first` on use it.
+    const auto origin = reinterpret_cast<std::uintptr_t>(regions_.back().data()) - std::size_t{first} * row_bytes_;
+    origins_[arena].store(reinterpret_cast<std::byte*>(origin), std::memory_order_relaxed);
+  }
+  next_ += kChunkRows;
+  taken_.fetch_add(chunk_bytes, std::memory_order_relaxed);
+  return first;
+}
+
+IndexHeap::~IndexHeap() { budget_.give(taken_.load()); }
+
+void* IndexHeap::allocate(std::size_t bytes) {
+  if (bytes < kUnit) {
+    if (!budget_.take(bytes)) return nullptr;
+    void* array = std::aligned_alloc(64, round_up(bytes, 64));
+    if (array == nullptr) {
+      budget_.give(bytes);
+      return nullptr;
+    }
+    taken_.fetch_add(bytes, std::memory_order_relaxed);
+    return std::memset(array, 0, bytes);
+  }
+  const std::size_t wanted = units(bytes);
+  std::byte* found = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    auto best = holes_.end();
+    for (auto hole = holes_.begin(); hole != holes_.end(); ++hole)
+      if (hole->second >= wanted && (best == holes_.end() || hole->second < best->second)) best = hole;
+    if (best == holes_.end()) {
+      // Regions grow with what is in use, from one unit to 8 MiB, so slack stays a small share.
+      std::size_t size = std::clamp<std::size_t>(std::bit_floor(taken_.load() / 4 + 1), wanted, 8 << 20);
+      if (size >= kHugePage) size = round_up(size, kHugePage);
+      size = std::max(size, wanted);
+      if (!budget_.take(size)) {
+        size = wanted;
+        if (!budget_.take(size)) return nullptr;
+      }
+      try {
+        regions_.emplace_back(size);
+      } catch (const std::bad_alloc&) {
+        budget_.give(size);
+        return nullptr;
+      }
+      taken_.fetch_add(size, std::memory_order_relaxed);
+      best = holes_.emplace(regions_.back().data(), size).first;
+    }
+    found = best->first;
+    const std::size_t left = best->second - wanted;
+    holes_.erase(best);
+    if (left > 0) holes_.emplace(found + wanted, left);
+  }
+  return std::memset(found, 0, bytes);
+}
+
+void IndexHeap::free(void* array, std::size_t bytes) {
+  if (bytes < kUnit) {
+    std::free(array);
+    taken_.fetch_sub(bytes, std::memory_order_relaxed);
+    budget_.give(bytes);
+    return;
+  }
+  auto* begin = static_cast<std::byte*>(array);
+  std::size_t size = units(bytes);
+  std::lock_guard lock(mutex_);
+  auto after = holes_.lower_bound(begin);
+  if (after != holes_.end() && begin + size == after->first) {
+    size += after->second;
+    after = holes_.erase(after);
+  }
+  if (after != holes_.begin()) {
+    auto before = std::prev(after);
+    if (before->first + before->second == begin) {
+      before->second += size;
+      return;
+    }
+  }
+  holes_.emplace_hint(after, begin, size);
+}
+
+}  // namespace monolith

@@ -1,0 +1,111 @@
+// Memory: a byte budget, arenas for rows and a heap for index arrays.
+//
+// Both come from mapped regions that ask for huge pages once they are large: a
+// random read then costs one cache miss, not a page walk on top of it. Pages are
+// committed when first touched, so a small table stays small.
+#pragma once
+
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace monolith {
+
+// Counts the bytes of one table, and says no past the limit.
+class Budget {
+ public:
+  explicit Budget(std::size_t limit) : limit_(limit) {}  // 0 is no limit
+
+  bool take(std::size_t bytes) {
+    const std::size_t before = used_.fetch_add(bytes, std::memory_order_relaxed);
+    if (limit_ != 0 && before + bytes > limit_) {
+      used_.fetch_sub(bytes, std::memory_order_relaxed);
+      return false;
+    }
+    return true;
+  }
+  void give(std::size_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
+  std::size_t used() const { return used_.load(std::memory_order_relaxed); }
+  std::size_t limit() const { return limit_; }
+
+ private:
+  const std::size_t limit_;
+  std::atomic<std::size_t> used_{0};
+};
+
+// A zeroed, page-aligned mapping; from 2 MiB on it is aligned to and asks for huge pages.
+class Region {
+ public:
+  explicit Region(std::size_t bytes);
+  ~Region();
+  Region(Region&& other) noexcept;
+  Region(const Region&) = delete;
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  void* mapping_ = nullptr;
+  std::size_t mapped_ = 0;
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// Rows of one size, handed out in chunks of 64 and never moved.
+//
+// Arena k holds rows 2^(k+6) .. 2^(k+7)-1, so an address is a shift, a table of a few pointers that
+// stays in cache, and a multiply. Row numbers begin at 64: number 0 means "no row".
+class RowArenas {
+ public:
+  static constexpr std::uint32_t kChunkRows = 64;
+
+  RowArenas(std::size_t row_bytes, Budget& budget);
+  ~RowArenas() { budget_.give(bytes()); }
+
+  std::byte* row(std::uint32_t number) const {
+    const int arena = 31 - std::countl_zero(number | 1u);
+    return origins_[arena].load(std::memory_order_relaxed) + number * row_bytes_;
+  }
+
+  // Takes the next chunk; returns its first row, or 0 when the budget is spent.
+  std::uint32_t take_chunk();
+
+  std::size_t row_bytes() const { return row_bytes_; }
+  std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }
+
+ private:
+  const std::size_t row_bytes_;
+  Budget& budget_;
+  std::atomic<std::byte*> origins_[32];  // where row 0 of each arena would be
+  std::atomic<std::size_t> taken_{0};
+  std::mutex mutex_;                        // guards next_ and regions_
+  std::uint64_t next_ = kChunkRows;
+  std::vector<Region> regions_;
+};
+
+// Zeroed index arrays of any size, in units of 16 KiB carved from shared regions so that arrays of
+// every size rest on huge pages and free neighbours merge. Small ones come from the allocator.
+class IndexHeap {
+ public:
+  explicit IndexHeap(Budget& budget) : budget_(budget) {}
+  ~IndexHeap();
+
+  void* allocate(std::size_t bytes);  // nullptr when the budget is spent
+  void free(void* array, std::size_t bytes);
+  std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }
+
+ private:
+  static constexpr std::size_t kUnit = 16 << 10;
+  static std::size_t units(std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
+
+  Budget& budget_;
+  std::atomic<std::size_t> taken_{0};
+  std::mutex mutex_;  // guards what follows
+  std::vector<Region> regions_;
+  std::map<std::byte*, std::size_t> holes_;  // free ranges by address, neighbours merged
+};
+
+}  // namespace monolith

@@ -1,0 +1,288 @@
+#include "optimizers.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace monolith {
+namespace {
+
+// Kernels are structs with one static template: kDim is the width when it is one of the usual ones,
+// so that loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
+#define MONOLITH_KERNEL(Name)                                                                                   \
+  struct Name {                                                                                                 \
+    template <int kDim>                                                                                         \
+    static void step(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,                   \
+                     const float* __restrict g, int dim, float rate, std::int64_t step);                        \
+  };                                                                                                            \
+  template <int kDim>                                                                                           \
+  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,             \
+                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g,         \
+                  [[maybe_unused]] int dim, [[maybe_unused]] float rate, [[maybe_unused]] std::int64_t step)
+
+#define MONOLITH_WIDTH const int d = kDim != 0 ? kDim : dim
+
+float norm_of(const float* z, int d) {
+  float sum = 0;
+  for (int i = 0; i < d; ++i) sum += z[i] * z[i];
+  return std::sqrt(sum);
+}
+
+MONOLITH_KERNEL(Sgd) {
+  MONOLITH_WIDTH;
+  for (int i = 0; i < d; ++i) w[i] -= rate * g[i];
+}
+
+MONOLITH_KERNEL(Adagrad) {
+  MONOLITH_WIDTH;
+  const float decay = spec.weight_decay;
+  for (int i = 0; i < d; ++i) {
+    const float grad = g[i] + decay * w[i];
+    const float norm = state[i] + grad * grad;
+    const float change = rate / std::sqrt(norm) * grad;
+    state[i] = norm;
+    w[i] -= norm > 0 ? change : 0.0f;  // nothing accumulated yet and no gradient: inf * 0
+  }
+}
+
+// Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled).
+MONOLITH_KERNEL(DynamicWdAdagrad) {
+  MONOLITH_WIDTH;
+  if (!spec.decouple_weight_decay) {
+    Adagrad::step<kDim>(spec, w, state, g, dim, rate, step);
+  } else {
+    const float decay = rate * spec.weight_decay;
+    for (int i = 0; i < d; ++i) {
+      const float norm = state[i] + g[i] * g[i];
+      const float change = rate / std::sqrt(norm) * g[i];
+      state[i] = norm;
+      w[i] -= (norm > 0 ? change : 0.0f) + decay * w[i];
+    }
+  }
+  std::memcpy(state + d, &step, sizeof(step));
+}
+
+MONOLITH_KERNEL(Adadelta) {
+  MONOLITH_WIDTH;
+  float* accum = state;
+  float* accum_update = state + d;
+  for (int i = 0; i < d; ++i) {
+    const float grad = g[i] + spec.weight_decay * w[i];
+    const float a = spec.rho * accum[i] + (1 - spec.rho) * grad * grad;
+    const float u = std::sqrt(accum_update[i] + spec.epsilon) / std::sqrt(a + spec.epsilon) * grad;
+    w[i] -= rate * u;
+    accum_update[i] = spec.rho * accum_update[i] + (1 - spec.rho) * u * u;
+    accum[i] = a;
+  }
+}
+
+MONOLITH_KERNEL(Adam) {
+  MONOLITH_WIDTH;
+  float* m = state;
+  float* v = state + d;
+  float* powers = state + 2 * d;
+  const float alpha = rate * std::sqrt(1 - powers[1]) / (1 - powers[0]);
+  for (int i = 0; i < d; ++i) {
+    const float grad = g[i] + spec.weight_decay * w[i];
+    m[i] += (grad - m[i]) * (1 - spec.beta1);
+    v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
+    const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
+    w[i] -= alpha * up / (std::sqrt(v[i]) + spec.epsilon);
+  }
+  powers[0] *= spec.beta1;
+  powers[1] *= spec.beta2;
+}
+
+MONOLITH_KERNEL(Amsgrad) {
+  MONOLITH_WIDTH;
+  float* m = state;
+  float* v = state + d;
+  float* vhat = state + 2 * d;
+  float* powers = state + 3 * d;
+  const float alpha = rate * std::sqrt(1 - powers[1]) / (1 - powers[0]);
+  for (int i = 0; i < d; ++i) {
+    const float grad = g[i] + spec.weight_decay * w[i];
+    m[i] += (grad - m[i]) * (1 - spec.beta1);
+    v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
+    vhat[i] = std::max(vhat[i], v[i]);
+    const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
+    w[i] -= alpha * up / (std::sqrt(vhat[i]) + spec.epsilon);
+  }
+  powers[0] *= spec.beta1;
+  powers[1] *= spec.beta2;
+}
+
+// Not a gradient at all: a moving estimate of how many steps pass between two sightings of an id.
+MONOLITH_KERNEL(BatchSoftmax) {
+  std::int64_t last;
+  std::memcpy(&last, state, sizeof(last));
+  w[0] = (1 - rate) * w[0] + rate * static_cast<float>(step - last);
+  std::memcpy(state, &step, sizeof(step));
+}
+
+MONOLITH_KERNEL(Ftrl) {
+  MONOLITH_WIDTH;
+  if (rate == 0) return;
+  float* norm = state;
+  float* zero = state + d;
+  for (int i = 0; i < d; ++i) {
+    const float n = norm[i] + g[i] * g[i];
+    const float root = std::sqrt(n);
+    const float sigma = (root - std::sqrt(norm[i])) / rate;
+    const float z = zero[i] + (g[i] - sigma * w[i]);
+    const float moved = rate * (std::copysign(spec.l1, z) - z) / (root + spec.beta + spec.l2 * rate);
+    norm[i] = n;
+    zero[i] = z;
+    w[i] = std::abs(z) <= spec.l1 ? 0.0f : moved;
+  }
+}
+
+MONOLITH_KERNEL(GroupFtrl) {
+  MONOLITH_WIDTH;
+  if (rate == 0) return;
+  float* norm = state;
+  float* zero = state + d;
+  for (int i = 0; i < d; ++i) {
+    const float n = norm[i] + g[i] * g[i];
+    const float sigma = (std::sqrt(n) - std::sqrt(norm[i])) / rate;
+    zero[i] += g[i] - sigma * w[i];
+    norm[i] = n;
+  }
+  const float length = norm_of(zero, d);
+  if (length < spec.l1 || length == 0) {
+    std::fill(w, w + d, 0.0f);
+    return;
+  }
+  const float shrink = (spec.l1 - length) / length;
+  for (int i = 0; i < d; ++i)
+    w[i] = rate * zero[i] * shrink / (spec.beta + std::sqrt(norm[i]) + spec.l2 * rate);
+}
+
+MONOLITH_KERNEL(GroupAdagrad) {
+  MONOLITH_WIDTH;
+  float largest = 0;
+  for (int i = 0; i < d; ++i) {
+    const float grad = g[i] + spec.weight_decay * w[i];
+    largest = std::max(largest, grad * grad);
+  }
+  const float sum = state[0] + largest;
+  const float pace = rate / (spec.beta + std::sqrt(sum));
+  if (!(pace > 0) || !std::isfinite(pace)) {  // a rate of zero, or nothing accumulated and no gradient
+    state[0] = sum;
+    return;
+  }
+  float length = 0;
+  for (int i = 0; i < d; ++i) {
+    const float z = g[i] + spec.weight_decay * w[i] - w[i] / pace;
+    length += z * z;
+  }
+  length = std::sqrt(length);
+  state[0] = sum;
+  if (length < spec.l2 || length == 0) {
+    std::fill(w, w + d, 0.0f);
+    return;
+  }
+  const float shrink = -pace * (length - spec.l2) / length;
+  for (int i = 0; i < d; ++i) w[i] = shrink * (g[i] + spec.weight_decay * w[i] - w[i] / pace);
+}
+
+MONOLITH_KERNEL(Momentum) {
+  MONOLITH_WIDTH;
+  const float mu = spec.momentum;
+  for (int i = 0; i < d; ++i) {
+    const float dx = rate * (g[i] + spec.weight_decay * w[i]);
+    const float n = mu * state[i] - dx;
+    w[i] += spec.use_nesterov ? -mu * state[i] + (1 + mu) * n : n;
+    state[i] = n;
+  }
+}
+
+MONOLITH_KERNEL(MovingAverage) {
+  MONOLITH_WIDTH;
+  for (int i = 0; i < d; ++i) w[i] = spec.momentum * w[i] + (1 - spec.momentum) * g[i];
+}
+
+template <bool kAverage>
+void rmsprop(const OptimizerSpec& spec, float* __restrict w, float* __restrict state, const float* __restrict g,
+             int d, float rate) {
+  const double mu = spec.momentum;
+  for (int i = 0; i < d; ++i) {
+    const double grad = static_cast<double>(g[i]) + static_cast<double>(spec.weight_decay) * w[i];
+    const double n = mu * state[i] + (kAverage ? 1 - mu : 1.0) * grad * grad;
+    w[i] = static_cast<float>(w[i] - static_cast<double>(rate) / (std::sqrt(n) + 1) * grad);
+    state[i] = static_cast<float>(n);
+  }
+}
+
+MONOLITH_KERNEL(Rmsprop) {
+  MONOLITH_WIDTH;
+  rmsprop<true>(spec, w, state, g, d, rate);
+}
+
+MONOLITH_KERNEL(RmspropV2) {
+  MONOLITH_WIDTH;
+  rmsprop<false>(spec, w, state, g, d, rate);
+}
+
+template <class Kernel>
+StepKernel of_width(int dim) {
+  switch (dim) {
+    case 1: return Kernel::template step<1>;
+    case 4: return Kernel::template step<4>;
+    case 8: return Kernel::template step<8>;
+    case 16: return Kernel::template step<16>;
+    case 32: return Kernel::template step<32>;
+    case 64: return Kernel::template step<64>;
+    case 128: return Kernel::template step<128>;
+    default: return Kernel::template step<0>;
+  }
+}
+
+}  // namespace
+
+StepKernel step_kernel(OptimizerKind kind, int dim) {
+  switch (kind) {
+    case OptimizerKind::kSgd: return of_width<Sgd>(dim);
+    case OptimizerKind::kAdagrad: return of_width<Adagrad>(dim);
+    case OptimizerKind::kDynamicWdAdagrad: return of_width<DynamicWdAdagrad>(dim);
+    case OptimizerKind::kAdadelta: return of_width<Adadelta>(dim);
+    case OptimizerKind::kAdam: return of_width<Adam>(dim);
+    case OptimizerKind::kAmsgrad: return of_width<Amsgrad>(dim);
+    case OptimizerKind::kBatchSoftmax: return BatchSoftmax::step<1>;
+    case OptimizerKind::kFtrl: return of_width<Ftrl>(dim);
+    case OptimizerKind::kGroupAdagrad: return of_width<GroupAdagrad>(dim);
+    case OptimizerKind::kGroupFtrl: return of_width<GroupFtrl>(dim);
+    case OptimizerKind::kMomentum: return of_width<Momentum>(dim);
+    case OptimizerKind::kMovingAverage: return of_width<MovingAverage>(dim);
+    case OptimizerKind::kRmsprop: return of_width<Rmsprop>(dim);
+    case OptimizerKind::kRmspropV2: return of_width<RmspropV2>(dim);
+  }
+  return nullptr;
+}
+
+void initialize_state(const OptimizerSpec& spec, float* state, int dim) {
+  std::fill(state, state + state_floats(spec.kind, dim), 0.0f);
+  switch (spec.kind) {
+    case OptimizerKind::kAdagrad:
+    case OptimizerKind::kDynamicWdAdagrad:
+    case OptimizerKind::kFtrl:
+    case OptimizerKind::kGroupFtrl:
+      std::fill(state, state + dim, spec.initial_accumulator_value);
+      break;
+    case OptimizerKind::kGroupAdagrad:
+      state[0] = spec.initial_accumulator_value;
+      break;
+    case OptimizerKind::kAdam:
+      state[2 * dim] = spec.beta1;
+      state[2 * dim + 1] = spec.beta2;
+      break;
+    case OptimizerKind::kAmsgrad:
+      state[3 * dim] = spec.beta1;
+      state[3 * dim + 1] = spec.beta2;
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace monolith

@@ -1,0 +1,44 @@
+// Sparse optimizers: how one segment of one row takes a step.
+//
+// A step is a kernel over the segment's floats, picked once per table by
+// optimizer and width; inside it there is no branch on either. All arithmetic is
+// float32 in the order written, so every machine and thread count gives the same
+// bits.
+#pragma once
+
+#include <cstdint>
+
+#include "optimizer_kind.h"
+
+namespace monolith {
+
+// The hyper-parameters of every optimizer; each reads only its own. Defaults live in the Python configs.
+struct OptimizerSpec {
+  OptimizerKind kind = OptimizerKind::kSgd;
+  float initial_accumulator_value = 0;
+  float weight_decay = 0;
+  float beta = 0;
+  float beta1 = 0;
+  float beta2 = 0;
+  float epsilon = 0;
+  float rho = 0;
+  float momentum = 0;
+  float l1 = 0;
+  float l2 = 0;
+  float lambda = 0;                    // of delay compensation
+  bool use_nesterov = false;
+  bool decouple_weight_decay = false;
+  bool delay_compensated = false;      // first g += lambda * g^2 * (w - latest)
+  bool stochastic_rounding = false;    // afterwards w is rounded to a half-precision neighbour
+};
+
+// One step of values `w` and state `state` by gradient `g`, `dim` floats each. A rate of zero, as at
+// the first step of a warm-up, leaves the optimizers that divide by it untouched.
+using StepKernel = void (*)(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim, float rate,
+                            std::int64_t step);
+
+StepKernel step_kernel(OptimizerKind kind, int dim);
+
+void initialize_state(const OptimizerSpec& spec, float* state, int dim);
+
+}  // namespace monolith

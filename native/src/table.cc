@@ -1,0 +1,399 @@
+// The table itself: how it is made, grows, forgets and is walked.
+#include "table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "table_body.h"
+
+namespace monolith {
+
+Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
+             std::shared_ptr<Workers> workers)
+    : spec_(std::move(spec)),
+      entry_(spec_.segments, spec_.serving, spec_.seed),
+      admission_(std::move(admission)),
+      touched_(std::move(touched)),
+      workers_(std::move(workers)),
+      budget_(spec_.capacity_bytes) {
+  if (spec_.skip_zero && !spec_.serving) throw std::invalid_argument("table: skip_zero is for serving tables");
+  if (!spec_.slot_expire_seconds.empty()) {
+    slot_expire_.assign(kMaxSlots, spec_.expire_seconds);
+    for (const auto& [slot, seconds] : spec_.slot_expire_seconds) {
+      if (slot >= kMaxSlots) throw std::invalid_argument("table: slot should be less than 32768");
+      slot_expire_[slot] = seconds;
+    }
+  }
+  body_ = make_body().release();
+}
+
+Table::~Table() {
+  epochs_.drain();
+  delete body_.load();
+}
+
+std::unique_ptr<Table::Body> Table::make_body() const {
+  auto body = std::make_unique<Body>(entry_.row_bytes(), budget_);
+  int depth = 0;
+  while (spec_.initial_rows >> depth > kPartitionRows / 2 && depth < 24) ++depth;
+  auto directory = std::make_unique<Directory>(depth);
+  for (std::size_t i = 0; i < directory->size(); ++i) {
+    auto part = std::make_unique<Partition>();
+    part->depth = depth;
+    part->split_at = kPartitionRows;
+    if (depth > 0) {
+      part->owner_mask = ~std::uint64_t{0} << (64 - depth);
+      part->owner_bits = static_cast<std::uint64_t>(i) << (64 - depth);
+    }
+    // Room for its share now, so that filling the table up to initial_rows never grows an index.
+    const double share = static_cast<double>(spec_.initial_rows >> depth);
+    const std::size_t slots = std::max<std::size_t>(16, static_cast<std::size_t>(share * 1.02 / kFullLoad));
+    const auto buckets = static_cast<std::uint32_t>((slots + kBucketSlots - 1) / kBucketSlots);
+    auto* array = static_cast<Slot*>(body->heap.allocate(Index::bytes(buckets)));
+    if (array == nullptr)
+      throw std::invalid_argument("table: capacity_bytes is too small for initial_rows, or memory is short");
+    part->index = Index(array, buckets);
+    directory->entries[i] = part.get();
+    body->partitions.push_back(std::move(part));
+  }
+  body->directory = directory.release();
+  return body;
+}
+
+std::size_t Table::size() const { return stats().rows; }
+
+TableStats Table::stats() const {
+  TableStats total;
+  {
+    std::lock_guard lock(gate_mutex_);
+    total = cleared_;
+  }
+  Epochs::Visit visit(epochs_);
+  Body& body = *body_.load();
+  std::vector<Partition*> parts;
+  {
+    std::lock_guard lock(body.mutex);
+    for (const auto& part : body.partitions) parts.push_back(part.get());
+  }
+  for (Partition* part : parts) {
+    std::lock_guard lock(part->mutex);
+    total.rows += part->rows;
+    total.inserted += part->inserted;
+    total.filtered += part->filtered;
+    total.refused += part->refused;
+    total.evicted += part->evicted;
+    total.removed += part->removed;
+    total.slots += part->index.load(std::memory_order_relaxed).size();
+  }
+  total.partitions = parts.size();
+  total.bytes_rows = body.rows.bytes();
+  total.bytes_index = body.heap.bytes() + parts.size() * sizeof(Partition) +
+                      body.directory.load()->size() * sizeof(std::atomic<Partition*>);
+  total.bytes_total = total.bytes_rows + total.bytes_index;
+  total.max_event_time = max_event_time();
+  return total;
+}
+
+void Table::clear() {
+  auto fresh = make_body();
+  std::unique_lock lock(gate_mutex_);
+  ++frozen_;
+  gate_changed_.wait(lock, [&] { return writers_ == 0; });
+  lock.unlock();
+  TableStats kept = stats();
+  Body* old = body_.exchange(fresh.release());
+  lock.lock();
+  cleared_ = {};
+  cleared_.inserted = kept.inserted;
+  cleared_.filtered = kept.filtered;
+  cleared_.refused = kept.refused;
+  cleared_.evicted = kept.evicted;
+  cleared_.removed = kept.removed;
+  if (--frozen_ == 0) gate_changed_.notify_all();
+  lock.unlock();
+  epochs_.retire([old] { delete old; });
+}
+
+void Table::freeze() {
+  std::unique_lock lock(gate_mutex_);
+  ++frozen_;
+  gate_changed_.wait(lock, [&] { return writers_ == 0; });
+}
+
+void Table::thaw() {
+  std::lock_guard lock(gate_mutex_);
+  if (frozen_ == 0) throw std::invalid_argument("table: thaw without freeze");
+  if (--frozen_ == 0) gate_changed_.notify_all();
+}
+
+// ---- rows ----------------------------------------------------------------------------------------
+
+std::uint32_t Table::take_row(Body& body, Partition& part) {
+  if (part.free_rows != 0) {
+    const std::uint32_t row = part.free_rows;
+    std::memcpy(&part.free_rows, body.rows.row(row), sizeof(part.free_rows));
+    --part.free_count;
+    return row;
+  }
+  if (part.chunk_next == part.chunk_end) {
+    part.chunk_next = body.rows.take_chunk();
+    if (part.chunk_next == 0) {
+      part.chunk_end = 0;
+      return 0;
+    }
+    part.chunk_end = part.chunk_next + RowArenas::kChunkRows;
+  }
+  return part.chunk_next++;
+}
+
+void Table::free_row(Body& body, Partition& part, std::uint32_t row) {
+  std::memcpy(body.rows.row(row), &part.free_rows, sizeof(part.free_rows));
+  part.free_rows = row;
+  ++part.free_count;
+}
+
+Slot* Table::insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time) {
+  const Index index = part.index.load(std::memory_order_relaxed);
+  if (part.rows + 1 > static_cast<std::size_t>(static_cast<double>(index.size()) * kBrimLoad)) return nullptr;
+  const std::uint32_t row = take_row(body, part);
+  if (row == 0) return nullptr;
+  ++part.rows;
+  ++part.inserted;
+  return index.place(hash, row, time);
+}
+
+// ---- growth --------------------------------------------------------------------------------------
+
+bool Table::resize(Body& body, Partition& part, std::size_t rows) {
+  const auto slots = static_cast<std::size_t>(static_cast<double>(rows) / kFreshLoad) + 1;
+  const std::size_t buckets = std::max<std::size_t>(4, (slots + kBucketSlots - 1) / kBucketSlots);
+  if (buckets > Index::kMaxBuckets) return false;
+  auto* array = static_cast<Slot*>(body.heap.allocate(Index::bytes(static_cast<std::uint32_t>(buckets))));
+  if (array == nullptr) return false;
+  const Index fresh(array, static_cast<std::uint32_t>(buckets));
+  const Index old = part.index.load(std::memory_order_relaxed);
+  const Slot* slot = old.slots();
+  for (std::size_t i = 0; i < old.size(); ++i)
+    if (slot[i].row != 0) fresh.place(slot[i].hash, slot[i].row, slot[i].time);
+  part.index.store(fresh, std::memory_order_release);
+  epochs_.retire([&heap = body.heap, old] { heap.free(old.slots(), old.bytes()); });
+  return true;
+}
+
+// Called with the partition locked and a write begun.
+void Table::make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time) {
+  const std::size_t wanted = std::size_t{part.rows} + newcomers;
+  const Index index = part.index.load(std::memory_order_relaxed);
+  bool full = false;
+  if (static_cast<double>(wanted) > static_cast<double>(index.size()) * kFullLoad)
+    full = !resize(body, part, wanted) &&
+           static_cast<double>(wanted) > static_cast<double>(index.size()) * kBrimLoad;
+  const std::uint32_t left = part.chunk_end - part.chunk_next;
+  if (!full && part.free_count + left < newcomers) {
+    for (; part.chunk_next < part.chunk_end; ++part.chunk_next) free_row(body, part, part.chunk_next);
+    const std::uint32_t chunk = body.rows.take_chunk();
+    if (chunk != 0) {
+      part.chunk_next = chunk;
+      part.chunk_end = chunk + RowArenas::kChunkRows;
+    } else {
+      part.chunk_next = part.chunk_end = 0;
+      full = true;
+    }
+  }
+  if (full && spec_.expire_when_full)
+    expire_oldest(body, part, std::max<std::size_t>(newcomers, part.rows / 32), time);
+}
+
+// Called with the partition locked, between windows.
+void Table::split(Body& body, Partition& part) {
+  const Index old = part.index.load(std::memory_order_relaxed);
+  const std::uint64_t bit = std::uint64_t{1} << (63 - part.depth);
+  std::size_t upper = 0;
+  const Slot* slot = old.slots();
+  for (std::size_t i = 0; i < old.size(); ++i) upper += slot[i].row != 0 && (slot[i].hash & bit) != 0;
+
+  const auto make = [&](std::size_t rows) {
+    const auto slots = static_cast<std::size_t>(static_cast<double>(rows) / kFreshLoad) + 16;
+    const auto buckets = static_cast<std::uint32_t>((slots + kBucketSlots - 1) / kBucketSlots);
+    auto* array = static_cast<Slot*>(body.heap.allocate(Index::bytes(buckets)));
+    return array != nullptr ? Index(array, buckets) : Index();
+  };
+  const Index low = make(part.rows - upper);
+  const Index high = make(upper);
+  if (low.slots() == nullptr || high.slots() == nullptr) {  // no budget: stay large
+    for (const Index index : {low, high})
+      if (index.slots() != nullptr) body.heap.free(index.slots(), index.bytes());
+    part.split_at = part.rows + part.rows / 4;
+    return;
+  }
+  for (std::size_t i = 0; i < old.size(); ++i)
+    if (slot[i].row != 0) ((slot[i].hash & bit) != 0 ? high : low).place(slot[i].hash, slot[i].row, slot[i].time);
+
+  auto sibling = std::make_unique<Partition>();
+  sibling->depth = part.depth + 1;
+  sibling->owner_mask = part.owner_mask.load() | bit;
+  sibling->owner_bits = part.owner_bits.load() | bit;
+  sibling->rows = static_cast<std::uint32_t>(upper);
+  sibling->index = high;
+  sibling->split_at = part.split_at = kPartitionRows;
+
+  Change change(part);
+  part.owner_mask.store(part.owner_mask.load() | bit, std::memory_order_relaxed);
+  part.index.store(low, std::memory_order_release);
+  part.rows -= static_cast<std::uint32_t>(upper);
+  ++part.depth;
+  {
+    std::lock_guard lock(body.mutex);
+    Directory* directory = body.directory.load();
+    if (part.depth > directory->depth) {
+      auto* doubled = new Directory(directory->depth + 1);
+      for (std::size_t i = 0; i < doubled->size(); ++i) doubled->entries[i] = directory->entries[i / 2].load();
+      body.directory.store(doubled, std::memory_order_release);
+      epochs_.retire([directory] { delete directory; });
+      directory = doubled;
+    }
+    const std::size_t first = sibling->owner_bits.load() >> 1 >> (63 - directory->depth);
+    const std::size_t entries = std::size_t{1} << (directory->depth - sibling->depth);
+    for (std::size_t i = 0; i < entries; ++i)
+      directory->entries[first + i].store(sibling.get(), std::memory_order_release);
+    body.partitions.push_back(std::move(sibling));
+  }
+  epochs_.retire([&heap = body.heap, old] { heap.free(old.slots(), old.bytes()); });
+}
+
+// ---- forgetting ----------------------------------------------------------------------------------
+
+bool Table::expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const {
+  const std::int64_t after = slot_expire_.empty() ? spec_.expire_seconds : slot_expire_[slot_of(unmix(hash))];
+  return now - static_cast<std::int64_t>(time) >= after;
+}
+
+// Called with the partition locked and a write begun. Takes the oldest rows that are not newer than
+// `time`: an event from the past does not push out what came after it.
+std::size_t Table::expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time) {
+  const Index index = part.index.load(std::memory_order_relaxed);
+  std::vector<std::pair<std::uint32_t, std::uint64_t>> candidates;
+  for (std::size_t i = 0; i < index.size(); ++i) {
+    const Slot& slot = index.slots()[i];
+    if (slot.row != 0 && slot.time <= time) candidates.emplace_back(slot.time, slot.hash);
+  }
+  wanted = std::min(wanted, candidates.size());
+  std::nth_element(candidates.begin(), candidates.begin() + wanted, candidates.end());
+  for (std::size_t i = 0; i < wanted; ++i) {
+    Slot* slot = index.find(candidates[i].second);
+    free_row(body, part, slot->row);
+    index.erase(slot);
+  }
+  part.rows -= static_cast<std::uint32_t>(wanted);
+  part.evicted += wanted;
+  return wanted;
+}
+
+std::size_t Table::evict(std::int64_t now) {
+  Writing writing(*this);
+  Body& body = *body_.load();
+  std::vector<Partition*> parts;
+  {
+    std::lock_guard lock(body.mutex);
+    for (const auto& part : body.partitions) parts.push_back(part.get());
+  }
+  std::atomic<std::size_t> total{0};
+  spread(parts.size(), 4, [&](std::size_t begin, std::size_t end) {
+    std::vector<std::uint64_t> gone;
+    for (std::size_t p = begin; p < end; ++p) {
+      Partition& part = *parts[p];
+      std::lock_guard lock(part.mutex);
+      const Index index = part.index.load(std::memory_order_relaxed);
+      gone.clear();
+      for (std::size_t i = 0; i < index.size(); ++i) {
+        const Slot& slot = index.slots()[i];
+        if (slot.row != 0 && expired(slot.hash, slot.time, now)) gone.push_back(slot.hash);
+      }
+      if (gone.empty()) continue;
+      Change change(part);
+      for (const std::uint64_t hash : gone) {
+        Slot* slot = index.find(hash);
+        free_row(body, part, slot->row);
+        index.erase(slot);
+      }
+      part.rows -= static_cast<std::uint32_t>(gone.size());
+      part.evicted += gone.size();
+      if (static_cast<double>(part.rows) < static_cast<double>(index.size()) * 0.3) resize(body, part, part.rows);
+      total += gone.size();
+    }
+  });
+  return total;
+}
+
+// ---- walking -------------------------------------------------------------------------------------
+
+Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const {
+  if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
+  Chunk chunk;
+  const std::size_t dim = entry_.dim();
+  const std::size_t state_dim = entry_.state_dim();
+  Epochs::Visit visit(epochs_);
+  const Body& body = *body_.load();
+  std::size_t room = 0;
+  const auto grow_to = [&](std::size_t wanted) {  // columns grow as rows are met: most scans are short
+    wanted = std::min(limit, std::max(wanted, 2 * room));
+    const auto moved = [&](auto& column, std::size_t width) {
+      using T = std::remove_reference_t<decltype(column[0])>;
+      std::unique_ptr<T[]> wider(new T[wanted * width]);
+      if (chunk.rows > 0) std::memcpy(wider.get(), column.get(), chunk.rows * width * sizeof(T));
+      column = std::move(wider);
+    };
+    moved(chunk.ids, 1);
+    moved(chunk.times, 1);
+    moved(chunk.values, dim);
+    moved(chunk.state, state_dim);
+    room = wanted;
+  };
+  std::vector<Slot> slots;
+  for (;;) {
+    Partition& part = *body.route(cursor);
+    std::unique_lock lock(part.mutex);
+    if (!part.owns(cursor)) continue;
+    const Index index = part.index.load(std::memory_order_relaxed);
+    slots.clear();
+    for (std::size_t i = 0; i < index.size(); ++i) {
+      const Slot& slot = index.slots()[i];
+      if (slot.row != 0 && slot.hash >= cursor && slot.hash <= last) slots.push_back(slot);
+    }
+    const std::size_t take = std::min(slots.size(), limit - chunk.rows);
+    // In the order of hashes: a table with the same rows is always walked the same way.
+    const auto by_hash = [](const Slot& a, const Slot& b) { return a.hash < b.hash; };
+    if (take < slots.size()) std::nth_element(slots.begin(), slots.begin() + take, slots.end(), by_hash);
+    std::sort(slots.begin(), slots.begin() + take, by_hash);
+    if (chunk.rows + take > room) grow_to(chunk.rows + take);
+    for (std::size_t i = 0; i < take; ++i) {
+      if (i + 8 < take) __builtin_prefetch(body.rows.row(slots[i + 8].row));
+      const std::byte* row = body.rows.row(slots[i].row);
+      const std::size_t at = chunk.rows + i;
+      chunk.ids[at] = unmix(slots[i].hash);
+      chunk.times[at] = slots[i].time;
+      entry_.read(row, chunk.values.get() + at * dim);
+      std::memcpy(chunk.state.get() + at * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
+    }
+    chunk.rows += take;
+    const std::uint64_t part_last = part.last_hash();
+    lock.unlock();
+    if (take < slots.size()) {
+      chunk.cursor = slots[take - 1].hash + 1;
+      return chunk;
+    }
+    if (part_last >= last) {
+      chunk.done = true;
+      return chunk;
+    }
+    cursor = part_last + 1;
+    if (chunk.rows == limit) {
+      chunk.cursor = cursor;
+      return chunk;
+    }
+  }
+}
+
+}  // namespace monolith

@@ -1,0 +1,188 @@
+// Table: int64 ids to rows.
+//
+// A directory leads from the leading bits of an id's hash to a partition, and a
+// partition to the row. Calls are batches: ids are hashed, index lines and rows are
+// prefetched well before they are needed, and many cache misses are in flight at
+// once. A batch that writes is first grouped by partition, so a lock is taken per
+// group, all sightings of an id meet in one place in the order they came, and the
+// result does not depend on how many threads there are.
+//
+// Every call is safe from any thread. A row changes as a whole; a batch does not.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "admission.h"
+#include "entry.h"
+#include "epochs.h"
+#include "memory.h"
+#include "partition.h"
+#include "touched_key_set.h"
+#include "workers.h"
+
+namespace monolith {
+
+struct TableSpec {
+  std::vector<SegmentSpec> segments;
+  bool serving = false;
+  bool skip_zero = false;          // serving only: assigning zeros removes the row
+  bool expire_when_full = false;   // past capacity_bytes the oldest rows go; otherwise new ids are refused
+  std::uint64_t seed = 0;
+  std::uint64_t initial_rows = 0;
+  std::uint64_t capacity_bytes = 0;  // 0 is no limit
+  std::int64_t expire_seconds = 0;
+  std::vector<std::pair<std::uint32_t, std::int64_t>> slot_expire_seconds;
+};
+
+// When the rows of a batch were seen: one time for all, or one for each.
+struct EventTimes {
+  std::uint32_t all = 0;
+  const std::uint32_t* each = nullptr;
+  std::uint32_t at(std::size_t position) const { return each != nullptr ? each[position] : all; }
+};
+
+struct TableStats {
+  std::uint64_t rows = 0, inserted = 0, filtered = 0, refused = 0, evicted = 0, removed = 0;
+  std::uint64_t bytes_total = 0, bytes_rows = 0, bytes_index = 0, slots = 0, partitions = 0;
+  std::int64_t max_event_time = 0;
+};
+
+// Whole rows, column by column, in the order of their hashes.
+struct Chunk {
+  std::size_t rows = 0;
+  std::unique_ptr<std::int64_t[]> ids;
+  std::unique_ptr<std::int64_t[]> times;
+  std::unique_ptr<float[]> values;  // rows x dim
+  std::unique_ptr<float[]> state;   // rows x state_dim
+  bool done = false;
+  std::uint64_t cursor = 0;         // the hash to go on from, unless done
+};
+
+class Table {
+ public:
+  explicit Table(TableSpec spec, std::shared_ptr<Admission> admission = nullptr,
+                 std::shared_ptr<TouchedKeySet> touched = nullptr, std::shared_ptr<Workers> workers = nullptr);
+  ~Table();
+  Table(const Table&) = delete;
+
+  int dim() const { return entry_.dim(); }
+  int state_dim() const { return entry_.state_dim(); }
+  const Entry& entry() const { return entry_; }
+  std::size_t row_bytes() const { return entry_.row_bytes(); }
+  std::size_t size() const;
+
+  // Fills `out` with dim() floats per id, zeros where there is no row; returns how many there were.
+  std::size_t lookup(std::span<const std::int64_t> ids, float* out) const;
+  // `found` may be null, and so may any of the columns.
+  void lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
+                   float* state) const;
+
+  void assign(std::span<const std::int64_t> ids, const float* values, EventTimes times);
+  void assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times);
+  void apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
+                       std::span<const float> rates, std::int64_t step, EventTimes times, bool dedup);
+  // Per id 1 when the row was there, 0 when it was made, -1 when there was no room to make it.
+  void reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status);
+  // Whole rows, past the admission filter. Where `fresh_state` is set, state is initialised instead.
+  void restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
+               const float* state, const std::uint8_t* fresh_state);
+
+  std::size_t remove(std::span<const std::int64_t> ids);
+  std::size_t evict(std::int64_t now);
+  void clear();
+
+  // Up to `limit` rows with hashes from `cursor` to `last`. Each row is whole; a row that is there
+  // throughout is met exactly once.
+  Chunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const;
+
+  // While frozen, calls that write wait. Nests.
+  void freeze();
+  void thaw();
+
+  std::int64_t max_event_time() const { return max_event_time_.load(std::memory_order_relaxed); }
+  std::vector<float> scales() const { return entry_.scales(); }
+  void set_scales(const std::vector<float>& scales) { entry_.set_scales(scales); }
+  TableStats stats() const;
+
+ private:
+  // One id of a batch; `count` sightings when equal ids were brought together.
+  struct Item {
+    std::uint64_t hash;
+    std::uint32_t position;
+    std::uint32_t count;
+  };
+  struct Directory;
+  struct Body;
+  struct Batch;
+  class Writing;
+  enum class OnAbsent { kAsk, kCreate };
+
+  template <class Work>
+  void write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
+             const Work& work);
+  template <class Work>
+  void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
+                   OnAbsent absent, bool touch, const Work& work);
+  template <class Work>
+  void write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
+                    EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
+                    const std::uint32_t* next, float* scratch);
+  void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times, OnAbsent absent,
+             Slot* const* slots, std::byte** rows, bool* fresh);
+  void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
+  std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group, bool with_times) const;
+
+  void make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time);
+  std::uint32_t take_row(Body& body, Partition& part);
+  void free_row(Body& body, Partition& part, std::uint32_t row);
+  Slot* insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time);
+  bool resize(Body& body, Partition& part, std::size_t rows);
+  void split(Body& body, Partition& part);
+  std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
+  bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
+
+  // Copies the first `bytes` bytes of each row to `out`, one after another, zeros where there is none.
+  void read_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
+                  std::uint8_t* found, std::uint32_t* times) const;
+  template <std::size_t kBytes>
+  void read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
+                     std::uint8_t* found, std::uint32_t* times) const;
+  bool read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes, std::uint32_t* time) const;
+  template <class Each>
+  void spread(std::size_t count, std::size_t grain, Each&& each) const;
+  void advance_clock(std::size_t count, EventTimes times);
+  std::unique_ptr<Body> make_body() const;
+  std::unique_ptr<Batch> borrow();
+  void give_back(std::unique_ptr<Batch> batch);
+
+  const TableSpec spec_;
+  Entry entry_;
+  std::vector<std::int64_t> slot_expire_;  // by slot; empty when all are alike
+  const std::shared_ptr<Admission> admission_;
+  const std::shared_ptr<TouchedKeySet> touched_;
+  const std::shared_ptr<Workers> workers_;
+  mutable Budget budget_;
+  std::atomic<Body*> body_;
+  std::atomic<std::int64_t> max_event_time_{0};
+  TableStats cleared_;  // counters of bodies that clear() dropped; guarded by gate_mutex_
+
+  // Writers pass a gate that freeze() and clear() close.
+  mutable std::mutex gate_mutex_;  // guards writers_, frozen_ and cleared_
+  std::condition_variable gate_changed_;
+  int writers_ = 0;
+  int frozen_ = 0;
+
+  std::mutex batches_mutex_;  // guards batches_
+  std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones
+  mutable Epochs epochs_;
+};
+
+}  // namespace monolith

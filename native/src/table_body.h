@@ -1,0 +1,128 @@
+// The inside of a table: what table.cc, table_read.cc and table_write.cc share.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "hash.h"
+#include "table.h"
+
+namespace monolith {
+
+// A partition splits when it holds more rows than this.
+inline constexpr std::uint32_t kPartitionRows = 16384;
+// An index array is made this full, and replaced when it is that full. At most `kBrimLoad` when the
+// budget allows no larger one.
+inline constexpr double kFreshLoad = 0.56;
+inline constexpr double kFullLoad = 0.64;
+inline constexpr double kBrimLoad = 0.94;
+// Ids that a writer has in flight at once, under one change of a partition's version.
+inline constexpr std::size_t kWindow = 32;
+
+// From the leading bits of a hash to its partition. Replaced, not changed, when it must double.
+struct Table::Directory {
+  explicit Directory(int depth) : depth(depth), entries(new std::atomic<Partition*>[std::size_t{1} << depth]) {}
+
+  std::size_t size() const { return std::size_t{1} << depth; }
+  std::atomic<Partition*>& at(std::uint64_t hash) const { return entries[hash >> 1 >> (63 - depth)]; }
+
+  const int depth;
+  const std::unique_ptr<std::atomic<Partition*>[]> entries;
+};
+
+// Everything that clear() replaces at once.
+struct Table::Body {
+  Body(std::size_t row_bytes, Budget& budget) : rows(row_bytes, budget), heap(budget) {}
+  ~Body() {
+    for (auto& partition : partitions) {
+      const Index index = partition->index.load();
+      if (index.slots() != nullptr) heap.free(index.slots(), index.bytes());
+    }
+    delete directory.load();
+  }
+
+  Partition* route(std::uint64_t hash) const {
+    return directory.load(std::memory_order_acquire)->at(hash).load(std::memory_order_acquire);
+  }
+
+  // Asks for the index line of a hash that will be needed soon. A hint: it may be out of date.
+  void prefetch(std::uint64_t hash) const {
+    directory.load(std::memory_order_relaxed)->at(hash).load(std::memory_order_relaxed)->index
+        .load(std::memory_order_relaxed).prefetch(hash);
+  }
+
+  RowArenas rows;
+  IndexHeap heap;
+  std::atomic<Directory*> directory{nullptr};
+  mutable std::mutex mutex;  // guards partitions, and changes of the directory
+  std::vector<std::unique_ptr<Partition>> partitions;
+};
+
+// Memory for `size` things of a kind that needs no construction; kept between calls.
+template <class T>
+class Scratch {
+ public:
+  T* ensure(std::size_t size) {
+    if (size > room_) {
+      room_ = std::max(size, room_ + room_ / 2);
+      data_.reset(new T[room_]);
+    }
+    return data_.get();
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  std::size_t room_ = 0;
+};
+
+// The scratch of one call that writes: its ids grouped by the leading bits of their hashes.
+struct Table::Batch {
+  Scratch<Item> items;
+  Scratch<std::uint32_t> next;        // dedup: from one sighting of an id to the one after it
+  Scratch<std::uint32_t> times;       // dedup with a time for each id: those times, merged
+  std::vector<std::uint32_t> starts;  // where each group begins, and one past the last
+  std::vector<std::uint32_t> counts;  // chunks x groups, while grouping
+};
+
+// A change of a partition, from begin_write to end_write whatever happens between.
+class Change {
+ public:
+  explicit Change(Partition& part) : part_(part) { part_.begin_write(); }
+  ~Change() { part_.end_write(); }
+  Change(const Change&) = delete;
+
+ private:
+  Partition& part_;
+};
+
+// A passage through the gate of a table.
+class Table::Writing {
+ public:
+  explicit Writing(Table& table) : table_(table), visit_(table.epochs_) {
+    std::unique_lock lock(table_.gate_mutex_);
+    table_.gate_changed_.wait(lock, [&] { return table_.frozen_ == 0; });
+    ++table_.writers_;
+  }
+  ~Writing() {
+    std::lock_guard lock(table_.gate_mutex_);
+    if (--table_.writers_ == 0) table_.gate_changed_.notify_all();
+  }
+
+ private:
+  Table& table_;
+  Epochs::Visit visit_;
+};
+
+// Cuts [0, count) into tasks of `grain` and hands them to the workers, if there are any.
+template <class Each>
+void Table::spread(std::size_t count, std::size_t grain, Each&& each) const {
+  const std::size_t tasks = (count + grain - 1) / grain;
+  if (workers_ == nullptr || tasks < 2) {
+    if (count > 0) each(std::size_t{0}, count);
+    return;
+  }
+  workers_->run(tasks, [&](std::size_t task) { each(task * grain, std::min(count, (task + 1) * grain)); });
+}
+
+}  // namespace monolith

@@ -1,0 +1,222 @@
+// Reading: batches of lookups that take no lock.
+#include <algorithm>
+#include <cstring>
+
+#include "table_body.h"
+
+namespace monolith {
+namespace {
+
+constexpr std::size_t kBlock = 256;   // ids whose versions are checked together
+constexpr std::size_t kAhead = 16;    // index lines are fetched this long before rows, and rows before the copy
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kGrain = 4096;  // ids per task
+
+// Copies a row that a writer may be changing. What comes out of such a race is thrown away, because the
+// version will not match; thread sanitizers are told so here and nowhere else.
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize("thread"), noinline)) void copy_racing(std::byte* to, const std::byte* from,
+                                                                  std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    to[i] = from[i];
+    asm volatile("" ::: "memory");  // or this loop becomes a memcpy that the sanitizer sees
+  }
+}
+#else
+inline __attribute__((always_inline)) void copy_racing(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+#endif
+
+}  // namespace
+
+// One block: note versions; a pipeline that fetches index lines, then rows, then copies; check the versions.
+// kBytes is the usual widths spelled out, so that a row is copied in a few instructions; 0 is any.
+template <std::size_t kBytes>
+void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
+                          std::uint8_t* found, std::uint32_t* times) const {
+  const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
+  const std::size_t count = ids.size();
+  std::uint64_t hashes[kBlock];
+  Partition* parts[kBlock];
+  std::uint64_t versions[kBlock];
+  Slot* buckets[kBlock];
+  const std::byte* rows[kBlock];
+  std::uint32_t seen[kBlock];
+
+  const Directory* directory = body.directory.load(std::memory_order_acquire);
+  for (std::size_t i = 0; i < count; ++i) {
+    hashes[i] = mix(ids[i]);
+    parts[i] = directory->at(hashes[i]).load(std::memory_order_relaxed);
+    versions[i] = parts[i]->version.load(std::memory_order_relaxed);
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+
+  std::uint8_t late[kBlock];
+  std::size_t late_count = 0;
+  const auto fetch_index = [&](std::size_t i) {
+    buckets[i] = parts[i]->index.load(std::memory_order_relaxed).bucket_of(hashes[i]);
+    __builtin_prefetch(buckets[i]);
+  };
+  const auto fetch_row = [&](std::size_t i, const Slot* slot) {
+    const std::uint32_t row = slot != nullptr ? peek(slot->row) : 0;
+    rows[i] = nullptr;
+    if (row == 0) return;
+    seen[i] = peek(slot->time);
+    rows[i] = body.rows.row(row);
+    for (std::size_t line = 0; line < bytes; line += kLine) {
+      __builtin_prefetch(rows[i] + line);
+      __builtin_prefetch(out + i * bytes + line, 1);
+    }
+  };
+  const auto look_up = [&](std::size_t i) {
+    const Slot* slot = Index::match(buckets[i], hashes[i]);
+    if (slot == nullptr && peek(buckets[i][kBucketSlots - 1].row) != 0) [[unlikely]] {
+      // Not in its home line, but that line is full. The next one is fetched while the others go on.
+      __builtin_prefetch(buckets[i] + kBucketSlots);
+      late[late_count++] = static_cast<std::uint8_t>(i);
+      rows[i] = nullptr;
+    } else {
+      fetch_row(i, slot);
+    }
+  };
+  const auto copy_row = [&](std::size_t i) {
+    if (rows[i] != nullptr)
+      copy_racing(out + i * bytes, rows[i], bytes);
+    else
+      std::memset(out + i * bytes, 0, bytes);
+  };
+  std::size_t i = 0;
+  for (; i < std::min(count, kAhead); ++i) fetch_index(i);
+  for (; i < std::min(count, 2 * kAhead); ++i) {
+    fetch_index(i);
+    look_up(i - kAhead);
+  }
+  for (; i < count; ++i) {
+    fetch_index(i);
+    look_up(i - kAhead);
+    copy_row(i - 2 * kAhead);
+  }
+  for (std::size_t rest = count - std::min(count, kAhead); rest < count; ++rest) look_up(rest);
+  for (std::size_t l = 0; l < late_count; ++l)
+    fetch_row(late[l], parts[late[l]]->index.load(std::memory_order_relaxed).find(hashes[late[l]]));
+  for (std::size_t rest = count - std::min(count, 2 * kAhead); rest < count; ++rest) copy_row(rest);
+  for (std::size_t l = 0; l < late_count; ++l) copy_row(late[l]);
+
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (std::size_t i = 0; i < count; ++i) {
+    bool there = rows[i] != nullptr;
+    if ((versions[i] & 1) != 0 || parts[i]->version.load(std::memory_order_relaxed) != versions[i] ||
+        !parts[i]->owns(hashes[i])) [[unlikely]]
+      there = read_one(body, hashes[i], out + i * bytes, bytes, &seen[i]);
+    found[i] = there;
+    if (times != nullptr) times[i] = there ? seen[i] : 0;
+  }
+}
+
+void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
+                       std::uint8_t* found, std::uint32_t* times) const {
+  switch (bytes) {
+    case 16: return read_block_of<16>(body, ids, out, bytes, found, times);
+    case 32: return read_block_of<32>(body, ids, out, bytes, found, times);
+    case 64: return read_block_of<64>(body, ids, out, bytes, found, times);
+    case 128: return read_block_of<128>(body, ids, out, bytes, found, times);
+    case 256: return read_block_of<256>(body, ids, out, bytes, found, times);
+    default: return read_block_of<0>(body, ids, out, bytes, found, times);
+  }
+}
+
+// One id, after a writer got in the way: a few more tries, then the lock.
+bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes, std::uint32_t* time) const {
+  for (int tries = 0; tries < 8; ++tries) {
+    const Partition& part = *body.route(hash);
+    const std::uint64_t version = part.version.load(std::memory_order_acquire);
+    if ((version & 1) != 0 || !part.owns(hash)) continue;
+    const Slot* slot = part.index.load(std::memory_order_relaxed).find(hash);
+    const std::uint32_t row = slot != nullptr ? peek(slot->row) : 0;
+    if (row != 0) {
+      *time = peek(slot->time);
+      copy_racing(out, body.rows.row(row), bytes);
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (part.version.load(std::memory_order_relaxed) != version) continue;
+    if (row == 0) std::memset(out, 0, bytes);
+    return row != 0;
+  }
+  for (;;) {
+    Partition& part = *body.route(hash);
+    std::lock_guard lock(part.mutex);
+    if (!part.owns(hash)) continue;
+    const Slot* slot = part.index.load(std::memory_order_relaxed).find(hash);
+    if (slot == nullptr) {
+      std::memset(out, 0, bytes);
+      return false;
+    }
+    *time = slot->time;
+    std::memcpy(out, body.rows.row(slot->row), bytes);
+    return true;
+  }
+}
+
+std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
+  Epochs::Visit visit(epochs_);
+  Body& body = *body_.load();
+  const std::size_t dim = entry_.dim();
+  const std::size_t bytes = entry_.serving() ? entry_.row_bytes() : dim * sizeof(float);
+  std::atomic<std::size_t> hits{0};
+  spread(ids.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+    std::uint8_t found[kBlock];
+    std::vector<std::byte> compressed(entry_.serving() ? kBlock * bytes : 0);
+    std::size_t hit = 0;
+    for (std::size_t at = begin; at < end; at += kBlock) {
+      const std::size_t count = std::min(kBlock, end - at);
+      float* values = out + at * dim;
+      auto* to = entry_.serving() ? compressed.data() : reinterpret_cast<std::byte*>(values);
+      read_block(body, ids.subspan(at, count), to, bytes, found, nullptr);
+      for (std::size_t i = 0; i < count; ++i) {
+        hit += found[i];
+        if (entry_.serving()) {
+          if (found[i])
+            entry_.read(compressed.data() + i * bytes, values + i * dim);
+          else
+            std::fill_n(values + i * dim, dim, 0.0f);
+        } else if (entry_.has_view() && found[i]) {
+          entry_.view(values + i * dim);
+        }
+      }
+    }
+    hits.fetch_add(hit, std::memory_order_relaxed);
+  });
+  return hits;
+}
+
+void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
+                        float* state) const {
+  Epochs::Visit visit(epochs_);
+  Body& body = *body_.load();
+  const std::size_t dim = entry_.dim();
+  const std::size_t state_dim = entry_.state_dim();
+  const std::size_t bytes = values != nullptr || state != nullptr ? entry_.row_bytes() : 0;
+  spread(ids.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+    std::uint8_t there[kBlock];
+    std::uint32_t seen[kBlock];
+    std::vector<std::byte> rows(kBlock * bytes);
+    for (std::size_t at = begin; at < end; at += kBlock) {
+      const std::size_t count = std::min(kBlock, end - at);
+      read_block(body, ids.subspan(at, count), rows.data(), bytes, there, seen);
+      for (std::size_t i = 0; i < count; ++i) {
+        const std::byte* row = rows.data() + i * bytes;
+        if (found != nullptr) found[at + i] = there[i];
+        if (times != nullptr) times[at + i] = seen[i];
+        if (values != nullptr) {
+          if (there[i])
+            entry_.read(row, values + (at + i) * dim);
+          else
+            std::fill_n(values + (at + i) * dim, dim, 0.0f);
+        }
+        if (state != nullptr)
+          std::memcpy(state + (at + i) * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
+      }
+    }
+  });
+}
+
+}  // namespace monolith

@@ -1,0 +1,473 @@
+// Writing: batches grouped by partition, applied in windows.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+
+#include "table_body.h"
+
+namespace monolith {
+namespace {
+
+constexpr int kMaxGroupBits = 12;
+constexpr std::size_t kLine = 64;
+
+inline void prefetch_for_write(const void* data, std::size_t bytes) {
+  const auto* at = static_cast<const std::byte*>(data);
+  for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line, 1);
+}
+
+inline void prefetch_for_read(const void* data, std::size_t bytes) {
+  const auto* at = static_cast<const std::byte*>(data);
+  for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line);
+}
+
+inline std::uint64_t group_of(std::uint64_t hash, int bits) { return hash >> 1 >> (63 - bits); }
+
+}  // namespace
+
+std::unique_ptr<Table::Batch> Table::borrow() {
+  std::lock_guard lock(batches_mutex_);
+  if (batches_.empty()) return std::make_unique<Batch>();
+  auto batch = std::move(batches_.back());
+  batches_.pop_back();
+  return batch;
+}
+
+void Table::give_back(std::unique_ptr<Batch> batch) {
+  std::lock_guard lock(batches_mutex_);
+  batches_.push_back(std::move(batch));
+}
+
+void Table::advance_clock(std::size_t count, EventTimes times) {
+  std::int64_t newest = times.all;
+  if (times.each != nullptr) newest = *std::max_element(times.each, times.each + count);
+  std::int64_t known = max_event_time_.load(std::memory_order_relaxed);
+  while (newest > known && !max_event_time_.compare_exchange_weak(known, newest)) {
+  }
+}
+
+// A stable counting sort by the leading `bits` bits of the hash.
+void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) const {
+  const std::size_t count = ids.size();
+  const std::size_t groups = std::size_t{1} << bits;
+  Item* items = batch.items.ensure(count);
+  const int threads = workers_ != nullptr ? workers_->threads() : 1;
+  const std::size_t chunks = threads > 1 && count >= 16384 ? threads : 1;
+  const std::size_t chunk = (count + chunks - 1) / chunks;
+  batch.counts.assign(chunks * groups, 0);
+  batch.starts.resize(groups + 1);
+
+  const auto each_chunk = [&](auto&& work) { spread(count, chunk, work); };
+  each_chunk([&](std::size_t begin, std::size_t end) {
+    std::uint32_t* counts = batch.counts.data() + begin / chunk * groups;
+    for (std::size_t i = begin; i < end; ++i) ++counts[group_of(mix(ids[i]), bits)];
+  });
+  std::uint32_t total = 0;
+  for (std::size_t g = 0; g < groups; ++g) {
+    batch.starts[g] = total;
+    for (std::size_t c = 0; c < chunks; ++c) total += std::exchange(batch.counts[c * groups + g], total);
+  }
+  batch.starts[groups] = total;
+  each_chunk([&](std::size_t begin, std::size_t end) {
+    std::uint32_t* places = batch.counts.data() + begin / chunk * groups;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint64_t hash = mix(ids[i]);
+      items[places[group_of(hash, bits)]++] = {hash, static_cast<std::uint32_t>(i), 1};
+    }
+  });
+}
+
+// Leaves one item per id in a run of groups, linked to its later sightings; returns where the run now ends.
+std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
+                                  bool with_times) const {
+  Item* items = batch.items.data();
+  std::uint32_t* next = batch.next.data();
+  std::vector<std::uint32_t> heads;
+  std::vector<std::uint32_t> tails;
+  std::size_t out = batch.starts[first_group];
+  for (std::size_t g = first_group; g < last_group; ++g) {
+    const std::size_t begin = batch.starts[g];
+    const std::size_t end = batch.starts[g + 1];
+    const std::size_t room = std::bit_ceil(2 * (end - begin) + 1);
+    heads.assign(room, UINT32_MAX);
+    tails.resize(end - begin);
+    const std::size_t first = out;
+    for (std::size_t i = begin; i < end; ++i) {
+      const Item item = items[i];
+      std::size_t at = item.hash & (room - 1);
+      while (heads[at] != UINT32_MAX && items[first + heads[at]].hash != item.hash) at = (at + 1) & (room - 1);
+      if (heads[at] == UINT32_MAX) {
+        heads[at] = static_cast<std::uint32_t>(out - first);
+        tails[out - first] = item.position;
+        items[out++] = item;
+      } else {
+        ++items[first + heads[at]].count;
+        next[tails[heads[at]]] = item.position;
+        tails[heads[at]] = item.position;
+        if (with_times) {
+          std::uint32_t& time = batch.times.data()[items[first + heads[at]].position];
+          time = std::max(time, batch.times.data()[item.position]);
+        }
+      }
+    }
+  }
+  return out;
+}
+
+// A window with ids that have no row yet: asks the filter in order, makes room for those it lets in, and
+// looks everything up again, because making room may have moved the index.
+void Table::admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
+                  OnAbsent absent, Slot* const* slots, std::byte** rows, bool* fresh) {
+  bool refused[kWindow] = {};
+  std::uint64_t newcomers[kWindow];
+  std::size_t coming = 0;
+  std::uint32_t latest = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t time = times.at(items[i].position);
+    latest = std::max(latest, time);
+    if (slots[i] != nullptr) {
+      poke(slots[i]->time, time);
+    } else if (std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
+      if (absent == OnAbsent::kAsk && admission_ != nullptr &&
+          admission_->refuses(unmix(items[i].hash), items[i].count)) {
+        refused[i] = true;
+        part.filtered += items[i].count;
+      } else {
+        newcomers[coming++] = items[i].hash;
+      }
+    }
+  }
+  if (coming > 0) make_room(body, part, static_cast<std::uint32_t>(coming), latest);
+  for (std::size_t i = 0; i < count; ++i) {
+    rows[i] = nullptr;
+    fresh[i] = false;
+    if (refused[i]) continue;
+    const std::uint32_t time = times.at(items[i].position);
+    Slot* slot = part.index.load(std::memory_order_relaxed).find(items[i].hash);
+    if (slot == nullptr) {
+      slot = insert(body, part, items[i].hash, time);
+      if (slot == nullptr) {
+        ++part.refused;
+        continue;
+      }
+      fresh[i] = true;
+    } else {
+      poke(slot->time, time);
+    }
+    rows[i] = body.rows.row(slot->row);
+  }
+}
+
+template <class Work>
+void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
+                         EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
+                         const std::uint32_t* next, float* scratch) {
+  const std::size_t row_bytes = entry_.row_bytes();
+  Slot* slots[kWindow];
+  std::byte* rows[kWindow];
+  bool fresh[kWindow] = {};
+  std::uint8_t late[kWindow];
+  std::size_t late_count = 0;
+  const Index index = part.index.load(std::memory_order_relaxed);
+  bool all_there = true;
+  const auto fetch_row = [&](std::size_t i) {
+    if (slots[i] != nullptr && slots[i]->row != 0) {
+      rows[i] = body.rows.row(slots[i]->row);
+      prefetch_for_write(rows[i], row_bytes);
+    } else {
+      slots[i] = nullptr;
+      all_there = false;
+    }
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    Slot* bucket = index.bucket_of(items[i].hash);
+    slots[i] = Index::match(bucket, items[i].hash);
+    if (slots[i] == nullptr && bucket[kBucketSlots - 1].row != 0) {
+      __builtin_prefetch(bucket + kBucketSlots);
+      late[late_count++] = static_cast<std::uint8_t>(i);
+    } else {
+      fetch_row(i);
+    }
+    work.prefetch(items[i].position);
+  }
+  for (std::size_t l = 0; l < late_count; ++l) {
+    slots[late[l]] = index.find(items[late[l]].hash);
+    fetch_row(late[l]);
+  }
+  Change change(part);
+  if (all_there) {
+    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, times.at(items[i].position));
+  } else {
+    admit(body, part, items, count, times, absent, slots, rows, fresh);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i < ahead) body.prefetch(items[count + i].hash);  // of the next window, while this one's rows are worked on
+    if (rows[i] == nullptr) continue;
+    work(rows[i], fresh[i], items[i], next, scratch);
+    if (touched != nullptr) touched->push_back(unmix(items[i].hash));
+  }
+}
+
+template <class Work>
+void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
+                        OnAbsent absent, bool touch, const Work& work) {
+  const Item* items = batch.items.data();
+  std::vector<float> scratch(2 * entry_.scratch_floats());
+  std::vector<std::int64_t> touched;
+  std::unique_lock<std::mutex> lock;
+  Partition* held = nullptr;
+  for (std::size_t i = begin; i < std::min(end, begin + kWindow); ++i)
+    body.prefetch(items[i].hash);
+  for (std::size_t at = begin; at < end;) {
+    Partition* part = body.route(items[at].hash);
+    if (part != held) {
+      if (lock.owns_lock()) lock.unlock();
+      lock = std::unique_lock(part->mutex);
+      held = part;
+    }
+    if (!part->owns(items[at].hash)) {  // it split while we waited for the lock
+      lock.unlock();
+      held = nullptr;
+      continue;
+    }
+    std::size_t count = 1;
+    while (count < kWindow && at + count < end && part->owns(items[at + count].hash)) ++count;
+    const std::size_t ahead = std::min(kWindow, end - at - count);
+    write_window(body, *part, items + at, count, ahead, times, absent, touch ? &touched : nullptr, work,
+                 batch.next.data(), scratch.data());
+    at += count;
+    if (part->rows > part->split_at) split(body, *part);
+  }
+  if (lock.owns_lock()) lock.unlock();
+  if (!touched.empty()) touched_->insert(touched);
+}
+
+template <class Work>
+void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
+                  const Work& work) {
+  if (ids.empty()) return;
+  if (ids.size() >= UINT32_MAX) throw std::invalid_argument("table: at most 2^32 - 2 ids in one call");
+  touch = touch && touched_ != nullptr;
+  Writing writing(*this);
+  Body& body = *body_.load();
+  auto batch = borrow();
+  const int bits = std::min(body.directory.load()->depth, kMaxGroupBits);
+  group(ids, bits, *batch);
+  if (dedup) {
+    batch->next.ensure(ids.size());
+    if (times.each != nullptr) {  // a copy, in which equal ids come to share the latest of their times
+      std::uint32_t* merged = batch->times.ensure(ids.size());
+      std::copy_n(times.each, ids.size(), merged);
+      times.each = merged;
+    }
+  }
+
+  // Tasks are runs of whole groups: an id is met by one thread only, in order.
+  const std::size_t groups = batch->starts.size() - 1;
+  const std::size_t threads = workers_ != nullptr ? workers_->threads() : 1;
+  const std::size_t target = std::max<std::size_t>(512, ids.size() / (threads * 8));
+  std::vector<std::size_t> cuts{0};
+  if (threads > 1)
+    for (std::size_t g = 1; g < groups; ++g)
+      if (batch->starts[g] - batch->starts[cuts.back()] >= target) cuts.push_back(g);
+  cuts.push_back(groups);
+  const auto run = [&](std::size_t task) {
+    const std::size_t begin = batch->starts[cuts[task]];
+    const std::size_t end =
+        dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times.each != nullptr) : batch->starts[cuts[task + 1]];
+    write_items(body, *batch, begin, end, times, absent, touch, work);
+  };
+  if (cuts.size() == 2)
+    run(0);
+  else
+    workers_->run(cuts.size() - 1, run);
+  advance_clock(ids.size(), times);
+  give_back(std::move(batch));
+  epochs_.collect();
+}
+
+// ---- what is done to a row -----------------------------------------------------------------------
+
+namespace {
+
+struct Assign {
+  const Entry& entry;
+  const float* values;
+  std::size_t dim;
+  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  template <class Item>
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
+    entry.write(row, values + item.position * dim);
+    if (fresh) entry.initialize_state(row);
+  }
+};
+
+struct AssignAdd {
+  const Entry& entry;
+  const float* values;
+  std::size_t dim;
+  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  template <class Item>
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float* scratch) const {
+    if (fresh) entry.initialize(row, unmix(item.hash));
+    entry.read(row, scratch);
+    const float* more = values + item.position * dim;
+    for (std::size_t i = 0; i < dim; ++i) scratch[i] += more[i];
+    entry.write(row, scratch);
+  }
+};
+
+struct Train {
+  const Entry& entry;
+  const float* gradients;
+  const float* latest;
+  const float* rates;
+  std::int64_t step;
+  std::size_t dim;
+  StepKernel plain;  // the whole step, when there is one segment and nothing around it
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(gradients + position * dim, dim * sizeof(float));
+  }
+  template <class Item>
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t* next, float* scratch) const {
+    const std::int64_t id = unmix(item.hash);
+    if (fresh) entry.initialize(row, id);
+    const float* gradient = gradients + item.position * dim;
+    const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
+    if (item.count > 1) {
+      float* sum = scratch + dim;
+      std::memcpy(sum, gradient, dim * sizeof(float));
+      std::uint32_t position = item.position;
+      for (std::uint32_t i = 1; i < item.count; ++i) {
+        position = next[position];
+        const float* more = gradients + position * dim;
+        for (std::size_t j = 0; j < dim; ++j) sum[j] += more[j];
+      }
+      gradient = sum;
+    }
+    if (plain != nullptr)
+      plain(entry.plain_spec(), reinterpret_cast<float*>(row), reinterpret_cast<float*>(row) + dim, gradient,
+            static_cast<int>(dim), rates[0], step);
+    else
+      entry.step(row, id, gradient, seen, rates, step, scratch);
+  }
+};
+
+struct Reinitialize {
+  const Entry& entry;
+  std::int8_t* status;
+  void prefetch(std::uint32_t) const {}
+  template <class Item>
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
+    entry.initialize(row, unmix(item.hash));
+    status[item.position] = fresh ? 0 : 1;
+  }
+};
+
+struct Restore {
+  const Entry& entry;
+  const float* values;
+  const float* state;
+  const std::uint8_t* fresh_state;
+  std::size_t dim;
+  std::size_t state_dim;
+  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  template <class Item>
+  void operator()(std::byte* row, bool, const Item& item, const std::uint32_t*, float*) const {
+    entry.write(row, values + item.position * dim);
+    if (fresh_state != nullptr && fresh_state[item.position])
+      entry.initialize_state(row);
+    else
+      std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
+  }
+};
+
+}  // namespace
+
+void Table::assign(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
+  const std::size_t dim = entry_.dim();
+  const auto put = [&](std::size_t begin, std::size_t end) {
+    if (times.each != nullptr) times.each += begin;
+    write(ids.subspan(begin, end - begin), times, OnAbsent::kAsk, false, false,
+          Assign{entry_, values + begin * dim, dim});
+    if (times.each != nullptr) times.each -= begin;
+  };
+  if (!spec_.skip_zero) {
+    put(0, ids.size());
+    return;
+  }
+  // Zeros remove. Runs of either kind go in order, since an id may be in several.
+  const auto is_zero = [&](std::size_t i) {
+    float square = 0;
+    for (std::size_t j = 0; j < dim; ++j) square += values[i * dim + j] * values[i * dim + j];
+    return square < std::numeric_limits<float>::min();
+  };
+  for (std::size_t begin = 0; begin < ids.size();) {
+    const bool zero = is_zero(begin);
+    std::size_t end = begin + 1;
+    while (end < ids.size() && is_zero(end) == zero) ++end;
+    if (zero)
+      remove(ids.subspan(begin, end - begin));
+    else
+      put(begin, end);
+    begin = end;
+  }
+}
+
+void Table::assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
+  write(ids, times, OnAbsent::kAsk, false, false, AssignAdd{entry_, values, static_cast<std::size_t>(dim())});
+}
+
+void Table::apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
+                            std::span<const float> rates, std::int64_t step, EventTimes times, bool dedup) {
+  if (entry_.serving()) throw std::invalid_argument("apply_gradients: a serving table has no optimizer");
+  if (static_cast<int>(rates.size()) != entry_.segments())
+    throw std::invalid_argument("apply_gradients: one learning rate per segment is needed");
+  if (entry_.delay_compensated() && latest == nullptr)
+    throw std::invalid_argument("apply_gradients: a delay-compensated segment needs latest_values");
+  if (entry_.counts_steps() && step < 0)
+    throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
+  entry_.begin_step(step);
+  write(ids, times, OnAbsent::kAsk, dedup, true,
+        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()), entry_.plain_kernel()});
+}
+
+void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status) {
+  std::fill_n(status, ids.size(), std::int8_t{-1});
+  write(ids, {now}, OnAbsent::kCreate, false, true, Reinitialize{entry_, status});
+}
+
+void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
+                    const float* state, const std::uint8_t* fresh_state) {
+  write(ids, {0, times}, OnAbsent::kCreate, false, false,
+        Restore{entry_, values, state, fresh_state, static_cast<std::size_t>(dim()),
+                static_cast<std::size_t>(state_dim())});
+}
+
+std::size_t Table::remove(std::span<const std::int64_t> ids) {
+  Writing writing(*this);
+  Body& body = *body_.load();
+  std::size_t removed = 0;
+  for (const std::int64_t id : ids) {
+    const std::uint64_t hash = mix(id);
+    for (;;) {
+      Partition& part = *body.route(hash);
+      std::lock_guard lock(part.mutex);
+      if (!part.owns(hash)) continue;
+      const Index index = part.index.load(std::memory_order_relaxed);
+      if (Slot* slot = index.find(hash)) {
+        Change change(part);
+        free_row(body, part, slot->row);
+        index.erase(slot);
+        --part.rows;
+        ++part.removed;
+        ++removed;
+      }
+      break;
+    }
+  }
+  return removed;
+}
+
+}  // namespace monolith

@@ -1,0 +1,76 @@
+"""The commands as data: for each the options it takes and the module that runs it.
+
+A command is a frozen dataclass, whose fields are its flags, and a module with
+`run(options) -> int`. The module is named, not imported, so that `--help` and a
+mistyped flag answer at once, without waiting for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorOptions:
+    """Say what is installed, what is missing and how to get it."""
+
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    zookeeper: str | None = None
+    """host:port to try; by default $MONOLITH_ZOOKEEPER, then localhost:2181."""
+    kafka: str | None = None
+    """host:port to try; by default $MONOLITH_KAFKA, then localhost:9092."""
+    consul: str | None = None
+    """host:port to try; by default $MONOLITH_CONSUL, then localhost:8500."""
+    timeout: float = 1.0
+    """Seconds to wait for each service."""
+    path: Path = Path()
+    """A folder on the disk that will hold checkpoints; by default the current one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoOptions:
+    """Take a short tour of the table: insert, look up, train, expire, save, restore."""
+
+    rows: int = 1_000_000
+    """How many ids the tour puts into its table."""
+    dim: int = 16
+    """Floats per embedding."""
+    seed: int = 0
+    """The same seed gives the same ids and gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTableOptions:
+    """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
+
+    rows: int = 10_000_000
+    """Ids in the table."""
+    dim: int = 16
+    """Floats per embedding."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What `monolith NAME` reads and where it goes."""
+
+    options: type
+    """A frozen dataclass; its docstring is the help text, its fields are the flags."""
+    module: str
+    """Has `run(options) -> int`, which returns the exit status."""
+
+    @property
+    def summary(self) -> str:
+        return (self.options.__doc__ or "").partition("\n")[0]
+
+
+COMMANDS = {
+    "demo": Command(DemoOptions, "monolith.cli.demo"),
+    "bench table": Command(BenchTableOptions, "monolith.cli.bench"),
+    "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
+}

@@ -1,0 +1,108 @@
+"""`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
+
+Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line
+on standard error says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from monolith import __version__
+from monolith.cli.commands import COMMANDS
+from monolith.errors import ConfigError, MonolithError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: The arguments after the program's name; by default those of this process.
+    """
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:  # argparse and tyro have printed their help or complaint
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except MonolithError as error:
+        sys.stderr.write(f"monolith: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("monolith: interrupted\n")
+        return 130
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = shared_parser()
+    shared, rest = parser.parse_known_args(argv)
+    if not rest or rest[0] in ("-h", "--help"):
+        parser.print_help()
+        return 0
+    name, flags = split_command(rest)
+    options = parse_options(name, flags)
+
+    from monolith import observe
+
+    observe.configure_logging(shared.log_level, json=shared.json_logs)
+    observe.install_stack_dump()
+    status: int = importlib.import_module(COMMANDS[name].module).run(options)
+    return status
+
+
+def shared_parser() -> argparse.ArgumentParser:
+    """Return the parser of what every command understands; it may stand before or after the command."""
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="monolith",
+        usage="monolith COMMAND [options]",
+        description="Train recommendation and ads models on live data, and serve what they learned.",
+        epilog="\n".join(
+            [
+                "commands:",
+                *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+                "",
+                "`monolith COMMAND --help` lists the options of a command.",
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,  # --help belongs to the command where there is one
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"monolith {__version__}")
+    parser.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="how much to log; default: info"
+    )
+    parser.add_argument("--json-logs", action="store_true", help="log one JSON object per line")
+    return parser
+
+
+def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command that the first words name, and the arguments after it."""
+    for name in COMMANDS:
+        words = name.split()
+        if list(arguments[: len(words)]) == words:
+            return name, list(arguments[len(words) :])
+    word = arguments[0]
+    if word.startswith("-"):
+        raise ConfigError(f"unknown option {word!r} before a command; see `monolith --help`")
+    begun = [name for name in COMMANDS if name.split()[0] == word]
+    if begun:
+        raise ConfigError(f"`monolith {word}` is not a whole command; choose one of: {', '.join(begun)}")
+    near = difflib.get_close_matches(word, [name.split()[0] for name in COMMANDS], n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"unknown command {word!r}. {hint}The commands are: {', '.join(COMMANDS)}")
+
+
+def parse_options(name: str, flags: Sequence[str]) -> Any:
+    """Return the options dataclass of a command, filled from its flags."""
+    import tyro
+
+    return tyro.cli(
+        COMMANDS[name].options, prog=f"monolith {name}", args=flags, config=(tyro.conf.FlagCreatePairsOff,)
+    )

@@ -1,0 +1,198 @@
+"""Typed configs: frozen dataclasses, read strictly from wherever a run is described.
+
+    config = load_config(RunConfig, file=Path("run.toml"), environ=os.environ, args=sys.argv[1:])
+
+What code sets wins over flags, flags over the environment, the environment over
+the file, the file over the defaults. An unknown key, a value of the wrong type
+and a missing one are errors; all of them are reported at once, each with its dotted
+path and where it came from.
+
+Understood are nested dataclasses, None, unions, lists, tuples, sets, dicts,
+`Literal`, `Enum`, `Path`, `timedelta` ("10m"), and sizes ("64GiB") in
+int fields whose name ends in `_bytes`. For a field that may be None the text "none"
+means None, since TOML and shells have no null. A field that may be one of several
+dataclasses names its class in the key `type`, where the keys alone do not tell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+from monolith.config.flags import environment_tree, flag_name, flags_tree, variable_name
+from monolith.config.hints import (
+    allows_none,
+    dataclass_members,
+    field_hints,
+    is_collection,
+    is_mapping,
+    item_types,
+    mapping_types,
+    members,
+)
+from monolith.config.reading import TAG, Reader
+from monolith.config.toml import NONE, write_toml
+from monolith.config.tree import Branch, Node, grow, overlay, plant
+from monolith.config.units import format_duration
+from monolith.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load_config(
+    cls: type[T],
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    prefix: str = "MONOLITH",
+    ignore: Collection[str] = (),
+    args: Sequence[str] | None = None,
+    prog: str | None = None,
+    code: Mapping[str, Any] | None = None,
+) -> T:
+    """Read a config from all the sources given; each may be left out.
+
+    Args:
+        cls: A frozen dataclass.
+        file: TOML or JSON, by its suffix.
+        environ: Variables such as `MONOLITH_TABLE__DIM` for `table.dim`. Others are left alone.
+        prefix: What our variables begin with, before an underscore.
+        ignore: Variables that begin with `prefix` and are not config.
+        args: Flags such as `--table.dim 8`, `--no-use-gpu`. `--help` prints and exits.
+        prog: The program's name in that help.
+        code: Values by name or dotted path; typed values and whole configs are welcome.
+
+    Raises:
+        ConfigError: Lists every problem found.
+    """
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(f"cannot read {cls!r}: it is not a dataclass")
+    tree: Node = Branch({}, "defaults")
+    problems: list[str] = []
+    if file is not None:
+        tree = overlay(tree, grow(_file_data(file), str(file)))
+    if environ is not None:
+        layer, unknown = environment_tree(cls, environ, prefix, ignore)
+        tree = overlay(tree, layer)
+        problems += unknown
+    if args is not None:
+        layer, unknown = flags_tree(cls, args, prog)
+        tree = overlay(tree, layer)
+        problems += unknown
+    for path, value in (code or {}).items():
+        tree = overlay(tree, plant(tuple(path.split(".")), grow(value, "code")))
+
+    def how_to_set(path: str) -> str:
+        ways = [f"{path} in {file}"] if file is not None else []
+        ways += [variable_name(prefix, path)] if environ is not None else []
+        ways += [flag_name(path)] if args is not None else []
+        return "set " + (" or ".join(ways) or path)
+
+    return _typed(cls, tree, problems, Reader(how_to_set))
+
+
+def config_from_mapping(cls: type[T], data: Mapping[str, Any], source: str = "mapping") -> T:
+    """Read a config from plain data, such as `to_dict` gives.
+
+    Args:
+        source: Where the data came from, for messages.
+
+    Raises:
+        ConfigError: Lists every problem found.
+    """
+    return _typed(cls, grow(data, source), [], Reader())
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as plain data that JSON can hold and `config_from_mapping` reads back.
+
+    Durations become text, enum members their names, paths strings, tuples and sets
+    lists.
+
+    Raises:
+        ConfigError: A value has no plain form.
+    """
+    plain: dict[str, Any] = _plain(config, type(config), type(config).__name__)
+    return plain
+
+
+def to_toml(config: Any) -> str:
+    """A config as the text of a TOML file that `load_config` reads back, every default spelled out.
+
+    Raises:
+        ConfigError: A value has no plain form.
+    """
+    return write_toml(to_dict(config))
+
+
+def _typed(cls: type[T], tree: Node, problems: list[str], reader: Reader) -> T:
+    config: T = reader.read(cls, tree, "")
+    problems = problems + reader.problems
+    if problems:
+        count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"cannot read {cls.__name__}: {count}{listed}") from reader.cause
+    return config
+
+
+def _file_data(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".toml":
+            return tomllib.loads(text)
+        if file.suffix == ".json":
+            data = json.loads(text, object_pairs_hook=_without_repeats)
+            if not isinstance(data, dict):
+                raise ConfigError(f"cannot read config {file}: expected an object, got {type(data).__name__}")
+            return data
+    except OSError as cause:
+        raise ConfigError(f"cannot read config {file}: {cause.strerror}. Check the path.") from cause
+    except ConfigError:
+        raise
+    except ValueError as cause:  # also malformed TOML, JSON and UTF-8
+        raise ConfigError(f"cannot read config {file}: {cause}") from cause
+    raise ConfigError(f"cannot read config {file}: expected a name that ends in .toml or .json")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return result
+
+
+def _plain(value: Any, hint: Any, path: str) -> Any:
+    if value == NONE and isinstance(value, str) and allows_none(hint):
+        raise ConfigError(f"cannot write {path}: the text {NONE!r} could not be told from None; change it")
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
+        return value
+    if dataclasses.is_dataclass(value):
+        hints = field_hints(type(value))
+        fields = {n: _plain(getattr(value, n), h, f"{path}.{n}") for n, h in hints.items()}
+        return {TAG: type(value).__name__, **fields} if len(dataclass_members(hint)) > 1 else fields
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, timedelta):
+        return format_duration(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        member = next((m for m in members(hint) if is_mapping(m)), dict)
+        key_hint, value_hint = mapping_types(member)
+        return {
+            str(_plain(key, key_hint, path)): _plain(item, value_hint, f"{path}.{key}")
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
+        member = next((m for m in members(hint) if is_collection(m)), list)
+        types = item_types(member, len(items)) or [Any] * len(items)
+        return [_plain(v, h, f"{path}[{i}]") for i, (v, h) in enumerate(zip(items, types, strict=True))]
+    raise ConfigError(f"cannot write {path}: {type(value).__name__} has no plain form")

@@ -1,0 +1,45 @@
+"""Local and remote paths behind one interface, and writes that happen whole or not at all.
+
+A path is a string: `/data/x`, `runs/x`, or any URL fsspec knows (`hdfs://`, `s3://`,
+`gs://`, `memory://`). Every failure is a `FilesystemError` that names the path.
+"""
+
+from monolith.filesystem.copying import copy_file, copy_tree
+from monolith.filesystem.files import (
+    atomic_write,
+    exists,
+    glob,
+    is_folder,
+    list_files,
+    list_folders,
+    make_dirs,
+    open_read,
+    read_bytes,
+    remove,
+    remove_tree,
+    rename,
+)
+from monolith.filesystem.paths import base_name, is_absolute, is_temporary, join, package_path, parent
+
+__all__ = [
+    "atomic_write",
+    "base_name",
+    "copy_file",
+    "copy_tree",
+    "exists",
+    "glob",
+    "is_absolute",
+    "is_folder",
+    "is_temporary",
+    "join",
+    "list_files",
+    "list_folders",
+    "make_dirs",
+    "open_read",
+    "package_path",
+    "parent",
+    "read_bytes",
+    "remove",
+    "remove_tree",
+    "rename",
+]

@@ -1,0 +1,284 @@
+"""The two kinds of places a path can be: a local disk, and whatever fsspec reaches.
+
+A local disk is spoken to directly: there, renaming is atomic and `fsync` makes it
+last. Elsewhere fsspec translates; what a store promises beyond that differs, so a
+backend says whether it can rename a folder in one step.
+
+Backends raise plain `OSError`; `errors_as` turns it into ours at the room's border.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob as globlib
+import os
+import posixpath
+import shutil
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol, cast
+
+from monolith.errors import FileMissingError, FilesystemError
+from monolith.filesystem.paths import AnyPath, base_name, is_url, normal_url
+
+
+class Backend(Protocol):
+    """One filesystem; `path` is in its own spelling, without a protocol."""
+
+    renames_folders: bool
+    """Whether a folder of any size moves in one step that cannot be seen half done."""
+
+    def is_same(self, other: Backend) -> bool:
+        """Whether both are one filesystem, within which files can be renamed."""
+
+    def identity(self, path: str) -> str:
+        """The same text for two spellings of one place here."""
+
+    def exists(self, path: str) -> bool: ...
+
+    def is_folder(self, path: str) -> bool: ...
+
+    def entries(self, path: str) -> tuple[list[str], list[str]]:
+        """Names of the folders and of the files directly in `path`, each sorted."""
+
+    def glob(self, pattern: str) -> list[str]:
+        """Matching paths, sorted, spelled as `pattern` is."""
+
+    def open_read(self, path: str) -> BinaryIO: ...
+
+    def create(self, path: str) -> BinaryIO:
+        """Open a new file for writing."""
+
+    def sync(self, file: BinaryIO, path: str) -> None:
+        """Do not return before what was written survives a crash, where the store can promise it."""
+
+    def make_dirs(self, path: str) -> None: ...
+
+    def remove_file(self, path: str) -> None: ...
+
+    def remove_tree(self, path: str) -> None: ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Give `source` the name `target`, replacing a file that has it."""
+
+
+def locate(path: AnyPath) -> tuple[Backend, str]:
+    """The backend `path` lives on, and its spelling there.
+
+    Raises:
+        FilesystemError: No filesystem of that protocol, or its package is not installed.
+    """
+    text = normal_url(os.fspath(path))
+    if not is_url(text):
+        return LocalBackend(), text
+    protocol, _, rest = text.partition("://")
+    if protocol in {"file", "local"}:
+        return LocalBackend(), rest
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        filesystem, inner = url_to_fs(text)
+    except ImportError as cause:
+        raise FilesystemError(
+            f"cannot open {text}: {protocol}:// needs a package that is not installed: {cause}. "
+            "Install it with pip, beside fsspec."
+        ) from cause
+    except ValueError as cause:
+        raise FilesystemError(
+            f"cannot open {text}: {cause}. Use a local path or a protocol that fsspec knows, "
+            "such as hdfs://, s3:// or gs://."
+        ) from cause
+    return FsspecBackend(filesystem, protocol), cast(str, inner)
+
+
+@contextlib.contextmanager
+def errors_as(doing: str, path: AnyPath) -> Iterator[None]:
+    """Turn an `OSError` into a `FilesystemError` that says what was being done to which path."""
+    try:
+        yield
+    except FilesystemError:
+        raise
+    except OSError as cause:
+        raise filesystem_error(doing, path, cause) from cause
+
+
+def filesystem_error(doing: str, path: AnyPath, cause: OSError) -> FilesystemError:
+    """The error to raise for `cause`, with advice where there is some."""
+    kind = FileMissingError if isinstance(cause, FileNotFoundError) else FilesystemError
+    what = cause.strerror or str(cause) or type(cause).__name__
+    error = kind(f"cannot {doing} {os.fspath(path)}: {what}. {_advice(cause)}".rstrip())
+    error.errno = cause.errno
+    return error
+
+
+def _advice(cause: OSError) -> str:
+    if isinstance(cause, FileNotFoundError):
+        return "Check the path; to write there, make its folder first."
+    if isinstance(cause, PermissionError):
+        return "Check the owner and mode of the path and of the folders above it."
+    return _ADVICE.get(cause.errno or 0, "")
+
+
+_ADVICE = {
+    errno.ENOSPC: "The disk is full: free space, or write elsewhere. Nothing was put in place.",
+    errno.EDQUOT: "The quota is used up: free space, or write elsewhere. Nothing was put in place.",
+    errno.EFBIG: "The file is larger than the filesystem or `ulimit -f` allows. Nothing was put in place.",
+    errno.EROFS: "The disk is mounted read-only: choose another folder.",
+    errno.EIO: "The device failed; see the system log before you trust it again.",
+    errno.EMFILE: "This process has too many files open: raise `ulimit -n`.",
+    errno.EXDEV: "Both names must be on one disk: copy, then remove.",
+    errno.EISDIR: "That is a folder, a file was expected.",
+    errno.ENOTDIR: "Part of the path is a file, a folder was expected.",
+    errno.ENOTEMPTY: "The folder is not empty: remove it first.",
+}
+
+
+class LocalBackend:
+    """Disks the operating system has mounted."""
+
+    renames_folders = True
+
+    def is_same(self, other: Backend) -> bool:
+        return isinstance(other, LocalBackend)
+
+    def identity(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def exists(self, path: str) -> bool:
+        try:
+            os.stat(path)  # noqa: PTH116  os.path.exists would hide a permission error
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)  # noqa: PTH112
+
+    def entries(self, path: str) -> tuple[list[str], list[str]]:
+        folders: list[str] = []
+        files: list[str] = []
+        with os.scandir(path or ".") as found:
+            for entry in found:
+                (folders if entry.is_dir() else files).append(entry.name)
+        return sorted(folders), sorted(files)
+
+    def glob(self, pattern: str) -> list[str]:
+        return sorted(globlib.glob(pattern, recursive=True))  # noqa: PTH207  keeps the caller's spelling
+
+    def open_read(self, path: str) -> BinaryIO:
+        return open(path, "rb")  # noqa: PTH123  the caller closes it
+
+    def create(self, path: str) -> BinaryIO:
+        return open(path, "xb")  # noqa: PTH123  the caller closes it
+
+    def sync(self, file: BinaryIO, path: str) -> None:
+        if file.closed:
+            with self.open_read(path) as again:
+                os.fsync(again.fileno())
+        else:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def make_dirs(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)  # noqa: PTH103
+
+    def remove_file(self, path: str) -> None:
+        os.unlink(path)  # noqa: PTH108
+
+    def remove_tree(self, path: str) -> None:
+        if os.path.islink(path):  # noqa: PTH114
+            os.unlink(path)  # noqa: PTH108  the link goes, not what it points to
+        else:
+            shutil.rmtree(path)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(source, target)  # noqa: PTH105
+        _sync_folder(os.path.dirname(target))  # noqa: PTH120
+
+
+class FsspecBackend:
+    """Any filesystem of fsspec."""
+
+    def __init__(self, filesystem: Any, protocol: str) -> None:
+        self._fs = filesystem
+        self.renames_folders = protocol in {"hdfs", "viewfs", "arrow_hdfs"}
+
+    def is_same(self, other: Backend) -> bool:
+        return isinstance(other, FsspecBackend) and bool(self._fs == other._fs)
+
+    def identity(self, path: str) -> str:
+        return posixpath.normpath("/" + path)
+
+    def exists(self, path: str) -> bool:
+        self._fs.invalidate_cache()  # others write here too
+        return bool(self._fs.exists(path))
+
+    def is_folder(self, path: str) -> bool:
+        self._fs.invalidate_cache()
+        return bool(self._fs.isdir(path))
+
+    def entries(self, path: str) -> tuple[list[str], list[str]]:
+        self._fs.invalidate_cache()
+        here = path.rstrip("/")
+        folders: list[str] = []
+        files: list[str] = []
+        for entry in self._fs.ls(path, detail=True):
+            if entry["name"].rstrip("/") == here:
+                if entry["type"] != "directory":
+                    raise NotADirectoryError(errno.ENOTDIR, "Not a directory")
+                continue  # object stores may list a folder's own marker
+            (folders if entry["type"] == "directory" else files).append(base_name(entry["name"]))
+        return sorted(folders), sorted(files)
+
+    def glob(self, pattern: str) -> list[str]:
+        self._fs.invalidate_cache()
+        return sorted(cast(str, self._fs.unstrip_protocol(found)) for found in self._fs.glob(pattern))
+
+    def open_read(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, self._fs.open(path, "rb"))
+
+    def create(self, path: str) -> BinaryIO:
+        return cast(BinaryIO, self._fs.open(path, "wb"))
+
+    def sync(self, file: BinaryIO, path: str) -> None:
+        """Nothing to do: a store has the bytes when `close` returns, and offers no more."""
+
+    def make_dirs(self, path: str) -> None:
+        self._fs.makedirs(path, exist_ok=True)
+
+    def remove_file(self, path: str) -> None:
+        self._fs.rm_file(path)
+
+    def remove_tree(self, path: str) -> None:
+        self._fs.rm(path, recursive=True)
+
+    def rename(self, source: str, target: str) -> None:
+        try:
+            self._move(source, target)
+        except FileExistsError:
+            # HDFS will not rename onto a file. For a moment there is neither, never half of one.
+            self._fs.rm_file(target)
+            self._move(source, target)
+
+    def _move(self, source: str, target: str) -> None:
+        from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
+
+        folder = self.is_folder(source)
+        if folder or type(self._fs).mv is not AbstractFileSystem.mv:
+            self._fs.mv(source, target, recursive=folder)
+        else:
+            # The inherited mv would read brackets in a file's name as a pattern.
+            self._fs.cp_file(source, target)
+            self._fs.rm_file(source)
+
+
+def _sync_folder(path: str) -> None:
+    """Make a rename inside `path` survive a crash."""
+    descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some network mounts cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,19 @@
+"""What a running system says about itself: logs, progress, metrics and stack dumps."""
+
+from monolith.observe.logs import configure_logging
+from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
+from monolith.observe.progress import Progress, progress
+from monolith.observe.stacks import install_stack_dump, print_stack_trace
+
+__all__ = [
+    "Counter",
+    "Gauge",
+    "Histogram",
+    "Metrics",
+    "MetricsServer",
+    "Progress",
+    "configure_logging",
+    "install_stack_dump",
+    "print_stack_trace",
+    "progress",
+]

@@ -1,0 +1,88 @@
+"""Logs: one handler on the root logger, dressed for whoever reads it.
+
+A person at a terminal gets colours, a file gets plain lines, a collector gets
+one JSON object per line. Rooms only ever write
+`logging.getLogger(__name__)`; the command line alone calls `configure_logging`.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+from monolith.errors import ConfigError
+
+_PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OURS = "monolith"  # the handler's name, by which a second call finds the first one's
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure_logging(level: str | int, json: bool = False, stream: TextIO | None = None) -> None:
+    """Send every log record of at least `level` to `stream`.
+
+    Calling again replaces what the earlier call set up; handlers of others stay.
+
+    Args:
+        level: A name such as "info", in either case, or a number of `logging`.
+        json: One JSON object per line: time, level, logger, message, what was
+            passed as `extra`, and the traceback if there is one.
+        stream: Standard error by default. Colours only where it is a terminal.
+
+    Raises:
+        ConfigError: No level of that name.
+    """
+    number = _level_number(level)
+    handler = _handler(json, sys.stderr if stream is None else stream)
+    handler.set_name(_OURS)
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if h.get_name() == _OURS]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(number)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record, always on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        extra = {k: v for k, v in vars(record).items() if k not in _STANDARD_FIELDS}
+        line = {**extra, **line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return jsonlib.dumps(line, default=str, ensure_ascii=False)
+
+
+def _level_number(level: str | int) -> int:
+    if isinstance(level, int):
+        return level
+    known = logging.getLevelNamesMapping()
+    if level.upper() not in known:
+        names = ", ".join(sorted((n.lower() for n in known if n != "NOTSET"), key=lambda n: known[n.upper()]))
+        raise ConfigError(f"cannot configure logging: no level is called {level!r}; choose one of {names}")
+    return known[level.upper()]
+
+
+def _handler(json: bool, stream: TextIO) -> logging.Handler:
+    if json:
+        handler: logging.Handler = logging.StreamHandler(stream)
+        handler.setFormatter(JsonFormatter())
+    elif stream.isatty():
+        from monolith.observe.terminal import log_handler
+
+        handler = log_handler(stream)
+    else:
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(logging.Formatter(_PLAIN))
+    return handler

@@ -1,0 +1,228 @@
+"""Metrics: numbers that a Prometheus server collects.
+
+A `Metrics` is a registry of its own, handed to whoever counts something. Nothing
+is registered globally, so two in one process (a test, a trainer beside its
+parameter server) do not meet.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar, cast
+
+from monolith.errors import ConfigError, ListenError
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    import prometheus_client
+
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds that suit most durations, from a lookup to a slow step."""
+
+
+class _Metric:
+    """A family of series: one per combination of label values."""
+
+    def __init__(self, name: str, labels: tuple[str, ...], family: object) -> None:
+        self.name = name
+        self.labels = labels
+        self._family = family
+
+    def _check(self, given: dict[str, str]) -> None:
+        if given.keys() != set(self.labels):
+            raise ConfigError(
+                f"metric {self.name!r} takes the labels {list(self.labels)}, got {sorted(given)}; "
+                "give a value for each of them and for no other"
+            )
+
+
+class Counter(_Metric):
+    """A number that only grows."""
+
+    def inc(self, amount: float = 1.0, **labels: str) -> None:
+        """Add `amount`, which is not negative, to the series with these label values."""
+        self._check(labels)
+        if amount < 0:
+            raise ConfigError(
+                f"counter {self.name!r} only grows, got {amount}; use a gauge for what also falls"
+            )
+        family = cast("prometheus_client.Counter", self._family)
+        (family.labels(**labels) if labels else family).inc(amount)
+
+
+class Gauge(_Metric):
+    """A number that goes up and down."""
+
+    def set(self, value: float, **labels: str) -> None:
+        """Make `value` the current one of the series with these label values."""
+        self._check(labels)
+        family = cast("prometheus_client.Gauge", self._family)
+        (family.labels(**labels) if labels else family).set(value)
+
+
+class Histogram(_Metric):
+    """How often a value fell into each of a few buckets."""
+
+    def observe(self, value: float, **labels: str) -> None:
+        """Count `value` in the series with these label values."""
+        self._check(labels)
+        family = cast("prometheus_client.Histogram", self._family)
+        (family.labels(**labels) if labels else family).observe(value)
+
+
+M = TypeVar("M", bound=_Metric)
+
+
+class Metrics:
+    """The metrics of one process. Thread-safe.
+
+    Asking twice for a metric gives the same one, so a name may be asked for where it
+    is used. A name cannot change its kind, labels or buckets.
+    """
+
+    def __init__(self, prefix: str = "monolith") -> None:
+        """
+        Args:
+            prefix: Comes before every name. Dots and dashes become underscores, which is
+                all that Prometheus allows: "monolith.training" counts as "monolith_training".
+        """
+        from prometheus_client import CollectorRegistry
+
+        self._prefix = re.sub(r"[.-]", "_", prefix)
+        self._registry = CollectorRegistry()
+        self._lock = threading.Lock()  # guards _known
+        self._known: dict[str, tuple[tuple[object, ...], _Metric]] = {}
+
+    def counter(self, name: str, description: str, labels: Sequence[str] = ()) -> Counter:
+        """A counter; Prometheus shows it as `<prefix>_<name>_total`."""
+        from prometheus_client import Counter as Family
+
+        return self._get(Counter, Family, name, description, labels)
+
+    def gauge(self, name: str, description: str, labels: Sequence[str] = ()) -> Gauge:
+        """A gauge, shown as `<prefix>_<name>`."""
+        from prometheus_client import Gauge as Family
+
+        return self._get(Gauge, Family, name, description, labels)
+
+    def histogram(
+        self,
+        name: str,
+        description: str,
+        labels: Sequence[str] = (),
+        buckets: Sequence[float] = SECONDS_BUCKETS,
+    ) -> Histogram:
+        """A histogram whose `buckets` are rising upper bounds; one for the rest is added."""
+        from prometheus_client import Histogram as Family
+
+        return self._get(Histogram, Family, name, description, labels, buckets=tuple(buckets))
+
+    def render(self) -> bytes:
+        """Every metric in the Prometheus text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry)
+
+    def serve(self, port: int, address: str = "127.0.0.1") -> MetricsServer:
+        """Answer `/metrics` from a background thread until the server is closed.
+
+        Args:
+            port: 0 lets the system choose; the server knows which.
+            address: Only this machine by default.
+
+        Raises:
+            ListenError: The port is taken, or this process may not have it.
+        """
+        from prometheus_client import start_http_server
+
+        try:
+            server, thread = start_http_server(port, address, self._registry)
+        except (OSError, OverflowError) as cause:
+            raise _listen_error(port, address, cause) from cause
+        return MetricsServer(server, thread)
+
+    def _get(
+        self,
+        kind: type[M],
+        family: type[prometheus_client.Counter | prometheus_client.Gauge | prometheus_client.Histogram],
+        name: str,
+        description: str,
+        labels: Sequence[str],
+        **options: object,
+    ) -> M:
+        full = f"{self._prefix}_{name}" if self._prefix else name
+        shape = (kind, tuple(labels), *options.values())
+        with self._lock:
+            if full in self._known:
+                known, metric = self._known[full]
+                if known != shape:
+                    raise ConfigError(
+                        f"metric {full!r} already exists as a {type(metric).__name__.lower()} with the "
+                        f"labels {list(metric.labels)} and cannot also be a {kind.__name__.lower()} with "
+                        f"{list(labels)} {options or ''}".rstrip()
+                        + "; choose another name"
+                    )
+                return cast(M, metric)
+            if not _NAME.fullmatch(full):
+                raise ConfigError(
+                    f"{full!r} cannot name a metric: use letters, digits and underscores, a letter first"
+                )
+            try:
+                made = family(full, description, tuple(labels), registry=self._registry, **options)  # type: ignore[arg-type]
+            except ValueError as cause:
+                raise ConfigError(f"cannot make metric {full!r}: {cause}") from cause
+            metric = kind(full, tuple(labels), made)
+            self._known[full] = (shape, metric)
+            return metric
+
+
+class MetricsServer:
+    """A running `/metrics` endpoint; close it, or use it in a `with`."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        self.address = str(server.server_address[0])
+        self.port = int(server.server_address[1])
+
+    def close(self) -> None:
+        """Stop answering and free the port; closing again does nothing."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _listen_error(port: int, address: str, cause: OSError | OverflowError) -> ListenError:
+    doing = f"cannot serve metrics on {address}:{port}: "
+    number = getattr(cause, "errno", None)
+    if number == errno.EADDRINUSE:
+        error = ListenError(
+            doing + f"port {port} is in use by another process. Choose another port, or 0 for any free one; "
+            f"`ss -ltnp 'sport = :{port}'` shows who holds it."
+        )
+    elif number == errno.EACCES:
+        error = ListenError(
+            doing + "this user may not listen there. Ports below 1024 need privileges; choose one above."
+        )
+    elif isinstance(cause, OverflowError):
+        error = ListenError(doing + "a port is a number from 0 to 65535.")
+    else:
+        error = ListenError(
+            doing + f"{cause}. Choose an address of this machine, such as 127.0.0.1 or 0.0.0.0."
+        )
+    error.errno = number
+    return error

@@ -1,0 +1,110 @@
+"""Stack dumps: ask a running process what every thread is doing, without stopping it.
+
+`kill -USR1 <pid>` prints one stack per thread. Python runs signal handlers between
+two bytecodes of the main thread, so a main thread that is stuck in native code
+answers when it comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TextIO
+
+from monolith.errors import WrongThreadError
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+def print_stack_trace(signum: int, frame: FrameType | None, *, file: TextIO | None = None) -> None:
+    """Write the stack of every thread, that of the calling thread from `frame` down.
+
+    A signal handler in its own right.
+
+    Args:
+        frame: Where the calling thread was interrupted; None takes its current frame.
+        file: Standard error by default.
+    """
+    here = threading.get_ident()
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [f"Signal {signum}: process {os.getpid()} has {len(frames)} thread(s)\n"]
+    for ident, current in sorted(frames.items(), key=lambda item: item[0] != here):
+        mark = ", interrupted" if ident == here else ""
+        lines.append(f"Thread {names.get(ident, 'not started by Python')!r} ({ident}{mark}):\n")
+        lines += traceback.format_stack(frame if ident == here and frame is not None else current)
+    _write("".join(lines), sys.stderr if file is None else file)
+
+
+def install_stack_dump(signum: int = signal.SIGUSR1, file: TextIO | None = None) -> Callable[[], None]:
+    """Dump all stacks whenever `signum` arrives, after any handler that was there before.
+
+    Installing again takes the place of the earlier dump: one signal, one dump.
+
+    Returns:
+        Puts the earlier handler back, unless someone else has taken the signal since.
+
+    Raises:
+        WrongThreadError: Not called from the main thread. The same holds for the
+            returned function.
+    """
+    _require_main_thread(signum)
+    current = signal.getsignal(signum)
+    earlier: _Handler = current
+    if isinstance(current, _StackDump):
+        earlier = current.earlier
+    dump = _StackDump(earlier, file)
+    signal.signal(signum, dump)
+
+    def uninstall() -> None:
+        _require_main_thread(signum)
+        if signal.getsignal(signum) is dump:
+            # None stands for a handler that C code installed and Python cannot name.
+            signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
+
+    return uninstall
+
+
+class _StackDump:
+    """The handler itself; a class, so that a second installation recognises the first."""
+
+    def __init__(self, earlier: _Handler, file: TextIO | None) -> None:
+        self.earlier = earlier
+        self._file = file
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        try:
+            if callable(self.earlier):
+                self.earlier(signum, frame)
+        finally:
+            # A closed or full stderr must not become an exception in the middle of training.
+            with contextlib.suppress(OSError, ValueError):
+                print_stack_trace(signum, frame, file=self._file)
+
+
+def _write(text: str, file: TextIO) -> None:
+    try:
+        descriptor = file.fileno()
+    except (AttributeError, OSError):
+        file.write(text)
+        file.flush()
+        return
+    # The signal may have interrupted a write to this very file, whose buffer cannot be entered twice.
+    data = text.encode("utf-8", "backslashreplace")
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _require_main_thread(signum: int) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise WrongThreadError(
+            f"cannot change the handler of signal {signum} from thread {threading.current_thread().name!r}: "
+            "Python allows that in the main thread only. Call install_stack_dump from main(), before "
+            "starting threads."
+        )

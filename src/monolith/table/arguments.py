@@ -1,0 +1,160 @@
+"""Arguments of table calls: checked once, then seen as numpy arrays.
+
+Every table takes torch tensors and works on plain memory. These functions stand
+between: they share memory where they can, copy where a tensor is strided, and
+refuse what does not fit before anything is touched. They run on every call, so
+the path on which all is well asks as little as possible.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.errors import RestoreError, ServingTableError, TableArgumentError
+from monolith.table.config import TableConfig
+from monolith.table.table import Rows
+
+MAX_EVENT_TIME = (1 << 32) - 1
+"""Rows keep their event time in 32 unsigned bits."""
+
+_INT64_MAX = (1 << 63) - 1
+
+
+def id_array(ids: Tensor, name: str = "ids") -> NDArray[np.int64]:
+    """Return int64 ids of shape (n,)."""
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_cpu:
+        _refuse(name, "int64 of shape (n,) on the CPU", ids)
+    array: NDArray[np.int64] = (ids if ids.is_contiguous() else ids.contiguous()).numpy()
+    return array
+
+
+def float_array(values: Tensor, shape: tuple[int, ...], name: str) -> NDArray[np.float32]:
+    """Return float32 values of exactly `shape`. The result may share memory: read only."""
+    if (
+        not isinstance(values, Tensor)
+        or values.dtype is not torch.float32
+        or values.shape != shape
+        or not values.is_cpu
+    ):
+        _refuse(name, f"float32 of shape {shape} on the CPU", values)
+    if values.requires_grad:
+        values = values.detach()
+    array: NDArray[np.float32] = (values if values.is_contiguous() else values.contiguous()).numpy()
+    return array
+
+
+def out_array(out: Tensor | None, n: int, dim: int) -> tuple[Tensor, NDArray[np.float32]]:
+    """Return the tensor to answer with and the memory to fill: a new one, or `out`, never a copy of it."""
+    if out is None:
+        out = torch.empty((n, dim), dtype=torch.float32)
+    elif not isinstance(out, Tensor) or not out.is_contiguous() or out.requires_grad:
+        _refuse("out", f"float32, contiguous, without gradient, of shape {(n, dim)}", out)
+    return out, float_array(out, (n, dim), "out")
+
+
+def event_time_array(event_time: int | Tensor, n: int) -> NDArray[np.int64]:
+    """Return int64 event times: of shape (1,) when one holds for the batch, else of shape (n,)."""
+    if isinstance(event_time, Tensor):
+        times = id_array(event_time, "event_time")
+        if len(times) != n:
+            _refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
+        # Negative times are huge as unsigned, so one comparison finds both ends.
+        if n and int(times.view(np.uint64).max()) > MAX_EVENT_TIME:
+            raise TableArgumentError(
+                f"event_time must be Unix seconds from 0 to {MAX_EVENT_TIME}, "
+                f"got {int(times.min())} to {int(times.max())}"
+            )
+        return times
+    return np.array([event_second(event_time)], dtype=np.int64)
+
+
+def event_second(time: int, name: str = "event_time") -> int:
+    """Return one event time, within what a row can hold."""
+    if not isinstance(time, int) or not 0 <= time <= MAX_EVENT_TIME:
+        raise TableArgumentError(f"{name} must be Unix seconds from 0 to {MAX_EVENT_TIME}, got {time!r}")
+    return time
+
+
+def rate_array(learning_rates: Tensor | None, config: TableConfig, step: int) -> NDArray[np.float32]:
+    """Return one float32 rate per segment: those given, or the config's at `step`."""
+    if learning_rates is None:
+        return np.array(config.learning_rates(step), dtype=np.float32)
+    return float_array(learning_rates, (len(config.segments),), "learning_rates")
+
+
+def latest_array(latest_values: Tensor | None, config: TableConfig, n: int) -> NDArray[np.float32] | None:
+    """Return the values workers computed their gradients on, required by delay-compensated segments."""
+    if latest_values is not None:
+        return float_array(latest_values, (n, config.dim), "latest_values")
+    if any(segment.optimizer.delay_compensation is not None for segment in config.segments):
+        raise TableArgumentError(
+            f"table {config.name!r}: latest_values is required, "
+            "since a segment is delay-compensated; pass the values the gradients were computed on"
+        )
+    return None
+
+
+def check_step(step: int) -> None:
+    """Refuse a global step that cannot be one."""
+    if not isinstance(step, int) or not 0 <= step <= _INT64_MAX:
+        raise TableArgumentError(f"step must be a whole number from 0 to 2^63 - 1, got {step!r}")
+
+
+def check_trainable(config: TableConfig, call: str) -> None:
+    """Refuse a call that needs an optimizer on a table that has none."""
+    if config.serving:
+        raise ServingTableError(
+            f"table {config.name!r}: {call} needs optimizer state, and a serving table keeps none; "
+            "send rows to it with assign or restore"
+        )
+
+
+def check_scan(limit: int, shard: int, num_shards: int) -> None:
+    """Refuse a chunk without rows or a shard that is not one of `num_shards`."""
+    if limit < 1:
+        raise TableArgumentError(f"scan: limit must be at least 1, got {limit}")
+    if not 0 <= shard < num_shards:
+        raise TableArgumentError(f"scan: shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
+
+
+def row_arrays(
+    rows: Rows, config: TableConfig
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]:
+    """Return ids, event times, values and state of rows to restore.
+
+    State is None where the row must start with fresh state: the rows carry none,
+    or the table keeps none.
+    """
+    ids = id_array(rows.ids, "rows.ids")
+    n = len(ids)
+    times = event_time_array(rows.event_times, n)
+    for name, tensor, widths in (
+        ("values", rows.values, {config.dim}),
+        ("state", rows.state, {0, config.state_dim}),
+    ):
+        ignored = name == "state" and config.serving
+        if tensor.ndim == 2 and tensor.shape[1] not in widths and not ignored:
+            raise RestoreError(
+                f"cannot restore table {config.name!r}: the rows have {tensor.shape[1]} floats of {name}, "
+                f"this table needs {max(widths)} ({config.dim} embedding + {config.state_dim} state). "
+                "If the optimizer changed, restore without state."
+            )
+    values = float_array(rows.values, (n, config.dim), "rows.values")
+    if config.serving or (rows.state.ndim == 2 and rows.state.shape[1] == 0):
+        return ids, times, values, None
+    return ids, times, values, float_array(rows.state, (n, config.state_dim), "rows.state")
+
+
+def _refuse(name: str, wanted: str, found: object) -> NoReturn:
+    if isinstance(found, Tensor):
+        seen = f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)} on {found.device}"
+        seen += "" if found.is_contiguous() else ", not contiguous"
+        seen += ", requiring a gradient" if found.requires_grad else ""
+    else:
+        seen = type(found).__name__
+    raise TableArgumentError(f"{name} must be {wanted}, got {seen}")

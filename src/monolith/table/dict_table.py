@@ -1,0 +1,454 @@
+"""DictTable: a table as plain as it can be, to say what the others must do.
+
+One Python dict, one lock, one row at a time. It is the reference in tests and
+serves where a compiled core is not at hand; it is not meant to be fast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.errors import TableArgumentError, TableClosedError
+from monolith.table import arguments
+from monolith.table.compressors import round_to_half
+from monolith.table.config import Segment, TableConfig
+from monolith.table.hashing import draws, mix, mix_one
+from monolith.table.table import Rows, Scan, TableStats
+from monolith.table.update_rules import take_step
+
+_SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
+_ROW_OVERHEAD_BYTES = 24
+
+
+class RefusesIds(Protocol):
+    """What a table asks of an admission filter."""
+
+    def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Record `counts` sightings of each id (default 1); return a mask of those that must wait."""
+
+
+class CollectsIds(Protocol):
+    """What a table asks of a set of touched keys."""
+
+    def insert(self, ids: Tensor) -> int: ...
+
+
+@dataclass(slots=True)
+class _Row:
+    values: NDArray[np.float32]
+    state: NDArray[np.float32]
+    event_time: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where a segment lies in a row."""
+
+    segment: Segment
+    columns: range
+    values: slice
+    state: slice
+
+
+@dataclass(slots=True)
+class _Counts:
+    inserted: int = 0
+    filtered: int = 0
+    refused: int = 0
+    evicted: int = 0
+    removed: int = 0
+    max_event_time: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Updates:
+    """Gradients to apply, in order, each worth `counts` sightings of its id."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    event_times: NDArray[np.int64]
+    gradients: NDArray[np.float32]
+    latest: NDArray[np.float32] | None
+
+    def summed(self) -> _Updates:
+        """Return one update per id, in order of first sight, with the sum of its gradients.
+
+        Of the event times the latest counts, of the latest values the first.
+        """
+        _, first, inverse, counts = np.unique(
+            self.ids, return_index=True, return_inverse=True, return_counts=True
+        )
+        order = np.argsort(first)
+        position = np.argsort(order)[inverse]
+        gradients = np.zeros((len(first), self.gradients.shape[1]), np.float32)
+        np.add.at(gradients, position, self.gradients)
+        times = np.zeros(len(first), np.int64)
+        np.maximum.at(times, position, self.event_times)
+        first = first[order]
+        latest = None if self.latest is None else self.latest[first]
+        return _Updates(self.ids[first], counts[order], times, gradients, latest)
+
+
+class DictTable:
+    """A `Table` on a Python dict. Thread-safe: one call at a time.
+
+    Args:
+        admission: Asked about ids without a row before they are given one; None admits all.
+        touched: Told the ids that gradients or `reinitialize` changed.
+
+    The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is held by that measure.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        *,
+        admission: RefusesIds | None = None,
+        touched: CollectsIds | None = None,
+    ) -> None:
+        self._config = config
+        self._admission = admission
+        self._touched = touched
+        self._pieces = list(_pieces(config))
+        self._fresh_state = np.concatenate(
+            [np.empty(0, np.float32)]
+            + [p.segment.optimizer.initial_state(p.segment.dim) for p in self._pieces if not config.serving]
+        )
+        self._row_bytes = _ROW_OVERHEAD_BYTES + sum(
+            p.segment.dim * (p.segment.compressor.bytes_per_value if config.serving else 4)
+            for p in self._pieces
+        )
+        self._row_bytes += 4 * config.state_dim
+        self._lock = threading.Lock()
+        # All below is guarded by the lock.
+        self._rows: dict[int, _Row] = {}
+        self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
+        self._counts = _Counts()
+        self._closed = False
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def dim(self) -> int:
+        return self._config.dim
+
+    @property
+    def state_dim(self) -> int:
+        return self._config.state_dim
+
+    def __len__(self) -> int:
+        with self._open():
+            return len(self._rows)
+
+    # Reading
+
+    def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        with self._open():
+            keys = arguments.id_array(ids)
+            answer, values = arguments.out_array(out, len(keys), self.dim)
+            values[:] = self._gather(keys).values.numpy()
+            if not self._config.serving:
+                for piece, scale in zip(self._pieces, self._scales, strict=True):
+                    values[:, piece.values] = piece.segment.compressor.fake_quant(
+                        values[:, piece.values], scale
+                    )
+            return answer
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
+        with self._open():
+            keys = arguments.id_array(ids)
+            return torch.from_numpy(self._found(keys)), self._gather(keys)
+
+    def contains(self, ids: Tensor) -> Tensor:
+        with self._open():
+            return torch.from_numpy(self._found(arguments.id_array(ids)))
+
+    # Writing
+
+    def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._open():
+            keys, new, times = self._write_arguments(ids, values, event_time)
+            for key, value, time in zip(keys.tolist(), new, times.tolist(), strict=True):
+                if self._leaves_no_row(value):
+                    self._counts.removed += self._rows.pop(key, None) is not None
+                elif row := self._row_for(key, time):
+                    row.values[:] = self._as_served(value)
+                    row.event_time = time
+
+    def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._open():
+            keys, added, times = self._write_arguments(ids, values, event_time)
+            for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
+                if row := self._row_for(key, time):
+                    row.values[:] = self._as_served(row.values + value)
+                    row.event_time = time
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        learning_rates: Tensor | None = None,
+        dedup: bool = False,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        with self._open():
+            arguments.check_trainable(self._config, "apply_gradients")
+            arguments.check_step(step)
+            rates = arguments.rate_array(learning_rates, self._config, step).tolist()
+            keys = arguments.id_array(ids)
+            latest = arguments.latest_array(latest_values, self._config, len(keys))
+            keys, grads, times = self._write_arguments(ids, gradients, event_time, "gradients")
+            updates = _Updates(keys, np.ones_like(keys), times, grads, latest)
+            self._apply(updates.summed() if dedup else updates, rates, step)
+
+    def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
+        """Reset rows; -1 for an id that had no row and found no room for one."""
+        with self._open():
+            arguments.check_trainable(self._config, "reinitialize")
+            keys = arguments.id_array(ids)
+            arguments.event_second(now, "now")
+            if len(keys):
+                self._counts.max_event_time = max(self._counts.max_event_time, now)
+            existed = np.empty(len(keys), np.int8)
+            for position, key in enumerate(keys.tolist()):
+                existed[position] = key in self._rows
+                row = self._row_for(key, now, ask=False)
+                if row is None:
+                    existed[position] = -1
+                else:
+                    self._rows[key] = self._new_row(key, now)
+            self._touch(keys[existed >= 0])
+            return torch.from_numpy(existed)
+
+    def remove(self, ids: Tensor) -> int:
+        with self._open():
+            keys = arguments.id_array(ids).tolist()
+            removed = sum(self._rows.pop(key, None) is not None for key in keys)
+            self._counts.removed += removed
+            return removed
+
+    def evict(self, now: int | None = None) -> int:
+        with self._open():
+            keys = np.fromiter(self._rows, np.int64, len(self._rows))
+            times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
+            now = self._counts.max_event_time if now is None else now
+            expired = keys[self._config.expiry.expired(keys, times, now)].tolist()
+            for key in expired:
+                del self._rows[key]
+            self._counts.evicted += len(expired)
+            return len(expired)
+
+    # Whole tables
+
+    def scan(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
+        """Return rows in the order of their hashes: a shard is a range of hashes, a cursor the next one."""
+        with self._open():
+            arguments.check_scan(limit, shard, num_shards)
+            begin, end = (shard << 64) // num_shards, (shard + 1 << 64) // num_shards
+            if cursor is not None and not begin < cursor < end:
+                raise TableArgumentError(
+                    f"scan: cursor {cursor} is not of shard {shard} of {num_shards}; "
+                    "pass the cursor of the same shard's previous scan, or None to start"
+                )
+            start = begin if cursor is None else cursor
+            keys = np.fromiter(self._rows, np.int64, len(self._rows))
+            hashes = mix(keys)
+            order = np.argsort(hashes)
+            left = [i for i in order.tolist() if start <= int(hashes[i]) < end]
+            chunk, more = left[:limit], len(left) > limit
+            return Scan(self._gather(keys[chunk]), int(hashes[chunk[-1]]) + 1 if more else None)
+
+    def restore(self, rows: Rows) -> None:
+        with self._open():
+            keys, times, values, state = arguments.row_arrays(rows, self._config)
+            if len(keys):
+                self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
+            for position, (key, time) in enumerate(zip(keys.tolist(), times.tolist(), strict=True)):
+                if self._leaves_no_row(values[position]):
+                    self._counts.removed += self._rows.pop(key, None) is not None
+                elif row := self._row_for(key, time, ask=False):
+                    row.values[:] = self._as_served(values[position])
+                    row.state[:] = self._fresh_state if state is None else state[position]
+                    row.event_time = time
+
+    def clear(self) -> None:
+        with self._open():
+            self._rows.clear()
+            self._counts.max_event_time = 0
+
+    def stats(self) -> TableStats:
+        with self._open():
+            counts = self._counts
+            rows = len(self._rows)
+            return TableStats(
+                rows=rows,
+                bytes_total=rows * self._row_bytes,
+                bytes_rows=rows * (self._row_bytes - _ROW_OVERHEAD_BYTES),
+                bytes_index=rows * _ROW_OVERHEAD_BYTES,
+                load=1.0 if rows else 0.0,  # a dict does not tell
+                inserted=counts.inserted,
+                filtered=counts.filtered,
+                refused=counts.refused,
+                evicted=counts.evicted,
+                removed=counts.removed,
+                max_event_time=counts.max_event_time,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._rows.clear()
+
+    # Inside. Every method below is called with the lock held.
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise TableClosedError(f"table {self._config.name!r} was closed")
+            yield
+
+    def _found(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.array([key in self._rows for key in keys.tolist()], dtype=np.bool_)
+
+    def _gather(self, keys: NDArray[np.int64]) -> Rows:
+        n = len(keys)
+        times = np.zeros(n, np.int64)
+        values = np.zeros((n, self.dim), np.float32)
+        state = np.zeros((n, self.state_dim), np.float32)
+        for position, key in enumerate(keys.tolist()):
+            if row := self._rows.get(key):
+                times[position] = row.event_time
+                values[position] = row.values
+                state[position] = row.state
+        columns = (keys.copy(), times, values, state)
+        return Rows(*(torch.from_numpy(column) for column in columns))
+
+    def _write_arguments(
+        self, ids: Tensor, values: Tensor, event_time: int | Tensor, name: str = "values"
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]:
+        """Check the arguments of a write and move the table's clock on to their newest event time."""
+        keys = arguments.id_array(ids)
+        array = arguments.float_array(values, (len(keys), self.dim), name)
+        times = np.broadcast_to(arguments.event_time_array(event_time, len(keys)), keys.shape)
+        if len(keys):
+            self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
+        return keys, array, times
+
+    def _apply(self, updates: _Updates, rates: list[float], step: int) -> None:
+        self._scales = [
+            piece.segment.compressor.scale_at(step, scale)
+            for piece, scale in zip(self._pieces, self._scales, strict=True)
+        ]
+        changed = []
+        for position, key in enumerate(updates.ids.tolist()):
+            time = int(updates.event_times[position])
+            row = self._row_for(key, time, count=int(updates.counts[position]))
+            if row is None:
+                continue
+            latest = None if updates.latest is None else updates.latest[position]
+            for piece, scale, rate in zip(self._pieces, self._scales, rates, strict=True):
+                values, state = row.values[piece.values], row.state[piece.state]
+                gradient = piece.segment.compressor.backward(
+                    values, updates.gradients[position, piece.values], scale
+                )
+                optimizer = piece.segment.optimizer
+                if optimizer.delay_compensation is not None and latest is not None:
+                    pull = np.float32(optimizer.delay_compensation) * gradient * gradient
+                    gradient = gradient + pull * (values - latest[piece.values])
+                take_step(optimizer, values, state, gradient, rate=rate, step=step)
+                if optimizer.stochastic_rounding:
+                    values[:] = self._rounded(key, piece.columns, values, step)
+            row.event_time = time
+            changed.append(key)
+        self._touch(np.array(changed, np.int64))
+
+    def _rounded(
+        self, key: int, columns: range, values: NDArray[np.float32], step: int
+    ) -> NDArray[np.float32]:
+        """Round to half precision by chances drawn from the step and the bits of each value as well."""
+        salt = values.view(np.uint32).astype(np.uint64) + np.uint64(mix_one(step))
+        chances = draws(self._config.seed, np.array([key]), columns, salt=salt[None])
+        return round_to_half(values, chances[0])
+
+    def _row_for(self, key: int, time: int, *, count: int = 1, ask: bool = True) -> _Row | None:
+        """Return the id's row, a new one if it may have one; None if it must wait or there is no room."""
+        if row := self._rows.get(key):
+            return row
+        if ask and self._admission is not None:
+            waits = self._admission.refuse(torch.tensor([key]), torch.tensor([count]))
+            if bool(waits[0]):
+                self._counts.filtered += count
+                return None
+        if not self._makes_room(time):
+            self._counts.refused += 1
+            return None
+        self._counts.inserted += 1
+        return self._rows.setdefault(key, self._new_row(key, time))
+
+    def _new_row(self, key: int, time: int) -> _Row:
+        values = np.concatenate(
+            [
+                p.segment.initializer.values(np.array([key]), p.columns, self._config.seed)[0]
+                for p in self._pieces
+            ]
+        )
+        return _Row(self._as_served(values), self._fresh_state.copy(), time)
+
+    def _makes_room(self, time: int) -> bool:
+        capacity = self._config.capacity_bytes
+        if capacity is None or (len(self._rows) + 1) * self._row_bytes <= capacity:
+            return True
+        if self._config.when_full == "refuse" or not self._rows:
+            return False
+        oldest = min(self._rows, key=lambda key: self._rows[key].event_time)
+        if self._rows[oldest].event_time > time:
+            return False
+        del self._rows[oldest]
+        self._counts.evicted += 1
+        return True
+
+    def _leaves_no_row(self, values: NDArray[np.float32]) -> bool:
+        return self._config.skip_zero and bool(np.sum(values * values) < _SMALLEST_NORMAL)
+
+    def _as_served(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the values as this table can hold them: a server has only what its codes can say."""
+        if not self._config.serving:
+            return values
+        return np.concatenate(
+            [p.segment.compressor.decode(p.segment.compressor.encode(values[p.values])) for p in self._pieces]
+        )
+
+    def _touch(self, keys: NDArray[np.int64]) -> None:
+        if self._touched is not None and len(keys):
+            self._touched.insert(torch.from_numpy(np.unique(keys)))
+
+
+def _pieces(config: TableConfig) -> Iterator[_Piece]:
+    column = state = 0
+    for segment in config.segments:
+        state_dim = 0 if config.serving else segment.state_dim
+        yield _Piece(
+            segment,
+            range(column, column + segment.dim),
+            slice(column, column + segment.dim),
+            slice(state, state + state_dim),
+        )
+        column += segment.dim
+        state += state_dim

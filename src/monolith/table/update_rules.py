@@ -1,0 +1,207 @@
+"""Update rules: one optimizer step on one segment of one row, spelled out.
+
+This is the arithmetic every table must agree with; `DictTable` runs it as it
+stands. Everything is float32, settings included, except rmsprop, which works in
+double and rounds what it stores.
+
+Three corners are settled here for all implementations. An accumulator that is
+still 0 takes no step, where the formula says 0/0. A group whose norm and threshold
+are both 0 becomes 0. And a rate of 0, where a warm-up begins, leaves the values of
+rules that divide by it alone: ftrl and group_ftrl wait, since their state would
+divide by it too, and group_adagrad goes on accumulating as adagrad does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith.table.optimizers import (
+    Adadelta,
+    Adagrad,
+    Adam,
+    Amsgrad,
+    DynamicWdAdagrad,
+    Ftrl,
+    GroupAdagrad,
+    GroupFtrl,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    Rmsprop,
+    RmspropV2,
+)
+
+Floats = NDArray[np.float32]
+State = dict[str, NDArray[Any]]
+
+_f = np.float32
+
+
+def take_step(optimizer: Optimizer, w: Floats, state: Floats, g: Floats, *, rate: float, step: int) -> None:
+    """Update the values `w` and `state` of one segment in place, by the rule under any decorators."""
+    with np.errstate(all="ignore"):
+        RULES[optimizer.rule.kind](
+            optimizer.rule, w, state_views(optimizer, state, len(w)), g, _f(rate), step
+        )
+
+
+def state_views(optimizer: Optimizer, state: Floats, dim: int) -> State:
+    """Return the named pieces of a segment's state, as views of it; a counter as one int64."""
+    views: State = {}
+    start = 0
+    for field in optimizer.state_fields:
+        piece = state[start : start + field.size(dim)]
+        views[field.name] = piece.view(np.int64) if field.shape == "counter" else piece
+        start += field.size(dim)
+    return views
+
+
+def _sgd(_o: Optimizer, w: Floats, _s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    w -= lr * g
+
+
+def _adagrad(
+    o: Adagrad | DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, _step: int
+) -> None:
+    g = g + _f(o.weight_decay) * w
+    s["norm"] += g * g
+    w -= _over(lr, np.sqrt(s["norm"])) * g
+
+
+def _dynamic_wd_adagrad(  # noqa: PLR0917
+    o: DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, step: int
+) -> None:
+    if o.decouple_weight_decay:
+        s["norm"] += g * g
+        w -= _over(lr, np.sqrt(s["norm"])) * g + lr * _f(o.weight_decay) * w
+    else:
+        _adagrad(o, w, s, g, lr, step)
+    s["last_step"][0] = step
+
+
+def _adadelta(o: Adadelta, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    rho, epsilon = _f(o.rho), _f(o.epsilon)
+    g = g + _f(o.weight_decay) * w
+    s["accum"][:] = rho * s["accum"] + (1 - rho) * g * g
+    update = _over(np.sqrt(s["accum_update"] + epsilon), np.sqrt(s["accum"] + epsilon)) * g
+    w -= lr * update
+    s["accum_update"][:] = rho * s["accum_update"] + (1 - rho) * update * update
+
+
+def _adam(o: Adam | Amsgrad, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    beta1, beta2 = _f(o.beta1), _f(o.beta2)
+    alpha = lr * np.sqrt(1 - s["beta2_power"]) / (1 - s["beta1_power"])
+    g = g + _f(o.weight_decay) * w
+    s["m"] += (g - s["m"]) * (1 - beta1)
+    s["v"] += (g * g - s["v"]) * (1 - beta2)
+    square = s["v"]
+    if "vhat" in s:
+        np.maximum(s["vhat"], s["v"], out=s["vhat"])
+        square = s["vhat"]
+    mean = (1 - beta1) * g + beta1 * s["m"] if o.use_nesterov else s["m"]
+    w -= _over(alpha * mean, np.sqrt(square) + _f(o.epsilon))
+    s["beta1_power"] *= beta1
+    s["beta2_power"] *= beta2
+
+
+def _batch_softmax(_o: Optimizer, w: Floats, s: State, _g: Floats, lr: np.float32, step: int) -> None:
+    w[:] = (1 - lr) * w + lr * _f(step - int(s["last_step"][0]))
+    s["last_step"][0] = step
+
+
+def _ftrl(o: Ftrl, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    if lr == 0:
+        return
+    _lead(w, s, g, lr)
+    l1, z = _f(o.l1), s["zero"]
+    shrunk = lr * (np.sign(z) * l1 - z)
+    w[:] = np.where(np.abs(z) <= l1, 0, _over(shrunk, np.sqrt(s["norm"]) + _f(o.beta) + _f(o.l2) * lr))
+
+
+def _group_ftrl(o: GroupFtrl, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    if lr == 0:
+        return
+    _lead(w, s, g, lr)
+    l1, z = _f(o.l1), s["zero"]
+    norm = _l2norm(z)
+    if norm < l1 or norm == 0:
+        w[:] = 0
+    else:
+        shrunk = lr * z * ((l1 - norm) / norm)
+        w[:] = _over(shrunk, _f(o.beta) + np.sqrt(s["norm"]) + _f(o.l2) * lr)
+
+
+def _lead(w: Floats, s: State, g: Floats, lr: np.float32) -> None:
+    """Accumulate what both ftrl rules are the leader of."""
+    norm = s["norm"] + g * g
+    sigma = (np.sqrt(norm) - np.sqrt(s["norm"])) / lr
+    s["zero"] += g - sigma * w
+    s["norm"][:] = norm
+
+
+def _group_adagrad(o: GroupAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    g = g + _f(o.weight_decay) * w
+    s["grad_square_sum"] += np.max(g * g)
+    denominator = _f(o.beta) + np.sqrt(s["grad_square_sum"][0])
+    if lr == 0 or denominator == 0:
+        return
+    rate = lr / denominator
+    z = g - w / rate
+    norm = _l2norm(z)
+    l2 = _f(o.l2)
+    w[:] = 0 if norm < l2 or norm == 0 else -rate * ((norm - l2) / norm) * z
+
+
+def _momentum(o: Momentum, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    mu, n = _f(o.momentum), s["n"]
+    velocity = mu * n - lr * (g + _f(o.weight_decay) * w)
+    w += -mu * n + (1 + mu) * velocity if o.use_nesterov else velocity
+    n[:] = velocity
+
+
+def _moving_average(o: MovingAverage, w: Floats, _s: State, g: Floats, _lr: np.float32, _step: int) -> None:
+    mu = _f(o.momentum)
+    w[:] = mu * w + (1 - mu) * g
+
+
+def _rmsprop(o: Rmsprop | RmspropV2, w: Floats, s: State, g: Floats, lr: np.float32, _step: int) -> None:
+    decay, mu = float(_f(o.weight_decay)), float(_f(o.momentum))
+    value = w.astype(np.float64)
+    delta = g.astype(np.float64) + decay * value
+    share = 1 - mu if isinstance(o, Rmsprop) else 1.0
+    n = mu * s["n"].astype(np.float64) + share * delta * delta
+    w[:] = value - float(lr) / (np.sqrt(n) + 1) * delta
+    s["n"][:] = n
+
+
+def _over(numerator: Any, denominator: Floats) -> Floats:
+    """Divide, with 0 wherever the denominator is 0."""
+    quotient = np.zeros(denominator.shape, np.float32)
+    np.divide(numerator, denominator, out=quotient, where=denominator != 0)
+    return quotient
+
+
+def _l2norm(z: Floats) -> np.float32:
+    return np.float32(np.sqrt(np.sum(z * z)))
+
+
+RULES: dict[str, Callable[[Any, Floats, State, Floats, np.float32, int], None]] = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "dynamic_wd_adagrad": _dynamic_wd_adagrad,
+    "adadelta": _adadelta,
+    "adam": _adam,
+    "amsgrad": _adam,
+    "batch_softmax": _batch_softmax,
+    "ftrl": _ftrl,
+    "group_ftrl": _group_ftrl,
+    "group_adagrad": _group_adagrad,
+    "momentum": _momentum,
+    "moving_average": _moving_average,
+    "rmsprop": _rmsprop,
+    "rmspropv2": _rmsprop,
+}

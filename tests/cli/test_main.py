@@ -1,0 +1,150 @@
+"""`monolith COMMAND ...`: what it prints, what it hands to a command, and how it exits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import monolith
+from monolith import observe
+from monolith.cli import main as cli
+from monolith.cli.commands import COMMANDS, BenchTableOptions
+from monolith.errors import ConfigError, MissingExtraError
+
+
+class Calls:
+    """Stands in for the modules that run commands; records what reaches them."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+        self.setup: list[Any] = []
+        self.outcome: int | BaseException = 0
+
+    def run(self, options: Any) -> int:
+        self.options.append(options)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    modules = SimpleNamespace(import_module=lambda name: calls)  # noqa: ARG005
+    monkeypatch.setattr(cli, "importlib", modules)
+    monkeypatch.setattr(
+        observe, "configure_logging", lambda level, *, json: calls.setup.append((level, json))
+    )
+    monkeypatch.setattr(observe, "install_stack_dump", lambda: calls.setup.append("stack dump"))
+    return calls
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_without_a_command_it_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed and command.summary in printed for name, command in COMMANDS.items())
+
+
+def test_it_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"monolith {monolith.__version__}\n"
+
+
+def test_a_command_gets_its_typed_options_and_its_status_is_returned(calls: Calls) -> None:
+    calls.outcome = 1
+    assert cli.main(["bench", "table", "--rows", "1000", "--json"]) == 1
+    assert calls.options == [BenchTableOptions(rows=1000, json=True)]
+
+
+@pytest.mark.parametrize("argv", [["--log-level", "debug", "demo"], ["demo", "--log-level", "debug"]])
+def test_shared_options_may_stand_before_or_after_the_command(calls: Calls, argv: list[str]) -> None:
+    assert cli.main(argv) == 0
+    assert calls.setup == [("debug", False), "stack dump"]
+
+
+def test_logs_are_json_on_request(calls: Calls) -> None:
+    assert cli.main(["demo", "--json-logs"]) == 0
+    assert calls.setup == [("info", True), "stack dump"]
+
+
+def test_nothing_is_set_up_when_the_arguments_are_wrong(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "table", "--rowz", "3"]) == 2
+    assert "--rows" in capsys.readouterr().err
+    assert calls.setup == []
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["doctr"], "Did you mean 'doctor'?"),
+        (["fly"], "unknown command 'fly'. The commands are: "),
+        (["bench"], "choose one of: bench table"),
+        (["--fast", "demo"], "unknown option '--fast' before a command"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_one_line(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("dim must be at least 1"), MissingExtraError("ray", "ray", "x")]
+)
+def test_an_error_of_ours_is_one_line_and_exit_two(
+    calls: Calls, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = error
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == f"monolith: {error}\n"
+
+
+def test_a_bug_keeps_its_traceback(calls: Calls) -> None:
+    calls.outcome = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+def test_an_interrupt_exits_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    calls.outcome = KeyboardInterrupt()
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "monolith: interrupted\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_its_options_without_loading_torch(name: str) -> None:
+    program = f"""
+import sys
+from monolith.cli.main import main
+status = main({[*name.split(), "--help"]})
+assert "torch" not in sys.modules
+sys.exit(status)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert COMMANDS[name].summary.split(":")[0] in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_a_module_that_runs_it(name: str) -> None:
+    import importlib
+
+    assert callable(importlib.import_module(COMMANDS[name].module).run)
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "monolith", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"monolith {monolith.__version__}\n"

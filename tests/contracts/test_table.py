@@ -1,0 +1,916 @@
+"""What every table does. Read the names in order: they are the specification."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contracts.tables import ids, rows, table_classes
+from torch import Tensor
+from torch.testing import assert_close
+
+import monolith.table
+from monolith.errors import RestoreError, ServingTableError, TableArgumentError, TableClosedError
+from monolith.table import (
+    Adagrad,
+    Adam,
+    BatchSoftmax,
+    Constant,
+    DelayCompensated,
+    DictTable,
+    Expiry,
+    FixedR8,
+    Fp16,
+    OneBit,
+    Ones,
+    PolynomialDecay,
+    RandomUniform,
+    Rows,
+    Segment,
+    Sgd,
+    StochasticRounding,
+    Table,
+    TableConfig,
+    iterate,
+)
+
+Make = Callable[..., Table]
+
+SGD = Segment(dim=2, optimizer=Sgd(), learning_rate=1.0)
+DAY = 86400
+
+
+@pytest.fixture(params=table_classes(), ids=lambda cls: cls.__name__)
+def table_class(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def make(table_class: Any) -> Iterator[Make]:
+    """Make tables: `make(Segment(...), ..., option=...)`; by default two values trained by sgd at rate 1."""
+    made: list[Table] = []
+
+    def build(*segments: Segment, admission: Any = None, touched: Any = None, **options: Any) -> Table:
+        config = TableConfig(name="item", segments=segments or (SGD,), **options)
+        made.append(table_class(config, admission=admission, touched=touched))
+        return made[-1]
+
+    yield build
+    for table in made:
+        table.close()
+
+
+@pytest.fixture
+def table(make: Make) -> Table:
+    return make()
+
+
+def everything(table: Table, **how: int) -> dict[int, tuple[int, list[float], list[float]]]:
+    """Read a table by scanning it: id to event time, values and state."""
+    found: dict[int, tuple[int, list[float], list[float]]] = {}
+    for chunk in iterate(table, **how):
+        columns = (chunk.ids, chunk.event_times, chunk.values, chunk.state)
+        for key, *row in zip(*(column.tolist() for column in columns), strict=True):
+            assert key not in found
+            found[key] = tuple(row)
+    return found
+
+
+# Shape
+
+
+def test_it_tells_its_width_and_the_width_of_its_state(make: Make) -> None:
+    table = make(Segment(dim=2, optimizer=Adagrad()), Segment(dim=3, optimizer=Adam()))
+    assert (table.dim, table.state_dim, len(table)) == (5, 2 + 8, 0)
+    assert table.config.name == "item"
+
+
+# Reading
+
+
+def test_reading_an_unseen_id_gives_zeros_and_leaves_no_row(make: Make) -> None:
+    table = make(replace(SGD, initializer=Ones()))
+    assert table.lookup(ids(7)).tolist() == [[0.0, 0.0]]
+    assert len(table) == 0
+
+
+def test_ids_are_answered_in_the_order_given_repeats_included(table: Table) -> None:
+    table.assign(ids(1, 2), rows([1, 10], [2, 20]))
+    assert table.lookup(ids(2, 9, 1, 2)).tolist() == [[2, 20], [0, 0], [1, 10], [2, 20]]
+
+
+def test_an_answer_is_a_copy(table: Table) -> None:
+    table.assign(ids(1), rows([1, 1]))
+    before = table.lookup(ids(1))
+    table.assign(ids(1), rows([2, 2]))
+    assert before.tolist() == [[1, 1]]
+    before.fill_(9)
+    assert table.lookup(ids(1)).tolist() == [[2, 2]]
+
+
+def test_an_answer_can_go_into_a_tensor_of_the_caller(table: Table) -> None:
+    table.assign(ids(1), rows([1, 2]))
+    out = torch.full((2, 2), 9.0)
+    assert table.lookup(ids(1, 5), out=out) is out
+    assert out.tolist() == [[1, 2], [0, 0]]
+
+
+def test_no_ids_are_fine(table: Table) -> None:
+    nothing, no_rows = torch.empty(0, dtype=torch.int64), torch.empty(0, 2)
+    assert table.lookup(nothing).shape == (0, 2)
+    table.assign(nothing, no_rows)
+    table.assign_add(nothing, no_rows)
+    table.apply_gradients(nothing, no_rows, dedup=True)
+    table.apply_gradients(nothing, no_rows, dedup=False)
+    assert table.reinitialize(nothing, now=0).shape == (0,)
+    assert table.remove(nothing) == 0
+    assert table.contains(nothing).shape == (0,)
+    assert len(table.lookup_rows(nothing)[1]) == 0
+    assert table.evict() == 0
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize("key", [0, -1, 1, 2**63 - 1, -(2**63), 1 << 48, -(1 << 48)])
+def test_any_int64_is_an_id(table: Table, key: int) -> None:
+    table.assign(ids(key), rows([1, 2]))
+    assert table.contains(ids(key)).tolist() == [True]
+    assert table.lookup(ids(key, key ^ 1)).tolist() == [[1, 2], [0, 0]]
+    assert list(everything(table)) == [key]
+    assert table.remove(ids(key)) == 1
+
+
+def test_strided_ids_and_values_are_read_right(table: Table) -> None:
+    table.assign(torch.arange(6)[::2], torch.arange(12.0).reshape(2, 6).T[::2])
+    assert table.lookup(ids(0, 2, 4)).tolist() == [[0, 6], [2, 8], [4, 10]]
+    assert table.lookup(torch.tensor([[4, 0], [2, 0]])[:, 0]).tolist() == [[4, 10], [2, 8]]
+
+
+def test_whole_rows_come_with_state_and_time(make: Make) -> None:
+    table = make(Segment(dim=2, optimizer=Adagrad(initial_accumulator_value=0.5), learning_rate=1.0))
+    table.assign(ids(3), rows([1, 2]), event_time=9)
+    found, whole = table.lookup_rows(ids(4, 3))
+    assert found.tolist() == [False, True]
+    assert whole.ids.tolist() == [4, 3]
+    assert whole.event_times.tolist() == [0, 9]
+    assert whole.values.tolist() == [[0, 0], [1, 2]]
+    assert whole.state.tolist() == [[0, 0], [0.5, 0.5]]
+
+
+def test_contains_tells_ids_with_a_row(table: Table) -> None:
+    table.assign(ids(1), rows([0, 0]))
+    assert table.contains(ids(1, 2)).tolist() == [True, False]
+
+
+# Assigning
+
+
+def test_assign_overwrites_and_keeps_the_optimizer_state(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=1.0))
+    table.apply_gradients(ids(1), rows([1]))
+    table.assign(ids(1), rows([5]), event_time=3)
+    assert everything(table) == {1: (3, [5.0], [2.0])}
+
+
+def test_repeats_are_assigned_in_order(table: Table) -> None:
+    table.assign(ids(1, 1), rows([1, 1], [2, 2]), event_time=torch.tensor([8, 5]))
+    assert everything(table) == {1: (5, [2, 2], [])}
+
+
+def test_assign_add_starts_a_new_row_from_its_initializer(make: Make) -> None:
+    table = make(replace(SGD, initializer=Constant(3.0)))
+    table.assign_add(ids(1, 1), rows([1, 2], [1, 2]), event_time=4)
+    assert everything(table) == {1: (4, [5, 7], [])}
+
+
+# Training
+
+
+def test_a_gradient_starts_a_new_row_from_its_initializer(make: Make) -> None:
+    table = make(replace(SGD, initializer=Ones()))
+    table.apply_gradients(ids(1), rows([0.5, 1]), event_time=6)
+    assert everything(table) == {1: (6, [0.5, 0], [])}
+
+
+def test_repeats_take_one_step_each(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=1.0))
+    table.apply_gradients(ids(1, 1), rows([1], [1]))
+    assert table.lookup_rows(ids(1))[1].state.tolist() == [[3.0]]
+    assert_close(table.lookup(ids(1)), rows([-(2**-0.5) - 3**-0.5]))
+
+
+def test_dedup_sums_repeats_over_the_whole_call_and_takes_one_step(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=1.0))
+    repeated = torch.arange(1000).repeat(3)
+    table.apply_gradients(repeated, torch.ones(3000, 1), dedup=True, event_time=torch.arange(3000))
+    _, found = table.lookup_rows(torch.arange(1000))
+    assert found.state.unique().tolist() == [10.0]
+    assert_close(found.values, torch.full((1000, 1), -3 / 10**0.5))
+    assert found.event_times.tolist() == list(range(2000, 3000))
+
+
+def test_dedup_keeps_the_latest_event_time_wherever_it_stands(table: Table) -> None:
+    table.apply_gradients(ids(1, 1, 1), torch.ones(3, 2), dedup=True, event_time=torch.tensor([3, 9, 4]))
+    assert everything(table) == {1: (9, [-3, -3], [])}
+
+
+def test_the_callers_gradients_are_left_alone(make: Make) -> None:
+    table = make(Segment(dim=1, compressor=OneBit(), learning_rate=1.0))
+    gradients = rows([1], [2])
+    table.apply_gradients(ids(1, 1), gradients, dedup=True)
+    table.apply_gradients(ids(1, 1), gradients)
+    assert gradients.tolist() == [[1], [2]]
+
+
+def test_each_segment_has_its_own_optimizer_and_rate(make: Make) -> None:
+    table = make(
+        Segment(dim=1, optimizer=Sgd(), learning_rate=0.5),
+        Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=3.0, learning_rate=2.0)),
+    )
+    table.apply_gradients(ids(1), rows([1, 1]))
+    assert table.lookup(ids(1)).tolist() == [[-0.5, -1.0]]
+
+
+def test_rates_of_the_call_replace_those_of_the_config(make: Make) -> None:
+    table = make(replace(SGD, dim=1), replace(SGD, dim=1))
+    table.apply_gradients(ids(1), rows([1, 1]), learning_rates=torch.tensor([0.25, 0.0]))
+    assert table.lookup(ids(1)).tolist() == [[-0.25, 0.0]]
+
+
+def test_a_schedule_is_read_at_the_step_of_the_call(make: Make) -> None:
+    rate = PolynomialDecay(initial_learning_rate=1.0, decay_steps=4, end_learning_rate=0.0)
+    table = make(Segment(dim=1, learning_rate=rate))
+    for step, key in enumerate([10, 11, 12]):
+        table.apply_gradients(ids(key), rows([1]), step=step)
+    assert table.lookup(ids(10, 11, 12)).tolist() == [[-1], [-0.75], [-0.5]]
+
+
+def test_a_rate_of_zero_is_a_rate(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Sgd(learning_rate=5.0), learning_rate=0.0))
+    table.apply_gradients(ids(1), rows([1]))
+    assert everything(table) == {1: (0, [0.0], [])}
+
+
+@pytest.mark.parametrize("kind", ["ftrl", "group_ftrl", "group_adagrad"])
+def test_a_warm_up_that_begins_at_rate_zero_leaves_the_values_alone(make: Make, kind: str) -> None:
+    optimizer = monolith.table.OPTIMIZERS[kind](warmup_steps=10)  # type: ignore[call-arg]
+    table = make(Segment(dim=2, optimizer=optimizer, initializer=Ones()))
+    table.apply_gradients(ids(1), rows([0.5, 2]), step=0)
+    assert table.lookup(ids(1)).tolist() == [[1, 1]]
+    table.apply_gradients(ids(1), rows([0.5, 2]), step=10)
+    assert table.lookup(ids(1)).isfinite().all()
+
+
+def test_batch_softmax_learns_the_interval_between_sightings(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=BatchSoftmax()))
+    for step in range(1, 1001):
+        seen = [key for key, every in ((5, 5), (10, 10)) if step % every == 0]
+        if seen:
+            table.apply_gradients(ids(*seen), torch.zeros(len(seen), 1), step=step)
+    assert_close(1 / table.lookup(ids(5, 10)), rows([1 / 5], [1 / 10]), atol=0.01, rtol=0)
+    assert table.lookup_rows(ids(5))[1].state.numpy().view("int64").tolist() == [[1000]]
+
+
+def test_delay_compensation_corrects_by_what_the_worker_saw(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=DelayCompensated(Sgd(), 0.5), learning_rate=1.0))
+    table.assign(ids(1), rows([3]))
+    table.apply_gradients(ids(1), rows([2]), latest_values=rows([1]))
+    assert table.lookup(ids(1)).tolist() == [[3 - (2 + 0.5 * 4 * 2)]]
+
+
+def test_stochastic_rounding_leaves_halves_and_rounds_only_its_own_segment(make: Make) -> None:
+    rounded = Segment(dim=64, optimizer=StochasticRounding(Sgd()), learning_rate=1.0)
+    table = make(rounded, replace(SGD, dim=1))
+    many = torch.arange(500)
+    table.apply_gradients(many, torch.full((500, 65), -0.1), step=1)
+    seen = table.lookup(many)
+    halves = torch.tensor([0.0999755859375, 0.10003662109375])
+    assert torch.equal(seen[:, :64].unique(), halves)
+    assert seen[:, 64].unique().tolist() == torch.tensor([0.1]).tolist()
+    assert abs(seen[:, :64].mean().item() - 0.1) < 1e-6
+
+
+def test_stochastic_rounding_keeps_values_finite_beyond_the_largest_half(make: Make) -> None:
+    table = make(Segment(dim=4, optimizer=StochasticRounding(Sgd()), learning_rate=0.0))
+    table.assign(ids(1), rows([1e6, -1e6, 65510, 65504]))
+    table.apply_gradients(ids(1), torch.zeros(1, 4))
+    assert table.lookup(ids(1)).tolist() == [[65504, -65504, 65504, 65504]]
+
+
+def test_coarse_compressors_are_seen_by_lookups_and_not_by_the_stored_row(make: Make) -> None:
+    table = make(Segment(dim=1, compressor=FixedR8(5.0), learning_rate=1.0))
+    table.assign(ids(1), rows([0.0546875]))
+    assert table.lookup(ids(1)).tolist() == [[0.0390625]]
+    assert everything(table) == {1: (0, [0.0546875], [])}
+    table.apply_gradients(ids(1), rows([0.0078125]))
+    assert everything(table) == {1: (0, [0.046875], [])}
+
+
+def test_one_bit_steepens_with_the_steps_and_scales_the_gradient(make: Make) -> None:
+    table = make(Segment(dim=1, compressor=OneBit(step_size=100, amplitude=0.1), learning_rate=1.0))
+    table.assign(ids(1), rows([1]))
+    assert_close(table.lookup(ids(1)), rows([0.07615941]))
+    table.apply_gradients(ids(1), rows([1]), step=100)
+    assert_close(table.lookup_rows(ids(1))[1].values, rows([1 - 0.035840667]))
+    scale = 1.5**0.5
+    assert_close(table.lookup(ids(1)), 0.1 * torch.tanh(scale * rows([1 - 0.035840667])))
+    table.apply_gradients(ids(2), rows([0]), step=199)
+    assert_close(table.lookup(ids(1)), 0.1 * torch.tanh(scale * rows([1 - 0.035840667])))
+
+
+def test_a_fp16_compressor_does_not_touch_training(make: Make) -> None:
+    table = make(Segment(dim=1, compressor=Fp16()))
+    table.assign(ids(1), rows([0.1]))
+    assert torch.equal(table.lookup(ids(1)), rows([0.1]))
+
+
+def test_random_first_values_depend_on_seed_id_and_column_only(table_class: Any) -> None:
+    segments = (
+        Segment(dim=1, initializer=RandomUniform(low=0.0, high=1.0)),
+        Segment(dim=7, initializer=RandomUniform(low=-0.5, high=0.25)),
+    )
+    many = torch.randint(-(2**63), 2**63 - 1, (100,), generator=torch.Generator().manual_seed(0))
+
+    def born(cls: Any, order: Tensor, seed: int) -> Tensor:
+        table = cls(TableConfig(name="t", segments=segments, seed=seed))
+        table.assign_add(order, torch.zeros(len(order), 8))
+        return table.lookup(many)
+
+    first = born(table_class, many, seed=7)
+    assert torch.equal(first, born(table_class, many.flip(0), seed=7))
+    assert torch.equal(first, born(DictTable, many, seed=7))
+    assert not torch.equal(first, born(table_class, many, seed=8))
+    assert len(first[:, 0].unique()) == 100
+    assert first[:, 1:].min() >= -0.5
+    assert first[:, 1:].max() < 0.25
+    assert abs(first[:, 0].mean().item() - 0.5) < 0.1
+
+
+# Reinitializing and removing
+
+
+def test_reinitialize_resets_values_and_state_and_tells_which_rows_existed(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(), initializer=Constant(2.0), learning_rate=1.0))
+    table.apply_gradients(ids(1), rows([3]))
+    status = table.reinitialize(ids(1, 2, 2), now=50)
+    assert status.tolist() == [1, 0, 1]
+    assert status.dtype == torch.int8
+    fresh = (50, [2.0], [torch.tensor(0.1).item()])
+    assert everything(table) == {1: fresh, 2: fresh}
+
+
+def test_remove_drops_rows_and_tells_how_many_there_were(table: Table) -> None:
+    table.assign(ids(1, 2, 3), torch.ones(3, 2))
+    assert table.remove(ids(1, 1, 9, 3)) == 2
+    assert list(everything(table)) == [2]
+    assert table.stats().removed == 2
+
+
+def test_a_removed_row_comes_back_fresh(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=1.0), learning_rate=0.0))
+    table.apply_gradients(ids(1), rows([3]))
+    table.remove(ids(1))
+    table.assign(ids(1), rows([1]))
+    assert everything(table) == {1: (0, [1.0], [1.0])}
+
+
+# Expiry
+
+
+def test_rows_expire_by_the_age_of_their_last_update_and_equality_expires(make: Make) -> None:
+    table = make(expiry=Expiry.days(1))
+    table.assign(ids(1, 2, 3), torch.ones(3, 2), event_time=torch.tensor([99, 100, 101]))
+    assert table.evict(now=100 + DAY) == 2
+    assert list(everything(table)) == [3]
+    assert table.stats().evicted == 2
+
+
+def test_every_slot_has_its_own_time_to_live(make: Make) -> None:
+    table = make(expiry=Expiry.days(14, {0: 0, 1: 5, 2: 6}))
+    keys = [slot << 48 | 7 for slot in (1, 2, 3)]
+    table.assign(ids(*keys), torch.ones(3, 2), event_time=1234)
+    assert table.evict(now=1234 + 5 * DAY) == 1
+    assert table.contains(ids(*keys)).tolist() == [False, True, True]
+
+
+def test_time_is_what_the_events_say(make: Make) -> None:
+    table = make(expiry=Expiry.days(1))
+    table.assign(ids(1), rows([1, 1]), event_time=0)
+    assert table.evict() == 0
+    table.assign(ids(2), rows([1, 1]), event_time=DAY)
+    assert table.stats().max_event_time == DAY
+    assert table.evict() == 1
+    assert list(everything(table)) == [2]
+
+
+def test_a_time_to_live_of_zero_expires_all_that_is_not_newer(make: Make) -> None:
+    table = make(expiry=Expiry.days(0))
+    table.assign(ids(1, 2), torch.ones(2, 2), event_time=torch.tensor([5, 6]))
+    assert table.evict(now=5) == 1
+
+
+def test_any_write_refreshes_and_a_read_does_not(make: Make) -> None:
+    table = make(expiry=Expiry.days(1))
+    table.assign(ids(1, 2, 3, 4), torch.ones(4, 2), event_time=0)
+    table.assign(ids(1), rows([1, 1]), event_time=DAY)
+    table.assign_add(ids(2), rows([1, 1]), event_time=DAY)
+    table.apply_gradients(ids(3), rows([1, 1]), event_time=DAY)
+    table.lookup(ids(4))
+    table.evict()
+    assert sorted(everything(table)) == [1, 2, 3]
+
+
+def test_event_times_beyond_2038_are_kept(table: Table) -> None:
+    table.apply_gradients(ids(1), rows([1, 1]), event_time=2**32 - 1)
+    assert table.lookup_rows(ids(1))[1].event_times.tolist() == [2**32 - 1]
+    assert table.stats().max_event_time == 2**32 - 1
+
+
+# Admission and touched keys
+
+
+class AfterSightings:
+    """A filter in plain Python: an id is admitted once it has been turned away `threshold` times."""
+
+    def __init__(self, threshold: int) -> None:
+        self.threshold = threshold
+        self.seen: dict[int, int] = {}
+
+    def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
+        counts = torch.ones_like(ids) if counts is None else counts
+        refused = []
+        for key, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            before = self.seen.get(key, 0)
+            self.seen[key] = before + count
+            refused.append(before < self.threshold)
+        return torch.tensor(refused)
+
+
+class SortedKeys:
+    """A set of touched keys in plain Python."""
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()
+
+    def insert(self, ids: Tensor) -> int:
+        self.keys.update(ids.tolist())
+        return 0
+
+    def steal(self) -> Tensor:
+        keys, self.keys = sorted(self.keys), set()
+        return torch.tensor(keys, dtype=torch.int64)
+
+
+@pytest.fixture
+def after_sightings(table_class: Any) -> Callable[[int], Any]:
+    if hasattr(monolith.table, "SlidingFilter"):
+        room: Any = monolith.table
+        return lambda n: room.SlidingFilter(
+            capacity=1000, split_num=7, thresholds=room.SlotThresholds(default=n)
+        )
+    if table_class is not DictTable:
+        pytest.skip("a compiled table takes compiled filters, which are not built")
+    return AfterSightings
+
+
+@pytest.fixture
+def touched(table_class: Any) -> Any:
+    if hasattr(monolith.table, "TouchedKeySet"):
+        return monolith.table.TouchedKeySet(1000, 1)
+    if table_class is not DictTable:
+        pytest.skip("a compiled table takes a compiled set of keys, which is not built")
+    return SortedKeys()
+
+
+def test_new_ids_wait_for_the_filter(make: Make, after_sightings: Callable[[int], Any]) -> None:
+    table = make(admission=after_sightings(3))
+    history = []
+    for _ in range(4):
+        table.apply_gradients(ids(0, 0, 1), torch.full((3, 2), -1.0))
+        history.append(table.lookup(ids(0, 1))[:, 0].tolist())
+    assert history == [[0, 0], [1, 0], [3, 0], [5, 1]]
+    assert (table.stats().filtered, table.stats().inserted) == (6, 2)
+
+
+def test_ids_with_a_row_are_not_asked_about(make: Make, after_sightings: Callable[[int], Any]) -> None:
+    table = make(admission=after_sightings(1))
+    table.assign(ids(1), rows([1, 1]))
+    table.assign(ids(1), rows([1, 1]))
+    table.assign_add(ids(1), rows([1, 1]))
+    assert table.lookup(ids(1)).tolist() == [[2, 2]]
+    assert table.stats().filtered == 1
+
+
+def test_assign_and_assign_add_wait_too(make: Make, after_sightings: Callable[[int], Any]) -> None:
+    table = make(admission=after_sightings(2))
+    table.assign(ids(1), rows([1, 1]))
+    table.assign_add(ids(1), rows([1, 1]))
+    assert len(table) == 0
+    table.assign_add(ids(1), rows([1, 1]))
+    assert len(table) == 1
+
+
+def test_dedup_tells_the_filter_how_often_an_id_was_seen(
+    make: Make, after_sightings: Callable[[int], Any]
+) -> None:
+    table = make(admission=after_sightings(3))
+    table.apply_gradients(ids(1, 1, 1), torch.ones(3, 2), dedup=True)
+    assert (len(table), table.stats().filtered) == (0, 3)
+    table.apply_gradients(ids(1), torch.ones(1, 2), dedup=True)
+    assert table.lookup(ids(1)).tolist() == [[-1, -1]]
+
+
+def test_restored_and_reinitialized_rows_pass_the_filter(
+    make: Make, after_sightings: Callable[[int], Any]
+) -> None:
+    table = make(admission=after_sightings(3))
+    table.reinitialize(ids(1), now=0)
+    table.restore(Rows(ids(2), ids(0), rows([1, 1]), torch.empty(1, 0)))
+    assert sorted(everything(table)) == [1, 2]
+
+
+def test_training_touches_ids_and_assigning_does_not(make: Make, touched: Any) -> None:
+    table = make(touched=touched)
+    table.assign(ids(1), rows([1, 1]))
+    table.assign_add(ids(2), rows([1, 1]))
+    table.apply_gradients(ids(3, 3, 4), torch.ones(3, 2))
+    table.reinitialize(ids(5), now=0)
+    assert sorted(touched.steal().tolist()) == [3, 4, 5]
+
+
+def test_an_id_that_must_wait_is_not_touched(
+    make: Make, touched: Any, after_sightings: Callable[[int], Any]
+) -> None:
+    table = make(touched=touched, admission=after_sightings(1))
+    table.apply_gradients(ids(1), rows([1, 1]))
+    assert touched.steal().tolist() == []
+
+
+# Capacity
+
+CAPACITY = 8 << 20
+WIDE = Segment(dim=1024, learning_rate=1.0)
+
+
+def test_a_full_table_turns_new_ids_away_and_counts_them(make: Make) -> None:
+    table = make(WIDE, capacity_bytes=CAPACITY)
+    many = torch.arange(3000)
+    table.assign(many, torch.ones(3000, 1024))
+    stats = table.stats()
+    assert 0 < stats.rows < 3000
+    assert stats.rows + stats.refused == 3000
+    assert stats.bytes_total <= CAPACITY
+    held = table.contains(many)
+    assert int(held.sum()) == stats.rows
+    assert table.lookup(many)[~held].abs().sum() == 0
+    table.assign_add(many[held], torch.ones(stats.rows, 1024))
+    assert table.lookup(many)[held].unique().tolist() == [2.0]
+
+
+def test_a_full_table_may_expire_the_oldest_for_a_newcomer(make: Make) -> None:
+    table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
+    table.assign(torch.arange(3000), torch.ones(3000, 1024), event_time=torch.arange(3000) + 1)
+    stats = table.stats()
+    assert stats.bytes_total <= CAPACITY
+    assert stats.refused == 0
+    assert stats.rows + stats.evicted == 3000
+    # A table may choose among the oldest; the newer half of what it can hold is safe.
+    times = {time for time, _, _ in everything(table).values()}
+    assert times >= set(range(3001 - stats.rows // 2, 3001))
+
+
+def test_an_older_newcomer_does_not_push_out_newer_rows(make: Make) -> None:
+    table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
+    table.assign(torch.arange(3000), torch.ones(3000, 1024), event_time=100)
+    before = table.stats()
+    table.assign(ids(-1), torch.ones(1, 1024), event_time=99)
+    assert table.contains(ids(-1)).tolist() == [False]
+    assert table.stats().refused == before.refused + 1
+    assert table.stats().evicted == before.evicted
+
+
+def test_removed_rows_make_room(make: Make) -> None:
+    table = make(WIDE, capacity_bytes=CAPACITY)
+    many = torch.arange(3000)
+    table.assign(many, torch.ones(3000, 1024))
+    held = many[table.contains(many)]
+    table.remove(held[:10])
+    table.assign(many + 10_000, torch.ones(3000, 1024))
+    assert len(table) > len(held) - 10
+    assert table.stats().bytes_total <= CAPACITY
+
+
+# Scanning and restoring
+
+
+@pytest.mark.parametrize("limit", [1, 7, 100, 1000])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_shards_are_disjoint_and_cover_the_table(table: Table, limit: int, num_shards: int) -> None:
+    many = torch.arange(-50, 50)
+    table.assign(many, many.float()[:, None].expand(100, 2), event_time=3)
+    shards = [everything(table, limit=limit, shard=s, num_shards=num_shards) for s in range(num_shards)]
+    assert sum(map(len, shards)) == 100
+    union = {key: row for shard in shards for key, row in shard.items()}
+    assert union == {key: (3, [key, key], []) for key in range(-50, 50)}
+
+
+def test_a_scan_is_bounded(table: Table) -> None:
+    table.assign(torch.arange(100), torch.ones(100, 2))
+    chunk = table.scan(limit=7)
+    assert 0 < len(chunk.rows) <= 7
+    assert chunk.cursor is not None
+
+
+def test_an_empty_table_scans_to_its_end_at_once(table: Table) -> None:
+    chunk = table.scan()
+    assert (len(chunk.rows), chunk.cursor) == (0, None)
+    assert chunk.rows.values.shape == (0, 2)
+
+
+def test_rows_that_stay_are_scanned_exactly_once_whatever_comes_and_goes(table: Table) -> None:
+    table.assign(torch.arange(2000), torch.ones(2000, 2))
+    seen: list[int] = []
+    cursor, fresh = None, 10_000
+    while True:
+        chunk = table.scan(cursor, limit=37)
+        seen += chunk.rows.ids.tolist()
+        if chunk.cursor is None:
+            break
+        cursor = chunk.cursor
+        table.assign(torch.arange(fresh, fresh + 500), torch.ones(500, 2))
+        table.remove(torch.arange(fresh - 400, fresh))
+        fresh += 500
+    stayed = sorted(key for key in seen if key < 2000)
+    assert stayed == list(range(2000))
+    assert len(seen) == len(set(seen))
+
+
+def test_what_was_scanned_restores_into_an_equal_table(make: Make) -> None:
+    segments = (
+        Segment(dim=2, optimizer=Adam(), initializer=RandomUniform()),
+        Segment(dim=1, optimizer=BatchSoftmax()),
+    )
+    one, other = make(*segments), make(*segments)
+    for step in range(1, 4):
+        one.apply_gradients(torch.arange(50), torch.ones(50, 3), step=step, event_time=step)
+    for chunk in iterate(one, limit=13):
+        other.restore(chunk)
+    assert everything(other) == everything(one)
+    assert other.stats().max_event_time == 3
+    for table in (one, other):
+        table.apply_gradients(torch.arange(50), torch.ones(50, 3), step=4)
+    assert everything(other) == everything(one)
+
+
+def test_restore_overwrites_rows_that_exist(table: Table) -> None:
+    table.assign(ids(1), rows([1, 1]), event_time=9)
+    table.restore(Rows(ids(1), ids(4), rows([2, 3]), torch.empty(1, 0)))
+    assert everything(table) == {1: (4, [2, 3], [])}
+
+
+def test_rows_without_state_are_restored_with_fresh_state(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=0.5)))
+    table.restore(Rows(ids(1), ids(4), rows([2]), torch.empty(1, 0)))
+    assert everything(table) == {1: (4, [2.0], [0.5])}
+
+
+def test_rows_of_another_width_are_refused(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=Adagrad()))
+    with pytest.raises(RestoreError, match="3 floats of values"):
+        table.restore(Rows(ids(1), ids(4), rows([2, 2, 2]), torch.empty(1, 0)))
+    with pytest.raises(RestoreError, match="2 floats of state"):
+        table.restore(Rows(ids(1), ids(4), rows([2]), torch.zeros(1, 2)))
+    assert len(table) == 0
+
+
+def test_clear_drops_rows_and_the_clock_and_keeps_counters(table: Table) -> None:
+    table.assign(ids(1, 2), torch.ones(2, 2), event_time=5)
+    table.clear()
+    assert len(table) == 0
+    assert (table.stats().inserted, table.stats().max_event_time) == (2, 0)
+    table.assign(ids(1), rows([1, 2]))
+    assert everything(table) == {1: (0, [1, 2], [])}
+
+
+def test_stats_add_up(table: Table) -> None:
+    table.assign(torch.arange(10), torch.ones(10, 2))
+    table.assign(torch.arange(10), torch.ones(10, 2))
+    table.remove(ids(3))
+    stats = table.stats()
+    assert (stats.rows, stats.inserted, stats.removed, stats.refused) == (9, 10, 1, 0)
+    assert stats.bytes_total >= stats.bytes_rows >= 9 * 8
+    assert stats.bytes_total >= stats.bytes_index > 0
+    assert 0 <= stats.load <= 1
+
+
+# Serving
+
+
+def test_a_serving_table_holds_what_its_codes_can_say(make: Make) -> None:
+    table = make(
+        Segment(dim=1, compressor=Fp16(), optimizer=Adagrad()),
+        Segment(dim=2, compressor=FixedR8(5.0)),
+        Segment(dim=2, compressor=OneBit(amplitude=0.25)),
+        serving=True,
+    )
+    assert table.state_dim == 0
+    table.assign(ids(1), rows([0.1, 100.0, 3.5, 0.001, -7.0]), event_time=4)
+    half = torch.tensor(0.1).half().item()
+    assert table.lookup(ids(1, 2)).tolist() == [[half, 4.9609375, 3.515625, 0.25, -0.25], [0] * 5]
+    assert table.lookup_rows(ids(1))[1].event_times.tolist() == [4]
+    table.assign_add(ids(1), rows([0, -1, 0, 0, 1]))
+    assert table.lookup(ids(1))[0, 1:].tolist() == [3.9453125, 3.515625, 0.25, 0.25]
+
+
+def test_a_serving_table_restores_training_rows_without_their_state(make: Make) -> None:
+    trained = make(Segment(dim=1, optimizer=Adagrad(), learning_rate=1.0))
+    trained.assign(ids(1), rows([0.5]), event_time=7)
+    served = make(Segment(dim=1, optimizer=Adagrad(), compressor=Fp16()), serving=True)
+    served.restore(trained.scan().rows)
+    assert everything(served) == {1: (7, [0.5], [])}
+
+
+def test_a_serving_table_does_not_train(make: Make) -> None:
+    table = make(serving=True)
+    with pytest.raises(ServingTableError):
+        table.apply_gradients(ids(1), rows([1, 1]))
+    with pytest.raises(ServingTableError):
+        table.reinitialize(ids(1), now=0)
+
+
+def test_a_new_serving_row_starts_from_its_initializer_too(make: Make) -> None:
+    table = make(Segment(dim=1, initializer=Ones()), serving=True)
+    table.assign_add(ids(1), rows([2]))
+    assert table.lookup(ids(1)).tolist() == [[3]]
+
+
+def test_a_serving_table_that_skips_zeros_holds_none(make: Make) -> None:
+    table = make(serving=True, skip_zero=True)
+    table.assign(ids(1, 2, 3), rows([1, 1], [0, 0], [1e-30, 0]))
+    assert list(everything(table)) == [1]
+    table.restore(Rows(ids(1, 2), ids(0, 0), rows([0, 0], [0, 1]), torch.empty(2, 0)))
+    assert list(everything(table)) == [2]
+    table.assign(ids(2), rows([0, 0]))
+    assert len(table) == 0
+    assert table.stats().removed == 2
+
+
+# Refusals: nothing is touched
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([1.0]),
+        torch.tensor(1),
+        torch.tensor([[1]]),
+        [1],
+    ],
+    ids=["int32", "float", "0-d", "2-d", "list"],
+)
+def test_ids_must_be_one_row_of_int64(table: Table, bad: Any) -> None:
+    for call in (
+        lambda: table.lookup(bad),
+        lambda: table.lookup_rows(bad),
+        lambda: table.contains(bad),
+        lambda: table.remove(bad),
+        lambda: table.reinitialize(bad, now=0),
+        lambda: table.assign(bad, rows([1, 1])),
+        lambda: table.assign_add(bad, rows([1, 1])),
+        lambda: table.apply_gradients(bad, rows([1, 1])),
+    ):
+        with pytest.raises(TableArgumentError, match="ids"):
+            call()
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        torch.ones(1, 2, dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.float16),
+        torch.ones(2),
+        torch.ones(1, 3),
+        torch.ones(2, 2),
+        torch.ones(1, 2, 1),
+    ],
+    ids=["double", "half", "flat", "too wide", "too many", "3-d"],
+)
+def test_values_must_be_float32_of_one_row_per_id(table: Table, bad: Tensor) -> None:
+    for call in (
+        lambda: table.assign(ids(1), bad),
+        lambda: table.assign_add(ids(1), bad),
+        lambda: table.apply_gradients(ids(1), bad),
+        lambda: table.apply_gradients(ids(1), rows([1, 1]), latest_values=bad),
+        lambda: table.lookup(ids(1), out=bad),
+    ):
+        with pytest.raises(TableArgumentError):
+            call()
+    assert len(table) == 0
+
+
+def test_out_must_be_contiguous(table: Table) -> None:
+    with pytest.raises(TableArgumentError, match="contiguous"):
+        table.lookup(ids(1, 2), out=torch.empty(2, 2).T)
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32, ids(-1), ids(2**32), ids(1, 2), torch.tensor([1.0])], ids=str)
+def test_event_times_must_be_unix_seconds_one_or_one_per_id(table: Table, bad: Any) -> None:
+    for call in (table.assign, table.assign_add, table.apply_gradients):
+        with pytest.raises(TableArgumentError, match="event_time"):
+            call(ids(1), rows([1, 1]), event_time=bad)  # type: ignore[operator]
+    assert len(table) == 0
+    assert table.stats().max_event_time == 0
+
+
+def test_there_must_be_one_rate_per_segment(table: Table) -> None:
+    for bad in (torch.tensor([0.1, 0.1]), torch.tensor([]), torch.tensor(0.1), torch.tensor([0.1]).double()):
+        with pytest.raises(TableArgumentError, match="learning_rates"):
+            table.apply_gradients(ids(1), rows([1, 1]), learning_rates=bad)
+    assert len(table) == 0
+
+
+def test_delay_compensation_needs_the_latest_values(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=StochasticRounding(DelayCompensated(Sgd(), 0.1))))
+    with pytest.raises(TableArgumentError, match="latest_values"):
+        table.apply_gradients(ids(1), rows([1]))
+    assert len(table) == 0
+
+
+def test_a_step_is_not_negative(make: Make) -> None:
+    table = make(Segment(dim=1, optimizer=BatchSoftmax()))
+    with pytest.raises(TableArgumentError, match="step"):
+        table.apply_gradients(ids(1), rows([1]), step=-1)
+    assert len(table) == 0
+
+
+def test_reinitialize_refuses_an_impossible_time(table: Table) -> None:
+    with pytest.raises(TableArgumentError, match="now"):
+        table.reinitialize(ids(1), now=-1)
+
+
+@pytest.mark.parametrize(
+    "how", [{"limit": 0}, {"shard": 1}, {"shard": -1}, {"shard": 0, "num_shards": 0}], ids=str
+)
+def test_a_scan_must_make_sense(table: Table, how: dict[str, int]) -> None:
+    with pytest.raises(TableArgumentError, match="scan"):
+        table.scan(**how)  # type: ignore[arg-type]
+
+
+# Threads and the end
+
+
+def test_no_update_is_lost_between_threads(make: Make) -> None:
+    table = make(replace(SGD, dim=4))
+    keys = torch.arange(64)
+
+    def work() -> None:
+        for _ in range(25):
+            table.assign_add(keys, torch.ones(64, 4))
+            table.apply_gradients(keys, torch.full((64, 4), -1.0), dedup=True)
+            seen = table.lookup(keys)
+            assert torch.equal(seen, seen[:, :1].expand(64, 4)), "a row was read half-written"
+
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert table.lookup(keys).unique().tolist() == [4 * 25 * 2]
+
+
+def test_a_closed_table_refuses_every_call(table: Table) -> None:
+    table.close()
+    table.close()
+    one, value = ids(1), rows([1, 1])
+    for call in (
+        lambda: len(table),
+        lambda: table.lookup(one),
+        lambda: table.lookup_rows(one),
+        lambda: table.contains(one),
+        lambda: table.assign(one, value),
+        lambda: table.assign_add(one, value),
+        lambda: table.apply_gradients(one, value),
+        lambda: table.reinitialize(one, now=0),
+        lambda: table.remove(one),
+        table.evict,
+        table.scan,
+        lambda: table.restore(Rows(one, one, value, torch.empty(1, 0))),
+        table.clear,
+        table.stats,
+    ):
+        with pytest.raises(TableClosedError, match="item"):
+            call()

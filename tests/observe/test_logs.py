@@ -1,0 +1,80 @@
+import io
+import json
+import logging
+
+import pytest
+
+from monolith.errors import ConfigError
+from monolith.observe import configure_logging
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_file_gets_plain_lines_from_the_level_on():
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    logging.getLogger("monolith.table").info("grew to %d rows", 8)
+    logging.getLogger("monolith.table").debug("not this")
+    assert out.getvalue().endswith("INFO monolith.table: grew to 8 rows\n")
+    assert out.getvalue().count("\n") == 1
+
+
+def test_json_is_one_object_per_line_with_extras_and_the_traceback():
+    out = io.StringIO()
+    configure_logging("debug", json=True, stream=out)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("monolith.sync").exception("two\nlines", extra={"shard": 3})
+    line = json.loads(out.getvalue())
+    assert out.getvalue().count("\n") == 1
+    assert line["level"] == "error"
+    assert line["logger"] == "monolith.sync"
+    assert line["message"] == "two\nlines"
+    assert line["shard"] == 3
+    assert "ValueError: broken" in line["exception"]
+    assert line["time"].endswith("+00:00")
+
+
+def test_an_extra_cannot_hide_the_message():
+    out = io.StringIO()
+    configure_logging("info", json=True, stream=out)
+    logging.getLogger("x").info("true", extra={"level": "forged"})
+    assert json.loads(out.getvalue())["level"] == "info"
+
+
+def test_a_terminal_gets_a_rich_handler(root_logger):
+    out = Terminal()
+    configure_logging("INFO", stream=out)
+    logging.getLogger("monolith").warning("careful")
+    assert "careful" in out.getvalue()
+    assert type(root_logger.handlers[-1]).__name__ == "RichHandler"
+
+
+def test_configuring_again_replaces_our_handler_and_leaves_others_alone(root_logger):
+    other = logging.NullHandler()
+    root_logger.addHandler(other)
+    first, second = io.StringIO(), io.StringIO()
+    configure_logging("info", stream=first)
+    configure_logging("info", stream=second)
+    logging.getLogger("x").info("once")
+    assert first.getvalue() == ""
+    assert second.getvalue().count("once") == 1
+    assert other in root_logger.handlers
+
+
+def test_an_unknown_level_names_those_that_exist():
+    with pytest.raises(ConfigError, match=r"'loud'; choose one of debug, info"):
+        configure_logging("loud", stream=io.StringIO())

@@ -1,0 +1,107 @@
+"""Importing defines names and does nothing else: seen from outside, in fresh processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import monolith
+
+PROJECT = Path(__file__).parents[1]
+
+WATCH = """
+import gc, json, logging, os, random, signal, socket, sys, threading, time, warnings
+
+sockets = []
+sys.addaudithook(lambda event, args: sockets.append(event) if event.startswith("socket.") else None)
+
+def state():
+    root = logging.getLogger()
+    numbers = sorted(signal.valid_signals())
+    seen = {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "tasks": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 0,
+        "signals": [str(signal.getsignal(number)) for number in numbers],
+        "root logger": [root.level, len(root.handlers), logging.root.manager.disable],
+        "environment": dict(os.environ),
+        "random": hash(random.getstate()),
+        "hooks": [repr(sys.excepthook), repr(threading.excepthook), repr(sys.unraisablehook)],
+        "sockets": list(sockets),
+        "warnings": len(warnings.filters),
+    }
+    if "torch" in sys.modules:
+        import torch
+        seen["torch seed"] = torch.initial_seed()
+        seen["torch threads"] = torch.get_num_threads()
+    return seen
+"""
+
+
+def run(program: str) -> Any:
+    """Run a program after WATCH in a process of its own; return the JSON it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", WATCH + program], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_importing_the_package_is_quick_and_leaves_the_process_as_it_was() -> None:
+    seen = run("""
+before = state()
+start = time.perf_counter()
+import monolith
+seconds = time.perf_counter() - start
+after = state()
+changed = [key for key in before if before[key] != after[key]]
+heavy = [name for name in ("torch", "numpy", "rich", "tyro") if name in sys.modules]
+print(json.dumps({"changed": changed, "heavy": heavy, "seconds": seconds}))
+""")
+    assert seen["changed"] == []
+    assert seen["heavy"] == []
+    assert seen["seconds"] < 0.5
+
+
+def test_importing_any_module_starts_opens_seeds_and_installs_nothing() -> None:
+    seen = run("""
+import importlib, pkgutil
+import numpy, torch  # what they do on import is theirs
+import prometheus_client, rich.console, rich.progress, tyro, fsspec, asyncio, multiprocessing
+import monolith
+changed = {}
+for module in pkgutil.walk_packages(monolith.__path__, "monolith."):
+    if module.name.endswith(".__main__"):
+        continue
+    before = state()
+    importlib.import_module(module.name)
+    after = state()
+    differs = [key for key in before if before[key] != after[key]]
+    if differs:
+        changed[module.name] = differs
+print(json.dumps(changed))
+""")
+    assert seen == {}
+
+
+def test_the_rooms_a_model_is_written_with_load_only_torch_and_numpy() -> None:
+    seen = run("""
+import importlib, importlib.util
+import numpy, torch
+before = {name.split(".")[0] for name in sys.modules}
+for room in ("tensors", "feature", "table", "nn", "model"):
+    name = f"monolith.{room}"
+    if importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)
+loaded = {name.split(".")[0] for name in sys.modules} - before
+print(json.dumps(sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})))
+""")
+    assert [name for name in seen if not name.startswith("_")] == []
+
+
+def test_the_version_is_the_projects() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    assert monolith.__version__ == project["version"]

@@ -1,0 +1,193 @@
+"""The checker that `make check` runs over the package: what it refuses and what it lets pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "check_imports.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_imports", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+Findings = Callable[..., list[str]]
+
+
+@pytest.fixture
+def findings(tool: ModuleType, tmp_path: Path) -> Findings:
+    """Write files below a package and return the findings as `path:line: message`, paths relative."""
+    package = tmp_path / "monolith"
+
+    def check(**files: str) -> list[str]:
+        for name, source in files.items():
+            path = package / (name.replace("__", "/") + ".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dedent(source))
+        return [str(finding).removeprefix(f"{package}/") for finding in tool.check(package)]
+
+    return check
+
+
+def test_the_package_itself_passes(tool: ModuleType) -> None:
+    assert [str(finding) for finding in tool.check(TOOL.parents[1] / "src" / "monolith")] == []
+
+
+def test_a_room_may_import_the_rows_above_it(findings: Findings) -> None:
+    assert (
+        findings(table__a="import monolith.errors\nfrom monolith.native import Core\nfrom . import b") == []
+    )
+
+
+def test_an_import_of_a_row_below_is_refused(findings: Findings) -> None:
+    assert findings(table__a="from monolith.store import Store") == [
+        "table/a.py:1: table imports store, which is below it"
+    ]
+
+
+def test_an_import_of_a_neighbour_is_refused(findings: Findings) -> None:
+    assert findings(config__a="import monolith.filesystem.paths") == [
+        "config/a.py:1: config imports filesystem, which is beside it"
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def late():\n    from monolith.train import loop",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from monolith import train",
+        "try:\n    import monolith.train\nexcept ImportError:\n    pass",
+        "VALUE = 1\nfrom ..train import loop",
+    ],
+)
+def test_a_late_a_typing_a_guarded_and_a_relative_import_count(findings: Findings, source: str) -> None:
+    (found,) = findings(table__a=source)
+    assert "table imports train, which is below it" in found
+
+
+def test_a_server_does_not_know_the_trainer_though_it_stands_below(findings: Findings) -> None:
+    assert findings(serve__a="import monolith.train", train__a="import monolith.serve") == [
+        "serve/a.py:1: serve and train do not know each other",
+        "train/a.py:1: train imports serve, which is below it",
+    ]
+
+
+def test_the_package_itself_imports_no_room(tool: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "monolith"
+    package.mkdir()
+    (package / "__init__.py").write_text("from monolith.table import Table\n")
+    (found,) = tool.check(package)
+    assert found.message == "the package itself imports table, which is below it"
+
+
+def test_a_room_without_a_row_is_refused(findings: Findings) -> None:
+    assert findings(utils__a="") == ["utils/a.py:1: 'utils' is not a room of ROWS; give it a row"]
+
+
+def test_rooms_a_model_is_written_with_need_only_torch_and_numpy(findings: Findings) -> None:
+    assert findings(
+        nn__a="import math\nimport numpy\nfrom torch import nn\ndef f():\n    import pyarrow"
+    ) == ["nn/a.py:5: nn imports pyarrow, but needs only torch and numpy"]
+
+
+def test_an_optional_package_is_imported_at_module_level_only_by_its_owner(findings: Findings) -> None:
+    assert findings(
+        data__a="import pyarrow.parquet",
+        cluster__a="def f():\n    import pyarrow",
+        serve__a="import pyarrow",
+        cli__a="import pandas",
+    ) == [
+        "cli/a.py:1: imports pandas at module level, which no room owns (see OWNERS)",
+        "serve/a.py:1: imports pyarrow at module level, which only data and store and sync may do",
+    ]
+
+
+def test_definitions_constants_and_guards_are_no_effects(findings: Findings) -> None:
+    source = '''
+        """A docstring."""
+        from __future__ import annotations
+        import logging, re, sys
+        from dataclasses import dataclass, field
+        from enum import Enum, auto
+        from typing import TYPE_CHECKING, TypeVar
+        if TYPE_CHECKING:
+            import torch
+        try:
+            import tomllib
+        except ImportError:
+            tomllib = None
+        T = TypeVar("T")
+        LOG = logging.getLogger(__name__)
+        WORD = re.compile("[a-z]+")
+        LATER = {"start": lambda: start()}
+        class Kind(Enum):
+            ONE = auto()
+        @dataclass(frozen=True)
+        class Options:
+            """Options."""
+            names: list[str] = field(default_factory=list)
+        DEFAULT = Options()
+        def start(options=DEFAULT):
+            print(options)
+    '''
+    assert findings(table__a=source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('hello')",
+        "logging.basicConfig()",
+        "signal.signal(signal.SIGUSR1, handler)",
+        "torch.manual_seed(0)",
+        "threading.Thread(target=f).start()",
+        "SESSION = requests.Session()",
+        "TEXT = open('file').read()",
+        "HOME = os.environ['HOME']",
+        "HOME = os.getenv('HOME')",
+        "os.environ['HOME'] = '/'",
+        "torch.load = None",
+        "with lock: pass",
+        "for name in NAMES: pass",
+        "while True: break",
+        "try:\n    connect()\nexcept OSError:\n    pass",
+        "if flag():\n    pass",
+        "@register('adagrad')\nclass Adagrad: pass",
+        "@app.route\ndef f(): pass",
+        "def f(clock=time.time()): pass",
+        "class A:\n    lock = threading.Lock()",
+        "if __name__ == '__main__':\n    run()",
+    ],
+)
+def test_anything_that_happens_on_import_is_refused(findings: Findings, source: str) -> None:
+    assert findings(table__a=source)
+
+
+def test_the_command_line_may_run_as_a_script(findings: Findings) -> None:
+    assert findings(cli__a="if __name__ == '__main__':\n    run()") == []
+
+
+def test_findings_are_printed_and_exit_with_one(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = tmp_path / "monolith" / "table"
+    room.mkdir(parents=True)
+    (room / "a.py").write_text("import monolith.serve\n")
+    assert tool.main([str(tmp_path / "monolith")]) == 1
+    assert capsys.readouterr().out == f"{room}/a.py:1: table imports serve, which is below it\n"
+    (room / "a.py").write_text("import monolith.errors\n")
+    assert tool.main([str(tmp_path / "monolith")]) == 0

@@ -1,0 +1,319 @@
+"""Checks, without running it, what the package imports and what it does while being imported.
+
+Three rules, each a table below:
+
+1. A room imports only rooms on the rows above its own (`ROWS`), wherever the
+   import stands: at the top, inside a function, under TYPE_CHECKING.
+2. A package from elsewhere is imported at module level only by the rooms that
+   own it (`OWNERS`), and by the rooms a model is written with (`PLAIN`) not at
+   all, torch and numpy excepted.
+3. Importing defines names and does nothing else: a call at module level must be
+   to something known to have no effect (`PURE_CALLS`, `PURE_DECORATORS`).
+
+Prints `path:line: message` for each finding and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROWS = (
+    {"errors"},
+    {"observe"},
+    {"config", "wire", "filesystem"},
+    {"native", "tensors"},
+    {"feature"},
+    {"table"},
+    {"nn"},
+    {"data"},
+    {"cluster"},
+    {"store"},
+    {"model"},
+    {"checkpoint"},
+    {"sync"},
+    {"train"},
+    {"serve"},
+    {"cli"},
+)
+STRANGERS = {("serve", "train")}
+"""Pairs the rows would allow: a server must not know the trainer."""
+
+ROOT = "the package itself"
+"""The room of `monolith/__init__.py`: above every row, so it imports no room."""
+
+EVERYWHERE = {"monolith", "torch", "numpy"}
+PLAIN = {ROOT, "tensors", "feature", "table", "nn", "model"}
+OWNERS = {
+    "confluent_kafka": {"data"},
+    "fsspec": {"filesystem"},
+    "google": {"wire"},
+    "grpc": {"cluster", "serve"},
+    "httpx": {"cluster"},
+    "kazoo": {"cluster"},
+    "mpi4py": {"cluster"},
+    "prometheus_client": {"observe"},
+    "pyarrow": {"data", "store", "sync"},
+    "ray": {"cluster"},
+    "rich": {"observe", "cli"},
+    "safetensors": {"checkpoint"},
+    "starlette": {"serve"},
+    "tensorboard": {"observe"},
+    "tyro": {"config", "cli"},
+    "uvicorn": {"serve"},
+}
+
+PURE_CALLS = """
+    TypeVar ParamSpec TypeVarTuple NewType NamedTuple namedtuple TypedDict Enum auto field cast property
+    bool bytes dict enumerate float frozenset int len list max min object
+    range set sorted str sum tuple type vars zip
+    items keys values join split strip format encode removeprefix removesuffix
+    Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
+    attrgetter itemgetter partial timedelta
+    re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
+    np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
+"""
+"""Names that may be called while importing: plain ones match any prefix, dotted ones only as written."""
+
+PURE_DECORATORS = """
+    dataclass dataclass_transform property setter getter deleter cached_property staticmethod classmethod
+    abstractmethod overload override final runtime_checkable unique total_ordering wraps deprecated
+    cache lru_cache contextmanager asynccontextmanager no_grad inference_mode once_differentiable
+"""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One file of the package, parsed, with the room it stands in."""
+
+    path: Path
+    name: str
+    room: str
+    tree: ast.Module
+
+    def finding(self, node: ast.AST, message: str) -> Finding:
+        return Finding(self.path, getattr(node, "lineno", 1), message)
+
+
+def check(package: Path) -> list[Finding]:
+    """Return all findings in the package at this folder, in order."""
+    modules = [read_module(path, package) for path in sorted(package.rglob("*.py"))]
+    frozen = {name for module in modules for name in frozen_classes(module.tree)}
+    return sorted(
+        finding
+        for module in modules
+        for findings in (check_direction(module), check_packages(module), check_effects(module, frozen))
+        for finding in findings
+    )
+
+
+def read_module(path: Path, package: Path) -> Module:
+    parts = path.relative_to(package).with_suffix("").parts
+    room = {"__init__": ROOT, "__main__": "cli"}.get(parts[0], parts[0])
+    name = ".".join([package.name, *parts])
+    return Module(path, name, room, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+
+
+# 1. Direction
+
+
+def check_direction(module: Module) -> Iterator[Finding]:
+    row = row_of(module.room)
+    if row is None:
+        yield module.finding(module.tree, f"{module.room!r} is not a room of ROWS; give it a row")
+        return
+    for node in ast.walk(module.tree):
+        for room in sorted(rooms_imported(node, module) - {module.room}):
+            target = row_of(room)
+            if target is None:
+                yield module.finding(node, f"imports {room!r}, which is not a room of ROWS")
+            elif target >= row:
+                where = "beside" if target == row else "below"
+                yield module.finding(node, f"{module.room} imports {room}, which is {where} it")
+            elif (module.room, room) in STRANGERS:
+                yield module.finding(node, f"{module.room} and {room} do not know each other")
+
+
+def row_of(room: str) -> int | None:
+    if room == ROOT:
+        return -1
+    return next((row for row, rooms in enumerate(ROWS) if room in rooms), None)
+
+
+def rooms_imported(node: ast.AST, module: Module) -> set[str]:
+    prefix = module.name.split(".")[0] + "."
+    return {
+        name.removeprefix(prefix).split(".")[0]
+        for name in names_imported(node, module)
+        if name.startswith(prefix)
+    }
+
+
+def names_imported(node: ast.AST, module: Module) -> list[str]:
+    """Return the absolute dotted names that an import statement mentions; none for other nodes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    origin = node.module or ""
+    if node.level:
+        origin = ".".join([*module.name.split(".")[: -node.level], *([origin] if origin else [])])
+    if origin != module.name.split(".")[0]:
+        return [origin]
+    # `from monolith import table` names a room; `from monolith import __version__` does not.
+    return [f"{origin}.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
+
+
+# 2. Packages from elsewhere
+
+
+def check_packages(module: Module) -> Iterator[Finding]:
+    at_top = set(run_on_import(module.tree))
+    typing_only = {inner for node in at_top if is_type_checking(node) for inner in ast.walk(node)}
+    for node in ast.walk(module.tree):
+        if node in typing_only:
+            continue
+        for package in sorted({name.split(".")[0] for name in names_imported(node, module)}):
+            if package in EVERYWHERE or package in sys.stdlib_module_names:
+                continue
+            if module.room in PLAIN:
+                yield module.finding(node, f"{module.room} imports {package}, but needs only torch and numpy")
+            elif node in at_top and module.room not in OWNERS.get(package, set()):
+                yield module.finding(node, f"imports {package} at module level, which {owners_of(package)}")
+
+
+def owners_of(package: str) -> str:
+    rooms = OWNERS.get(package)
+    return f"only {' and '.join(sorted(rooms))} may do" if rooms else "no room owns (see OWNERS)"
+
+
+# 3. Nothing happens on import
+
+
+def check_effects(module: Module, frozen: set[str]) -> Iterator[Finding]:
+    pure_calls = frozen | set(PURE_CALLS.split())
+    pure_decorators = set(PURE_DECORATORS.split())
+    for node in run_on_import(module.tree):
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case ast.Expr() | ast.For() | ast.While() | ast.With() | ast.Match() | ast.Delete():
+                yield module.finding(node, f"runs on import: `{headline(node)}`")
+            case ast.If() if is_main_guard(node):
+                if module.room != "cli":
+                    yield module.finding(node, "only cli has a `__main__` to run")
+            case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
+                    yield module.finding(node, f"changes another object on import: `{headline(node)}`")
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                for decorator in node.decorator_list:
+                    name = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                    if name.split(".")[-1] not in pure_decorators:
+                        yield module.finding(decorator, f"decorator runs on import: `@{name}`")
+            case _:
+                pass
+        for part in expressions_of(node):
+            yield from check_expression(module, part, pure_calls)
+
+
+def check_expression(module: Module, expression: ast.expr, pure_calls: set[str]) -> Iterator[Finding]:
+    for node in walk_evaluated(expression):
+        if isinstance(node, ast.Call):
+            name = dotted(node.func)
+            if pure_calls.isdisjoint({name, name.split(".")[-1]}):
+                yield module.finding(node, f"calls on import: `{name}(...)`")
+        elif isinstance(node, ast.Attribute) and dotted(node) == "os.environ":
+            yield module.finding(node, "reads the environment on import")
+
+
+def run_on_import(tree: ast.Module | ast.ClassDef) -> Iterator[ast.stmt]:
+    """Yield every statement that importing executes: not the bodies of functions, but those of classes."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop(0)
+        yield node
+        if is_main_guard(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt):
+                pending.append(child)
+            elif isinstance(child, ast.ExceptHandler | ast.match_case):
+                pending.extend(child.body)
+
+
+def expressions_of(node: ast.stmt) -> list[ast.expr]:
+    """Return what a statement evaluates itself, less what the rules above have judged already."""
+    match node:
+        case ast.Assign(value=value) | ast.AugAssign(value=value):
+            return [value]
+        case ast.AnnAssign(value=value):
+            return [value] if value else []
+        case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+            return [*args.defaults, *(default for default in args.kw_defaults if default)]
+        case ast.ClassDef(bases=bases, keywords=keywords):
+            return [*bases, *(keyword.value for keyword in keywords)]
+        case ast.If(test=test) | ast.Assert(test=test):
+            return [test]
+        case _:
+            return []
+
+
+def walk_evaluated(expression: ast.expr) -> Iterator[ast.AST]:
+    """Like `ast.walk`, but stays outside of lambdas: their bodies run later."""
+    pending: list[ast.AST] = [expression]
+    while pending:
+        node = pending.pop()
+        yield node
+        if not isinstance(node, ast.Lambda):
+            pending.extend(ast.iter_child_nodes(node))
+
+
+def frozen_classes(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of frozen dataclasses and enums: values, which one may build at module level."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and (
+            any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+            or any(dotted(base).endswith("Enum") for base in node.bases)
+        ):
+            yield node.name
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and dotted(node.test).split(".")[-1] == "TYPE_CHECKING"
+
+
+def is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def dotted(node: ast.expr) -> str:
+    return ast.unparse(node)
+
+
+def headline(node: ast.stmt) -> str:
+    return ast.unparse(node).splitlines()[0]
+
+
+def main(arguments: list[str]) -> int:
+    package = Path(arguments[0]) if arguments else Path(__file__).parents[1] / "src" / "monolith"
+    findings = check(package)
+    sys.stdout.writelines(f"{finding}\n" for finding in findings)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
