@@ -10,6 +10,8 @@ void bind_entry_dump(nanobind::module_& m);
 void bind_admission(nanobind::module_& m);
 void bind_touched_keys(nanobind::module_& m);
 void bind_workers(nanobind::module_& m);
+void bind_raw_rows(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
+void bind_table_group(nanobind::module_& m);
 
 }  // namespace monolith

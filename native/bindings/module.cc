@@ -7,5 +7,7 @@ NB_MODULE(_core, m) {
   monolith::bind_admission(m);
   monolith::bind_touched_keys(m);
   monolith::bind_workers(m);
+  monolith::bind_raw_rows(m);
   monolith::bind_table(m);
+  monolith::bind_table_group(m);
 }

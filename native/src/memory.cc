@@ -67,7 +67,7 @@ std::uint32_t RowArenas::take_chunk() {
 IndexHeap::~IndexHeap() { budget_.give(taken_.load()); }
 
 void* IndexHeap::allocate(std::size_t bytes) {
-  if (bytes < kUnit) {
+  if (bytes < kUnit || taken_.load(std::memory_order_relaxed) < kLarge) {
     if (!budget_.take(bytes)) return nullptr;
     void* array = std::aligned_alloc(64, round_up(bytes, 64));
     if (array == nullptr) {
@@ -85,22 +85,22 @@ void* IndexHeap::allocate(std::size_t bytes) {
     for (auto hole = holes_.begin(); hole != holes_.end(); ++hole)
       if (hole->second >= wanted && (best == holes_.end() || hole->second < best->second)) best = hole;
     if (best == holes_.end()) {
-      // Regions grow with what is in use, from one unit to 8 MiB, so slack stays a small share.
-      std::size_t size = std::clamp<std::size_t>(std::bit_floor(taken_.load() / 4 + 1), wanted, 8 << 20);
-      if (size >= kHugePage) size = round_up(size, kHugePage);
+      // Regions grow with what is in use, from 2 to 8 MiB, so that slack stays a small share.
+      std::size_t size = std::clamp(round_up(taken_.load() / 4, kHugePage), kHugePage, 4 * kHugePage);
       size = std::max(size, wanted);
       if (!budget_.take(size)) {
         size = wanted;
         if (!budget_.take(size)) return nullptr;
       }
       try {
-        regions_.emplace_back(size);
+        Region region(size);
+        best = holes_.emplace(region.data(), size).first;
+        regions_.emplace(region.data(), std::move(region));
       } catch (const std::bad_alloc&) {
         budget_.give(size);
         return nullptr;
       }
       taken_.fetch_add(size, std::memory_order_relaxed);
-      best = holes_.emplace(regions_.back().data(), size).first;
     }
     found = best->first;
     const std::size_t left = best->second - wanted;
@@ -111,15 +111,17 @@ void* IndexHeap::allocate(std::size_t bytes) {
 }
 
 void IndexHeap::free(void* array, std::size_t bytes) {
-  if (bytes < kUnit) {
+  auto* begin = static_cast<std::byte*>(array);
+  std::size_t size = units(bytes);
+  std::lock_guard lock(mutex_);
+  const auto above = regions_.upper_bound(begin);
+  const bool carved = above != regions_.begin() && begin < std::prev(above)->first + std::prev(above)->second.size();
+  if (!carved) {
     std::free(array);
     taken_.fetch_sub(bytes, std::memory_order_relaxed);
     budget_.give(bytes);
     return;
   }
-  auto* begin = static_cast<std::byte*>(array);
-  std::size_t size = units(bytes);
-  std::lock_guard lock(mutex_);
   auto after = holes_.lower_bound(begin);
   if (after != holes_.end() && begin + size == after->first) {
     size += after->second;

@@ -65,9 +65,21 @@ class RowArenas {
   RowArenas(std::size_t row_bytes, Budget& budget);
   ~RowArenas() { budget_.give(bytes()); }
 
+  // Where rows are, by number; in a loop everything it needs stays in registers.
+  class Finder {
+   public:
+    explicit Finder(const RowArenas& rows) : origins_(rows.origins_), row_bytes_(rows.row_bytes_) {}
+    std::byte* operator()(std::uint32_t number) const {
+      return origins_[31 - std::countl_zero(number | 1u)].load(std::memory_order_relaxed) + number * row_bytes_;
+    }
+
+   private:
+    const std::atomic<std::byte*>* const origins_;
+    const std::size_t row_bytes_;
+  };
+
   std::byte* row(std::uint32_t number) const {
-    const int arena = 31 - std::countl_zero(number | 1u);
-    return origins_[arena].load(std::memory_order_relaxed) + number * row_bytes_;
+    return Finder(*this)(number);
   }
 
   // Takes the next chunk; returns its first row, or 0 when the budget is spent.
@@ -86,25 +98,29 @@ class RowArenas {
   std::vector<Region> regions_;
 };
 
-// Zeroed index arrays of any size, in units of 16 KiB carved from shared regions so that arrays of
-// every size rest on huge pages and free neighbours merge. Small ones come from the allocator.
+// Zeroed index arrays of any size. Those of a large table are carved in units of 32 KiB from shared regions, so
+// that arrays of every size rest on huge pages and free neighbours merge; those of a small one come from the
+// allocator, which knows best how to reuse what a growing array leaves behind.
 class IndexHeap {
  public:
   explicit IndexHeap(Budget& budget) : budget_(budget) {}
   ~IndexHeap();
 
+  // The size that `bytes` will really take; all of it can be used.
+  static std::size_t rounded(std::size_t bytes) { return bytes < kUnit ? bytes : units(bytes); }
   void* allocate(std::size_t bytes);  // nullptr when the budget is spent
   void free(void* array, std::size_t bytes);
   std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }
 
  private:
-  static constexpr std::size_t kUnit = 16 << 10;
+  static constexpr std::size_t kUnit = 32 << 10;
+  static constexpr std::size_t kLarge = 4 << 20;  // from here on the table counts as large
   static std::size_t units(std::size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
   Budget& budget_;
   std::atomic<std::size_t> taken_{0};
   std::mutex mutex_;  // guards what follows
-  std::vector<Region> regions_;
+  std::map<std::byte*, Region> regions_;     // by address
   std::map<std::byte*, std::size_t> holes_;  // free ranges by address, neighbours merged
 };
 

@@ -22,6 +22,11 @@ namespace {
 
 #define MONOLITH_WIDTH const int d = kDim != 0 ? kDim : dim
 
+// Division by an accumulator that may still be empty: nothing accumulated, nothing to do.
+inline float over(float numerator, float denominator) {
+  return denominator != 0 ? numerator / denominator : 0.0f;
+}
+
 float norm_of(const float* z, int d) {
   float sum = 0;
   for (int i = 0; i < d; ++i) sum += z[i] * z[i];
@@ -39,9 +44,8 @@ MONOLITH_KERNEL(Adagrad) {
   for (int i = 0; i < d; ++i) {
     const float grad = g[i] + decay * w[i];
     const float norm = state[i] + grad * grad;
-    const float change = rate / std::sqrt(norm) * grad;
     state[i] = norm;
-    w[i] -= norm > 0 ? change : 0.0f;  // nothing accumulated yet and no gradient: inf * 0
+    w[i] -= over(rate, std::sqrt(norm)) * grad;
   }
 }
 
@@ -54,9 +58,8 @@ MONOLITH_KERNEL(DynamicWdAdagrad) {
     const float decay = rate * spec.weight_decay;
     for (int i = 0; i < d; ++i) {
       const float norm = state[i] + g[i] * g[i];
-      const float change = rate / std::sqrt(norm) * g[i];
       state[i] = norm;
-      w[i] -= (norm > 0 ? change : 0.0f) + decay * w[i];
+      w[i] -= over(rate, std::sqrt(norm)) * g[i] + decay * w[i];
     }
   }
   std::memcpy(state + d, &step, sizeof(step));
@@ -69,7 +72,7 @@ MONOLITH_KERNEL(Adadelta) {
   for (int i = 0; i < d; ++i) {
     const float grad = g[i] + spec.weight_decay * w[i];
     const float a = spec.rho * accum[i] + (1 - spec.rho) * grad * grad;
-    const float u = std::sqrt(accum_update[i] + spec.epsilon) / std::sqrt(a + spec.epsilon) * grad;
+    const float u = over(std::sqrt(accum_update[i] + spec.epsilon), std::sqrt(a + spec.epsilon)) * grad;
     w[i] -= rate * u;
     accum_update[i] = spec.rho * accum_update[i] + (1 - spec.rho) * u * u;
     accum[i] = a;
@@ -87,7 +90,7 @@ MONOLITH_KERNEL(Adam) {
     m[i] += (grad - m[i]) * (1 - spec.beta1);
     v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
     const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
-    w[i] -= alpha * up / (std::sqrt(v[i]) + spec.epsilon);
+    w[i] -= over(alpha * up, std::sqrt(v[i]) + spec.epsilon);
   }
   powers[0] *= spec.beta1;
   powers[1] *= spec.beta2;
@@ -106,7 +109,7 @@ MONOLITH_KERNEL(Amsgrad) {
     v[i] += (grad * grad - v[i]) * (1 - spec.beta2);
     vhat[i] = std::max(vhat[i], v[i]);
     const float up = spec.use_nesterov ? (1 - spec.beta1) * grad + spec.beta1 * m[i] : m[i];
-    w[i] -= alpha * up / (std::sqrt(vhat[i]) + spec.epsilon);
+    w[i] -= over(alpha * up, std::sqrt(vhat[i]) + spec.epsilon);
   }
   powers[0] *= spec.beta1;
   powers[1] *= spec.beta2;
@@ -130,7 +133,7 @@ MONOLITH_KERNEL(Ftrl) {
     const float root = std::sqrt(n);
     const float sigma = (root - std::sqrt(norm[i])) / rate;
     const float z = zero[i] + (g[i] - sigma * w[i]);
-    const float moved = rate * (std::copysign(spec.l1, z) - z) / (root + spec.beta + spec.l2 * rate);
+    const float moved = over(rate * (std::copysign(spec.l1, z) - z), root + spec.beta + spec.l2 * rate);
     norm[i] = n;
     zero[i] = z;
     w[i] = std::abs(z) <= spec.l1 ? 0.0f : moved;
@@ -155,7 +158,7 @@ MONOLITH_KERNEL(GroupFtrl) {
   }
   const float shrink = (spec.l1 - length) / length;
   for (int i = 0; i < d; ++i)
-    w[i] = rate * zero[i] * shrink / (spec.beta + std::sqrt(norm[i]) + spec.l2 * rate);
+    w[i] = over(rate * zero[i] * shrink, spec.beta + std::sqrt(norm[i]) + spec.l2 * rate);
 }
 
 MONOLITH_KERNEL(GroupAdagrad) {
@@ -182,7 +185,7 @@ MONOLITH_KERNEL(GroupAdagrad) {
     std::fill(w, w + d, 0.0f);
     return;
   }
-  const float shrink = -pace * (length - spec.l2) / length;
+  const float shrink = -pace * ((length - spec.l2) / length);
   for (int i = 0; i < d; ++i) w[i] = shrink * (g[i] + spec.weight_decay * w[i] - w[i] / pace);
 }
 

@@ -22,15 +22,28 @@ struct Slot {
   std::uint32_t time;  // seconds; of the row's last update
 };
 static_assert(sizeof(Slot) == 16);
+// Row and time as one word, row in the low half.
+using Meta __attribute__((may_alias)) = std::uint64_t;
+static_assert(std::endian::native == std::endian::little);
 
 // Fields that a reader may look at while a writer changes them.
 template <class T>
-T peek(const T& field) {
-  return __atomic_load_n(&field, __ATOMIC_RELAXED);
-}
-template <class T>
 void poke(T& field, T value) {
   __atomic_store_n(&field, value, __ATOMIC_RELAXED);
+}
+
+// For a pointer or row number that leads to the memory it was published with. Every processor reads what a pointer
+// leads to after the pointer; the language can only say so by an acquire, which ARM would pay for, so only the
+// thread sanitizer, which does not know of pointers, is told.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr std::memory_order kFollowed = std::memory_order_acquire;
+#else
+inline constexpr std::memory_order kFollowed = std::memory_order_relaxed;
+#endif
+
+template <class T>
+T peek(const T& field) {
+  return __atomic_load_n(&field, static_cast<int>(kFollowed));
 }
 
 inline constexpr int kBucketSlots = 4;  // one cache line
@@ -58,9 +71,29 @@ class Index {
 
   // A bucket's slot for `hash`, found without a branch on where it is; null when it is not in this line.
   static Slot* match(Slot* bucket, std::uint64_t hash) {
-    const unsigned where = unsigned{peek(bucket[0].hash) == hash} | unsigned{peek(bucket[1].hash) == hash} << 1 |
-                           unsigned{peek(bucket[2].hash) == hash} << 2 | unsigned{peek(bucket[3].hash) == hash} << 3;
+    unsigned where = unsigned{peek(bucket[0].hash) == hash} | unsigned{peek(bucket[1].hash) == hash} << 1 |
+                     unsigned{peek(bucket[2].hash) == hash} << 2 | unsigned{peek(bucket[3].hash) == hash} << 3;
+    asm("" : "+r"(where));  // or the compiler makes the last comparison a jump, which is wrong every fourth time
     return where != 0 ? bucket + std::countr_zero(where) : nullptr;
+  }
+  // What a bucket holds for `hash`, for readers: row and time, both 0 when it is not in this line, and whether the
+  // line is full. Few loads and no jump that depends on what they bring.
+  struct Seen {
+    std::uint32_t row;
+    std::uint32_t time;
+    bool full;
+  };
+  static Seen look(const Slot* bucket, std::uint64_t hash) {
+    std::uint64_t meta = 0;
+    std::uint64_t last = 0;
+    for (int i = 0; i < kBucketSlots; ++i) {
+      const std::uint64_t held = peek(bucket[i].hash);
+      last = peek(reinterpret_cast<const Meta&>(bucket[i].row));
+      meta |= held == hash ? last : 0;
+    }
+    asm("" : "+r"(meta));
+    return {static_cast<std::uint32_t>(meta), static_cast<std::uint32_t>(meta >> 32),
+            static_cast<std::uint32_t>(last) != 0};
   }
   Slot* bucket_of(std::uint64_t hash) const { return slots() + std::size_t{home(hash)} * kBucketSlots; }
 
@@ -128,11 +161,10 @@ struct alignas(64) Partition {
   // What readers look at, in one cache line. Changed only between begin_write and end_write.
   std::atomic<std::uint64_t> version{0};
   std::atomic<Index> index;
-  std::atomic<std::uint64_t> owner_mask{0};  // the leading bits that all its hashes share,
-  std::atomic<std::uint64_t> owner_bits{0};  // and their value
+  std::atomic<std::uint64_t> first{0};              // its range of hashes,
+  std::atomic<std::uint64_t> last{~std::uint64_t{0}};  // both included
 
   alignas(64) std::mutex mutex;  // guards everything below, and every write above and to the rows
-  int depth = 0;                 // how many leading bits
   std::uint32_t rows = 0;
   std::uint32_t split_at = 0;     // when it holds more rows than this it splits
   std::uint32_t free_rows = 0;    // a list threaded through the rows themselves
@@ -146,9 +178,8 @@ struct alignas(64) Partition {
   std::uint64_t removed = 0;
 
   bool owns(std::uint64_t hash) const {
-    return (hash & owner_mask.load(std::memory_order_relaxed)) == owner_bits.load(std::memory_order_relaxed);
+    return first.load(std::memory_order_relaxed) <= hash && hash <= last.load(std::memory_order_relaxed);
   }
-  std::uint64_t last_hash() const { return owner_bits.load() | ~owner_mask.load(); }
 
   void begin_write() {
     version.store(version.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);

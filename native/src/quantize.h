@@ -37,12 +37,15 @@ inline float float_of(std::uint16_t half) {
 }
 
 // The half-precision neighbour of `value` chosen by chance: up when p, uniform in [0, 1), does not
-// exceed the share of the way from the lower to the upper neighbour. Exact values stay.
+// exceed the share of the way from the lower to the upper neighbour. Exact values stay, larger ones than
+// half precision knows become its largest.
 inline float round_to_half(float value, float p) {
+  constexpr float kLargestHalf = 65504.0f;
+  if (!std::isfinite(value)) return value;
+  if (std::abs(value) >= kLargestHalf) return std::copysign(kLargestHalf, value);
   const std::uint16_t nearest = half_of(value);
   const float exact = float_of(nearest);
-  if (!std::isfinite(value) || exact == value) return value;
-  if (!std::isfinite(exact)) return value;  // beyond the range of half precision there is nothing to choose
+  if (exact == value) return value;
   // One step up or down the number line; halves are ordered like sign-magnitude integers.
   const auto step = [](std::uint16_t h, bool up) {
     const bool negative = (h & 0x8000) != 0;
@@ -51,7 +54,6 @@ inline float round_to_half(float value, float p) {
   };
   const float down = exact < value ? exact : float_of(step(nearest, false));
   const float up = exact > value ? exact : float_of(step(nearest, true));
-  if (!std::isfinite(up) || !std::isfinite(down)) return exact;  // between the largest half and infinity
   return p <= (value - down) / (up - down) ? up : down;
 }
 

@@ -2,13 +2,25 @@
 #include "table.h"
 
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 
 #include "table_body.h"
 
 namespace monolith {
+namespace {
+
+// Where a range of hashes is cut. The first cuts are uneven, so that partitions come to their limit at
+// different times: at any moment some are large and some have just split, index arrays given back by one are
+// taken by the next, and memory grows smoothly. Once a range is below 12/64 of all hashes it is halved.
+std::uint64_t cut(std::uint64_t first, std::uint64_t last) {
+  constexpr std::uint64_t kUnit = std::uint64_t{1} << 58;
+  const std::uint64_t units = (last - first) / kUnit + 1;
+  return first + (units >= 12 ? units * 15 / 32 * kUnit : (last - first) / 2 + 1);
+}
+
+}  // namespace
 
 Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
              std::shared_ptr<Workers> workers)
@@ -36,28 +48,34 @@ Table::~Table() {
 
 std::unique_ptr<Table::Body> Table::make_body() const {
   auto body = std::make_unique<Body>(entry_.row_bytes(), budget_);
-  int depth = 0;
-  while (spec_.initial_rows >> depth > kPartitionRows / 2 && depth < 24) ++depth;
-  auto directory = std::make_unique<Directory>(depth);
-  for (std::size_t i = 0; i < directory->size(); ++i) {
+  const auto add = [&](std::uint64_t first, std::uint64_t last, double rows) {
     auto part = std::make_unique<Partition>();
-    part->depth = depth;
     part->split_at = kPartitionRows;
-    if (depth > 0) {
-      part->owner_mask = ~std::uint64_t{0} << (64 - depth);
-      part->owner_bits = static_cast<std::uint64_t>(i) << (64 - depth);
-    }
-    // Room for its share now, so that filling the table up to initial_rows never grows an index.
-    const double share = static_cast<double>(spec_.initial_rows >> depth);
-    const std::size_t slots = std::max<std::size_t>(16, static_cast<std::size_t>(share * 1.02 / kFullLoad));
-    const auto buckets = static_cast<std::uint32_t>((slots + kBucketSlots - 1) / kBucketSlots);
-    auto* array = static_cast<Slot*>(body->heap.allocate(Index::bytes(buckets)));
-    if (array == nullptr)
+    part->first = first;
+    part->last = last;
+    const Index index = make_index(*body, static_cast<std::size_t>(rows));
+    if (index.slots() == nullptr)
       throw std::invalid_argument("table: capacity_bytes is too small for initial_rows, or memory is short");
-    part->index = Index(array, buckets);
-    directory->entries[i] = part.get();
+    part->index = index;
     body->partitions.push_back(std::move(part));
-  }
+  };
+  // Partitions for initial_rows, as splits would have left them.
+  int depth = 0;
+  const auto build = [&](const auto& self, std::uint64_t first, std::uint64_t last) -> void {
+    const double share = (static_cast<double>(last - first) + 1) * 0x1p-64;
+    const double rows = share * static_cast<double>(spec_.initial_rows);
+    if (rows <= kPartitionRows * 0.95) {
+      add(first, last, rows);
+      return;
+    }
+    const std::uint64_t middle = cut(first, last);
+    depth = std::max(depth, 64 - std::countr_zero(middle));
+    self(self, first, middle - 1);
+    self(self, middle, last);
+  };
+  build(build, 0, ~std::uint64_t{0});
+  auto directory = std::make_unique<Directory>(depth);
+  for (auto& part : body->partitions) directory->point(*part);
   body->directory = directory.release();
   return body;
 }
@@ -90,7 +108,7 @@ TableStats Table::stats() const {
   total.partitions = parts.size();
   total.bytes_rows = body.rows.bytes();
   total.bytes_index = body.heap.bytes() + parts.size() * sizeof(Partition) +
-                      body.directory.load()->size() * sizeof(std::atomic<Partition*>);
+                      body.directory.load()->size() * sizeof(Directory::Cell);
   total.bytes_total = total.bytes_rows + total.bytes_index;
   total.max_event_time = max_event_time();
   return total;
@@ -111,6 +129,7 @@ void Table::clear() {
   cleared_.refused = kept.refused;
   cleared_.evicted = kept.evicted;
   cleared_.removed = kept.removed;
+  max_event_time_ = 0;
   if (--frozen_ == 0) gate_changed_.notify_all();
   lock.unlock();
   epochs_.retire([old] { delete old; });
@@ -166,18 +185,27 @@ Slot* Table::insert(Body& body, Partition& part, std::uint64_t hash, std::uint32
 
 // ---- growth --------------------------------------------------------------------------------------
 
+Index Table::make_index(Body& body, std::size_t rows) const {
+  const auto slots = static_cast<std::size_t>(static_cast<double>(rows) / kFreshLoad) + 16;
+  const std::size_t bytes = IndexHeap::rounded((slots + kBucketSlots - 1) / kBucketSlots * Index::bytes(1));
+  const std::size_t buckets = bytes / Index::bytes(1);
+  if (buckets > Index::kMaxBuckets) return {};
+  auto* array = static_cast<Slot*>(body.heap.allocate(bytes));
+  return array != nullptr ? Index(array, static_cast<std::uint32_t>(buckets)) : Index();
+}
+
 bool Table::resize(Body& body, Partition& part, std::size_t rows) {
-  const auto slots = static_cast<std::size_t>(static_cast<double>(rows) / kFreshLoad) + 1;
-  const std::size_t buckets = std::max<std::size_t>(4, (slots + kBucketSlots - 1) / kBucketSlots);
-  if (buckets > Index::kMaxBuckets) return false;
-  auto* array = static_cast<Slot*>(body.heap.allocate(Index::bytes(static_cast<std::uint32_t>(buckets))));
-  if (array == nullptr) return false;
-  const Index fresh(array, static_cast<std::uint32_t>(buckets));
+  const Index fresh = make_index(body, rows);
+  if (fresh.slots() == nullptr) return false;
   const Index old = part.index.load(std::memory_order_relaxed);
   const Slot* slot = old.slots();
   for (std::size_t i = 0; i < old.size(); ++i)
     if (slot[i].row != 0) fresh.place(slot[i].hash, slot[i].row, slot[i].time);
   part.index.store(fresh, std::memory_order_release);
+  {
+    std::lock_guard lock(body.mutex);
+    body.directory.load()->point(part);
+  }
   epochs_.retire([&heap = body.heap, old] { heap.free(old.slots(), old.bytes()); });
   return true;
 }
@@ -209,19 +237,14 @@ void Table::make_room(Body& body, Partition& part, std::uint32_t newcomers, std:
 // Called with the partition locked, between windows.
 void Table::split(Body& body, Partition& part) {
   const Index old = part.index.load(std::memory_order_relaxed);
-  const std::uint64_t bit = std::uint64_t{1} << (63 - part.depth);
+  const std::uint64_t middle = cut(part.first, part.last);
+  const int depth = 64 - std::countr_zero(middle);  // leading bits that tell the two sides apart
   std::size_t upper = 0;
   const Slot* slot = old.slots();
-  for (std::size_t i = 0; i < old.size(); ++i) upper += slot[i].row != 0 && (slot[i].hash & bit) != 0;
+  for (std::size_t i = 0; i < old.size(); ++i) upper += slot[i].row != 0 && slot[i].hash >= middle;
 
-  const auto make = [&](std::size_t rows) {
-    const auto slots = static_cast<std::size_t>(static_cast<double>(rows) / kFreshLoad) + 16;
-    const auto buckets = static_cast<std::uint32_t>((slots + kBucketSlots - 1) / kBucketSlots);
-    auto* array = static_cast<Slot*>(body.heap.allocate(Index::bytes(buckets)));
-    return array != nullptr ? Index(array, buckets) : Index();
-  };
-  const Index low = make(part.rows - upper);
-  const Index high = make(upper);
+  const Index low = make_index(body, part.rows - upper);
+  const Index high = make_index(body, upper);
   if (low.slots() == nullptr || high.slots() == nullptr) {  // no budget: stay large
     for (const Index index : {low, high})
       if (index.slots() != nullptr) body.heap.free(index.slots(), index.bytes());
@@ -229,35 +252,35 @@ void Table::split(Body& body, Partition& part) {
     return;
   }
   for (std::size_t i = 0; i < old.size(); ++i)
-    if (slot[i].row != 0) ((slot[i].hash & bit) != 0 ? high : low).place(slot[i].hash, slot[i].row, slot[i].time);
+    if (slot[i].row != 0) (slot[i].hash >= middle ? high : low).place(slot[i].hash, slot[i].row, slot[i].time);
 
   auto sibling = std::make_unique<Partition>();
-  sibling->depth = part.depth + 1;
-  sibling->owner_mask = part.owner_mask.load() | bit;
-  sibling->owner_bits = part.owner_bits.load() | bit;
+  sibling->first = middle;
+  sibling->last = part.last.load();
   sibling->rows = static_cast<std::uint32_t>(upper);
   sibling->index = high;
   sibling->split_at = part.split_at = kPartitionRows;
 
   Change change(part);
-  part.owner_mask.store(part.owner_mask.load() | bit, std::memory_order_relaxed);
+  part.last.store(middle - 1, std::memory_order_relaxed);
   part.index.store(low, std::memory_order_release);
   part.rows -= static_cast<std::uint32_t>(upper);
-  ++part.depth;
   {
     std::lock_guard lock(body.mutex);
     Directory* directory = body.directory.load();
-    if (part.depth > directory->depth) {
-      auto* doubled = new Directory(directory->depth + 1);
-      for (std::size_t i = 0; i < doubled->size(); ++i) doubled->entries[i] = directory->entries[i / 2].load();
-      body.directory.store(doubled, std::memory_order_release);
+    if (depth > directory->depth) {
+      auto* deeper = new Directory(depth);
+      for (std::size_t i = 0; i < deeper->size(); ++i) {
+        const Directory::Cell& from = directory->cells[i >> (depth - directory->depth)];
+        deeper->cells[i].index = from.index.load();
+        deeper->cells[i].partition = from.partition.load();
+      }
+      body.directory.store(deeper, std::memory_order_release);
       epochs_.retire([directory] { delete directory; });
-      directory = doubled;
+      directory = deeper;
     }
-    const std::size_t first = sibling->owner_bits.load() >> 1 >> (63 - directory->depth);
-    const std::size_t entries = std::size_t{1} << (directory->depth - sibling->depth);
-    for (std::size_t i = 0; i < entries; ++i)
-      directory->entries[first + i].store(sibling.get(), std::memory_order_release);
+    directory->point(part);
+    directory->point(*sibling);
     body.partitions.push_back(std::move(sibling));
   }
   epochs_.retire([&heap = body.heap, old] { heap.free(old.slots(), old.bytes()); });
@@ -378,7 +401,7 @@ Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) c
       std::memcpy(chunk.state.get() + at * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
     }
     chunk.rows += take;
-    const std::uint64_t part_last = part.last_hash();
+    const std::uint64_t part_last = part.last;
     lock.unlock();
     if (take < slots.size()) {
       chunk.cursor = slots[take - 1].hash + 1;

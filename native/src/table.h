@@ -47,6 +47,7 @@ struct EventTimes {
   std::uint32_t all = 0;
   const std::uint32_t* each = nullptr;
   std::uint32_t at(std::size_t position) const { return each != nullptr ? each[position] : all; }
+  EventTimes from(std::size_t position) const { return {all, each != nullptr ? each + position : nullptr}; }
 };
 
 struct TableStats {
@@ -91,7 +92,7 @@ class Table {
                        std::span<const float> rates, std::int64_t step, EventTimes times, bool dedup);
   // Per id 1 when the row was there, 0 when it was made, -1 when there was no room to make it.
   void reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status);
-  // Whole rows, past the admission filter. Where `fresh_state` is set, state is initialised instead.
+  // Whole rows, past the admission filter. Without state, or where `fresh_state` is set, it is initialised.
   void restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
                const float* state, const std::uint8_t* fresh_state);
 
@@ -137,6 +138,8 @@ class Table {
                     const std::uint32_t* next, float* scratch);
   void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times, OnAbsent absent,
              Slot* const* slots, std::byte** rows, bool* fresh);
+  template <class Put>
+  void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
   std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group, bool with_times) const;
 
@@ -144,6 +147,7 @@ class Table {
   std::uint32_t take_row(Body& body, Partition& part);
   void free_row(Body& body, Partition& part, std::uint32_t row);
   Slot* insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time);
+  Index make_index(Body& body, std::size_t rows) const;  // empty, with room; null when the budget is spent
   bool resize(Body& body, Partition& part, std::size_t rows);
   void split(Body& body, Partition& part);
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
@@ -154,6 +158,8 @@ class Table {
                   std::uint8_t* found, std::uint32_t* times) const;
   template <std::size_t kBytes>
   void read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
+                     std::uint8_t* found, std::uint32_t* times) const;
+  void recheck_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
                      std::uint8_t* found, std::uint32_t* times) const;
   bool read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes, std::uint32_t* time) const;
   template <class Each>
@@ -173,6 +179,10 @@ class Table {
   std::atomic<Body*> body_;
   std::atomic<std::int64_t> max_event_time_{0};
   TableStats cleared_;  // counters of bodies that clear() dropped; guarded by gate_mutex_
+
+  // Calls that write, counted at both ends: equal means that nothing is being changed right now.
+  std::atomic<std::uint64_t> writes_begun_{0};
+  std::atomic<std::uint64_t> writes_ended_{0};
 
   // Writers pass a gate that freeze() and clear() close.
   mutable std::mutex gate_mutex_;  // guards writers_, frozen_ and cleared_

@@ -13,21 +13,37 @@ namespace monolith {
 inline constexpr std::uint32_t kPartitionRows = 16384;
 // An index array is made this full, and replaced when it is that full. At most `kBrimLoad` when the
 // budget allows no larger one.
-inline constexpr double kFreshLoad = 0.56;
-inline constexpr double kFullLoad = 0.64;
+inline constexpr double kFreshLoad = 0.62;
+inline constexpr double kFullLoad = 0.70;
 inline constexpr double kBrimLoad = 0.94;
 // Ids that a writer has in flight at once, under one change of a partition's version.
 inline constexpr std::size_t kWindow = 32;
 
-// From the leading bits of a hash to its partition. Replaced, not changed, when it must double.
+// From the leading bits of a hash to its partition, which may be that of many cells. Replaced when it must
+// tell more bits apart.
 struct Table::Directory {
-  explicit Directory(int depth) : depth(depth), entries(new std::atomic<Partition*>[std::size_t{1} << depth]) {}
+  struct Cell {
+    std::atomic<Partition*> partition;
+    std::atomic<Index> index;  // the partition's own, so that a reader who is alone need not go there
+  };
+
+  explicit Directory(int depth) : depth(depth), cells(new Cell[std::size_t{1} << depth]) {}
 
   std::size_t size() const { return std::size_t{1} << depth; }
-  std::atomic<Partition*>& at(std::uint64_t hash) const { return entries[hash >> 1 >> (63 - depth)]; }
+  std::size_t number(std::uint64_t hash) const { return hash >> 1 >> (63 - depth); }
+  Cell& at(std::uint64_t hash) const { return cells[number(hash)]; }
+
+  // Leads a range of hashes to `part` and its index.
+  void point(Partition& part) const {
+    const Index index = part.index.load(kFollowed);
+    for (std::size_t i = number(part.first); i <= number(part.last); ++i) {
+      cells[i].index.store(index, std::memory_order_release);
+      cells[i].partition.store(&part, std::memory_order_release);
+    }
+  }
 
   const int depth;
-  const std::unique_ptr<std::atomic<Partition*>[]> entries;
+  const std::unique_ptr<Cell[]> cells;
 };
 
 // Everything that clear() replaces at once.
@@ -42,13 +58,17 @@ struct Table::Body {
   }
 
   Partition* route(std::uint64_t hash) const {
-    return directory.load(std::memory_order_acquire)->at(hash).load(std::memory_order_acquire);
+    return directory.load(std::memory_order_acquire)->at(hash).partition.load(std::memory_order_acquire);
+  }
+
+  int depth() const {
+    std::lock_guard lock(mutex);
+    return directory.load()->depth;
   }
 
   // Asks for the index line of a hash that will be needed soon. A hint: it may be out of date.
   void prefetch(std::uint64_t hash) const {
-    directory.load(std::memory_order_relaxed)->at(hash).load(std::memory_order_relaxed)->index
-        .load(std::memory_order_relaxed).prefetch(hash);
+    directory.load(kFollowed)->at(hash).index.load(kFollowed).prefetch(hash);
   }
 
   RowArenas rows;
@@ -96,22 +116,25 @@ class Change {
   Partition& part_;
 };
 
-// A passage through the gate of a table.
+// A passage through the gate of a table. The body stays as long as someone is inside; what else readers may look
+// at, the directory above all, needs an Epochs::Visit.
 class Table::Writing {
  public:
-  explicit Writing(Table& table) : table_(table), visit_(table.epochs_) {
+  explicit Writing(Table& table) : table_(table) {
     std::unique_lock lock(table_.gate_mutex_);
     table_.gate_changed_.wait(lock, [&] { return table_.frozen_ == 0; });
     ++table_.writers_;
+    table_.writes_begun_.fetch_add(1);
   }
   ~Writing() {
+    table_.writes_ended_.fetch_add(1);
+    table_.epochs_.collect();
     std::lock_guard lock(table_.gate_mutex_);
     if (--table_.writers_ == 0) table_.gate_changed_.notify_all();
   }
 
  private:
   Table& table_;
-  Epochs::Visit visit_;
 };
 
 // Cuts [0, count) into tasks of `grain` and hands them to the workers, if there are any.

@@ -7,7 +7,7 @@
 namespace monolith {
 namespace {
 
-constexpr std::size_t kBlock = 256;   // ids whose versions are checked together
+constexpr std::size_t kBlock = 256;   // ids read together
 constexpr std::size_t kAhead = 16;    // index lines are fetched this long before rows, and rows before the copy
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kGrain = 4096;  // ids per task
@@ -28,54 +28,46 @@ inline __attribute__((always_inline)) void copy_racing(std::byte* to, const std:
 
 }  // namespace
 
-// One block: note versions; a pipeline that fetches index lines, then rows, then copies; check the versions.
-// kBytes is the usual widths spelled out, so that a row is copied in a few instructions; 0 is any.
+// One block while nobody writes: a pipeline that fetches index lines, then rows, then copies. kBytes is the usual
+// widths spelled out, so that a row is copied in a few instructions; 0 is any.
 template <std::size_t kBytes>
 void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
                           std::uint8_t* found, std::uint32_t* times) const {
   const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
   const std::size_t count = ids.size();
   std::uint64_t hashes[kBlock];
-  Partition* parts[kBlock];
-  std::uint64_t versions[kBlock];
   Slot* buckets[kBlock];
   const std::byte* rows[kBlock];
-  std::uint32_t seen[kBlock];
-
-  const Directory* directory = body.directory.load(std::memory_order_acquire);
-  for (std::size_t i = 0; i < count; ++i) {
-    hashes[i] = mix(ids[i]);
-    parts[i] = directory->at(hashes[i]).load(std::memory_order_relaxed);
-    versions[i] = parts[i]->version.load(std::memory_order_relaxed);
-  }
-  std::atomic_thread_fence(std::memory_order_acquire);
-
   std::uint8_t late[kBlock];
   std::size_t late_count = 0;
+
+  const Directory& directory = *body.directory.load(std::memory_order_acquire);
+  const Directory::Cell* const cells = directory.cells.get();
+  const int shift = 63 - directory.depth;
+  const RowArenas::Finder row_at(body.rows);
   const auto fetch_index = [&](std::size_t i) {
-    buckets[i] = parts[i]->index.load(std::memory_order_relaxed).bucket_of(hashes[i]);
+    const std::uint64_t hash = mix(ids[i]);
+    hashes[i] = hash;
+    buckets[i] = cells[hash >> 1 >> shift].index.load(kFollowed).bucket_of(hash);
     __builtin_prefetch(buckets[i]);
   };
-  const auto fetch_row = [&](std::size_t i, const Slot* slot) {
-    const std::uint32_t row = slot != nullptr ? peek(slot->row) : 0;
+  const auto fetch_row = [&](std::size_t i, std::uint32_t row, std::uint32_t time) {
+    found[i] = row != 0;
+    if (times != nullptr) times[i] = time;
     rows[i] = nullptr;
     if (row == 0) return;
-    seen[i] = peek(slot->time);
-    rows[i] = body.rows.row(row);
-    for (std::size_t line = 0; line < bytes; line += kLine) {
-      __builtin_prefetch(rows[i] + line);
-      __builtin_prefetch(out + i * bytes + line, 1);
-    }
+    rows[i] = row_at(row);
+    for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(rows[i] + line);
   };
   const auto look_up = [&](std::size_t i) {
-    const Slot* slot = Index::match(buckets[i], hashes[i]);
-    if (slot == nullptr && peek(buckets[i][kBucketSlots - 1].row) != 0) [[unlikely]] {
+    const Index::Seen seen = Index::look(buckets[i], hashes[i]);
+    if (seen.row == 0 && seen.full) [[unlikely]] {
       // Not in its home line, but that line is full. The next one is fetched while the others go on.
       __builtin_prefetch(buckets[i] + kBucketSlots);
       late[late_count++] = static_cast<std::uint8_t>(i);
       rows[i] = nullptr;
     } else {
-      fetch_row(i, slot);
+      fetch_row(i, seen.row, seen.time);
     }
   };
   const auto copy_row = [&](std::size_t i) {
@@ -96,41 +88,55 @@ void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::by
     copy_row(i - 2 * kAhead);
   }
   for (std::size_t rest = count - std::min(count, kAhead); rest < count; ++rest) look_up(rest);
-  for (std::size_t l = 0; l < late_count; ++l)
-    fetch_row(late[l], parts[late[l]]->index.load(std::memory_order_relaxed).find(hashes[late[l]]));
+  for (std::size_t l = 0; l < late_count; ++l) {
+    const std::uint64_t hash = hashes[late[l]];
+    const Slot* slot = directory.at(hash).index.load(kFollowed).find(hash);
+    fetch_row(late[l], slot != nullptr ? peek(slot->row) : 0, slot != nullptr ? peek(slot->time) : 0);
+  }
   for (std::size_t rest = count - std::min(count, 2 * kAhead); rest < count; ++rest) copy_row(rest);
   for (std::size_t l = 0; l < late_count; ++l) copy_row(late[l]);
+}
 
-  std::atomic_thread_fence(std::memory_order_acquire);
+// One block, in spite of writers: every id on its own, with its partition's version before and after.
+void Table::recheck_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
+                          std::uint8_t* found, std::uint32_t* times) const {
+  const std::size_t count = ids.size();
+  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) body.prefetch(mix(ids[i]));
   for (std::size_t i = 0; i < count; ++i) {
-    bool there = rows[i] != nullptr;
-    if ((versions[i] & 1) != 0 || parts[i]->version.load(std::memory_order_relaxed) != versions[i] ||
-        !parts[i]->owns(hashes[i])) [[unlikely]]
-      there = read_one(body, hashes[i], out + i * bytes, bytes, &seen[i]);
-    found[i] = there;
-    if (times != nullptr) times[i] = there ? seen[i] : 0;
+    if (i + kAhead < count) body.prefetch(mix(ids[i + kAhead]));
+    std::uint32_t time = 0;
+    found[i] = read_one(body, mix(ids[i]), out + i * bytes, bytes, &time);
+    if (times != nullptr) times[i] = time;
   }
 }
 
 void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
                        std::uint8_t* found, std::uint32_t* times) const {
-  switch (bytes) {
-    case 16: return read_block_of<16>(body, ids, out, bytes, found, times);
-    case 32: return read_block_of<32>(body, ids, out, bytes, found, times);
-    case 64: return read_block_of<64>(body, ids, out, bytes, found, times);
-    case 128: return read_block_of<128>(body, ids, out, bytes, found, times);
-    case 256: return read_block_of<256>(body, ids, out, bytes, found, times);
-    default: return read_block_of<0>(body, ids, out, bytes, found, times);
+  // Whoever reads alone need not look at versions. Calls that write are counted when they begin, before they
+  // change anything, so an unchanged count says that this block met none.
+  const std::uint64_t begun = writes_begun_.load();
+  if (writes_ended_.load() == begun) {
+    switch (bytes) {
+      case 16: read_block_of<16>(body, ids, out, bytes, found, times); break;
+      case 32: read_block_of<32>(body, ids, out, bytes, found, times); break;
+      case 64: read_block_of<64>(body, ids, out, bytes, found, times); break;
+      case 128: read_block_of<128>(body, ids, out, bytes, found, times); break;
+      case 256: read_block_of<256>(body, ids, out, bytes, found, times); break;
+      default: read_block_of<0>(body, ids, out, bytes, found, times);
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (writes_begun_.load(std::memory_order_relaxed) == begun) return;
   }
+  recheck_block(body, ids, out, bytes, found, times);
 }
 
-// One id, after a writer got in the way: a few more tries, then the lock.
+// One id among writers: a few tries by version, then the lock.
 bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes, std::uint32_t* time) const {
   for (int tries = 0; tries < 8; ++tries) {
     const Partition& part = *body.route(hash);
     const std::uint64_t version = part.version.load(std::memory_order_acquire);
     if ((version & 1) != 0 || !part.owns(hash)) continue;
-    const Slot* slot = part.index.load(std::memory_order_relaxed).find(hash);
+    const Slot* slot = part.index.load(kFollowed).find(hash);
     const std::uint32_t row = slot != nullptr ? peek(slot->row) : 0;
     if (row != 0) {
       *time = peek(slot->time);
@@ -145,7 +151,7 @@ bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t
     Partition& part = *body.route(hash);
     std::lock_guard lock(part.mutex);
     if (!part.owns(hash)) continue;
-    const Slot* slot = part.index.load(std::memory_order_relaxed).find(hash);
+    const Slot* slot = part.index.load(kFollowed).find(hash);
     if (slot == nullptr) {
       std::memset(out, 0, bytes);
       return false;

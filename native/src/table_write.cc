@@ -215,6 +215,8 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   const Item* items = batch.items.data();
   std::vector<float> scratch(2 * entry_.scratch_floats());
   std::vector<std::int64_t> touched;
+  epochs_.collect();  // what earlier tasks outgrew
+  const Epochs::Visit visit(epochs_);
   std::unique_lock<std::mutex> lock;
   Partition* held = nullptr;
   for (std::size_t i = begin; i < std::min(end, begin + kWindow); ++i)
@@ -252,8 +254,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
-  const int bits = std::min(body.directory.load()->depth, kMaxGroupBits);
-  group(ids, bits, *batch);
+  group(ids, std::min(body.depth(), kMaxGroupBits), *batch);
   if (dedup) {
     batch->next.ensure(ids.size());
     if (times.each != nullptr) {  // a copy, in which equal ids come to share the latest of their times
@@ -266,11 +267,10 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   // Tasks are runs of whole groups: an id is met by one thread only, in order.
   const std::size_t groups = batch->starts.size() - 1;
   const std::size_t threads = workers_ != nullptr ? workers_->threads() : 1;
-  const std::size_t target = std::max<std::size_t>(512, ids.size() / (threads * 8));
+  const std::size_t target = std::clamp<std::size_t>(ids.size() / (threads * 8), 512, 16384);
   std::vector<std::size_t> cuts{0};
-  if (threads > 1)
-    for (std::size_t g = 1; g < groups; ++g)
-      if (batch->starts[g] - batch->starts[cuts.back()] >= target) cuts.push_back(g);
+  for (std::size_t g = 1; g < groups; ++g)
+    if (batch->starts[g] - batch->starts[cuts.back()] >= target) cuts.push_back(g);
   cuts.push_back(groups);
   const auto run = [&](std::size_t task) {
     const std::size_t begin = batch->starts[cuts[task]];
@@ -278,13 +278,11 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
         dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times.each != nullptr) : batch->starts[cuts[task + 1]];
     write_items(body, *batch, begin, end, times, absent, touch, work);
   };
-  if (cuts.size() == 2)
-    run(0);
-  else
-    workers_->run(cuts.size() - 1, run);
+  spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
+    for (std::size_t task = first; task < last; ++task) run(task);
+  });
   advance_clock(ids.size(), times);
   give_back(std::move(batch));
-  epochs_.collect();
 }
 
 // ---- what is done to a row -----------------------------------------------------------------------
@@ -376,7 +374,7 @@ struct Restore {
   template <class Item>
   void operator()(std::byte* row, bool, const Item& item, const std::uint32_t*, float*) const {
     entry.write(row, values + item.position * dim);
-    if (fresh_state != nullptr && fresh_state[item.position])
+    if (state == nullptr || (fresh_state != nullptr && fresh_state[item.position]))
       entry.initialize_state(row);
     else
       std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
@@ -385,19 +383,15 @@ struct Restore {
 
 }  // namespace
 
-void Table::assign(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
+// Calls put(begin, end) for the rows to write. A table that skips zeros removes those it finds on the way, in
+// order, since an id may be in several runs.
+template <class Put>
+void Table::without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put) {
   const std::size_t dim = entry_.dim();
-  const auto put = [&](std::size_t begin, std::size_t end) {
-    if (times.each != nullptr) times.each += begin;
-    write(ids.subspan(begin, end - begin), times, OnAbsent::kAsk, false, false,
-          Assign{entry_, values + begin * dim, dim});
-    if (times.each != nullptr) times.each -= begin;
-  };
   if (!spec_.skip_zero) {
-    put(0, ids.size());
+    put(std::size_t{0}, ids.size());
     return;
   }
-  // Zeros remove. Runs of either kind go in order, since an id may be in several.
   const auto is_zero = [&](std::size_t i) {
     float square = 0;
     for (std::size_t j = 0; j < dim; ++j) square += values[i * dim + j] * values[i * dim + j];
@@ -413,6 +407,14 @@ void Table::assign(std::span<const std::int64_t> ids, const float* values, Event
       put(begin, end);
     begin = end;
   }
+}
+
+void Table::assign(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
+  const std::size_t dim = entry_.dim();
+  without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
+    write(ids.subspan(begin, end - begin), times.from(begin), OnAbsent::kAsk, false, false,
+          Assign{entry_, values + begin * dim, dim});
+  });
 }
 
 void Table::assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
@@ -440,13 +442,18 @@ void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, s
 
 void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
                     const float* state, const std::uint8_t* fresh_state) {
-  write(ids, {0, times}, OnAbsent::kCreate, false, false,
-        Restore{entry_, values, state, fresh_state, static_cast<std::size_t>(dim()),
-                static_cast<std::size_t>(state_dim())});
+  const std::size_t dim = entry_.dim();
+  const std::size_t state_dim = entry_.state_dim();
+  without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
+    write(ids.subspan(begin, end - begin), {0, times + begin}, OnAbsent::kCreate, false, false,
+          Restore{entry_, values + begin * dim, state != nullptr ? state + begin * state_dim : nullptr,
+                  fresh_state != nullptr ? fresh_state + begin : nullptr, dim, state_dim});
+  });
 }
 
 std::size_t Table::remove(std::span<const std::int64_t> ids) {
   Writing writing(*this);
+  const Epochs::Visit visit(epochs_);
   Body& body = *body_.load();
   std::size_t removed = 0;
   for (const std::int64_t id : ids) {

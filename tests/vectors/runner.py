@@ -458,9 +458,9 @@ def multi_table_reinitialize(case: Case) -> Any:
     table.assign(present, torch.ones(len(present), table.dim))
     tables = planned("monolith.table.MultiTable")({inputs["table"]: table})
     return {
-        "status_known": tables.reinitialize(inputs["table"], ids),
+        "status_known": tables.reinitialize(inputs["table"], ids, now=0),
         "values_after": table.lookup(ids),
-        "status_unknown_table": tables.reinitialize(inputs["unknown_table"], ids),
+        "status_unknown_table": tables.reinitialize(inputs["unknown_table"], ids, now=0),
     }
 
 

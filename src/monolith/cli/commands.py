@@ -49,6 +49,20 @@ class BenchTableOptions:
     """Ids in the table."""
     dim: int = 16
     """Floats per embedding."""
+    also_dims: tuple[int, ...] = (64, 128)
+    """Widths to measure too, with fewer rows: about as many bytes."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts, at most the machine's cores."""
+    batch: int = 65536
+    """Ids in a call."""
+    repeats: int = 12
+    """Rounds, after one to warm up; the best counts."""
+    scaling: bool = False
+    """Also the cost of a row from 1 to 50 million rows."""
+    busy: bool = False
+    """Also the same with one core kept busy by another process."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
     """Print one JSON object on standard output; progress goes to standard error."""
     seed: int = 0
@@ -71,6 +85,6 @@ class Command:
 
 COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
-    "bench table": Command(BenchTableOptions, "monolith.cli.bench"),
+    "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

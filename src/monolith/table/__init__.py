@@ -5,9 +5,35 @@ table.apply_gradients(ids, gradients, step=1)
 embeddings = table.lookup(ids)
 """
 
+from monolith.table.admission import (
+    FILTERS,
+    AdmissionFilter,
+    NoFilter,
+    ProbabilisticFilter,
+    SlidingFilter,
+    SlotThresholds,
+    intercept_gradient,
+    make_filter,
+)
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.dict_table import DictTable
+from monolith.table.dumps import (
+    DumpableTable,
+    DumpReport,
+    LoadReport,
+    Manifest,
+    dump,
+    load,
+    read_manifest,
+    table_basename,
+)
+from monolith.table.entry_dumps import (
+    encode_entry_dumps,
+    entry_dumps_of,
+    export_entry_dumps,
+    import_entry_dumps,
+)
 from monolith.table.expiry import Expiry
 from monolith.table.initializers import (
     INITIALIZERS,
@@ -20,6 +46,8 @@ from monolith.table.initializers import (
 )
 from monolith.table.learning_rates import ConstantRate, LearningRate, PolynomialDecay, warmup
 from monolith.table.merging import MergedTable, legacy_names, merge, merged_name
+from monolith.table.multi_table import FusedRows, MultiTable
+from monolith.table.native_table import NativeTable
 from monolith.table.optimizers import (
     OPTIMIZERS,
     STATE_FIELDS,
@@ -43,16 +71,28 @@ from monolith.table.optimizers import (
     StochasticRounding,
     from_upstream,
 )
+from monolith.table.shard_files import ShardInfo, inspect
+from monolith.table.sharded_names import sharded_names, validate_sharded
 from monolith.table.table import Rows, Scan, Table, TableStats, iterate
+from monolith.table.tfrecords import tfrecord
+from monolith.table.touched_keys import (
+    TOUCHED_KEY_SET_CAPACITY,
+    TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
+    TouchedKeySet,
+)
 
 __all__ = [
     "COMPRESSORS",
+    "FILTERS",
     "INITIALIZERS",
     "OPTIMIZERS",
     "STATE_FIELDS",
+    "TOUCHED_KEY_SET_CAPACITY",
+    "TOUCHED_KEY_SET_CONCURRENCY_LEVEL",
     "Adadelta",
     "Adagrad",
     "Adam",
+    "AdmissionFilter",
     "Amsgrad",
     "BatchSoftmax",
     "BatchSoftmaxInit",
@@ -61,23 +101,32 @@ __all__ = [
     "ConstantRate",
     "DelayCompensated",
     "DictTable",
+    "DumpReport",
+    "DumpableTable",
     "DynamicWdAdagrad",
     "Expiry",
     "FixedR8",
     "Fp16",
     "Fp32",
     "Ftrl",
+    "FusedRows",
     "GroupAdagrad",
     "GroupFtrl",
     "Initializer",
     "LearningRate",
+    "LoadReport",
+    "Manifest",
     "MergedTable",
     "Momentum",
     "MovingAverage",
+    "MultiTable",
+    "NativeTable",
+    "NoFilter",
     "OneBit",
     "Ones",
     "Optimizer",
     "PolynomialDecay",
+    "ProbabilisticFilter",
     "RandomUniform",
     "Rmsprop",
     "RmspropV2",
@@ -85,16 +134,34 @@ __all__ = [
     "Scan",
     "Segment",
     "Sgd",
+    "ShardInfo",
+    "SlidingFilter",
+    "SlotThresholds",
     "StateField",
     "StochasticRounding",
     "Table",
     "TableConfig",
     "TableStats",
+    "TouchedKeySet",
     "Zeros",
+    "dump",
+    "encode_entry_dumps",
+    "entry_dumps_of",
+    "export_entry_dumps",
     "from_upstream",
+    "import_entry_dumps",
+    "inspect",
+    "intercept_gradient",
     "iterate",
     "legacy_names",
+    "load",
+    "make_filter",
     "merge",
     "merged_name",
+    "read_manifest",
+    "sharded_names",
+    "table_basename",
+    "tfrecord",
+    "validate_sharded",
     "warmup",
 ]

@@ -114,12 +114,21 @@ def check_trainable(config: TableConfig, call: str) -> None:
         )
 
 
-def check_scan(limit: int, shard: int, num_shards: int) -> None:
-    """Refuse a chunk without rows or a shard that is not one of `num_shards`."""
+def scan_range(cursor: int | None, limit: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """Return the hashes [begin, end) that a scan has left; `end` may be 2^64."""
     if limit < 1:
         raise TableArgumentError(f"scan: limit must be at least 1, got {limit}")
     if not 0 <= shard < num_shards:
         raise TableArgumentError(f"scan: shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
+    begin, end = (shard << 64) // num_shards, (shard + 1 << 64) // num_shards
+    if cursor is None:
+        return begin, end
+    if not begin < cursor < end:
+        raise TableArgumentError(
+            f"scan: cursor {cursor} is not of shard {shard} of {num_shards}; "
+            "pass the cursor of the same shard's previous scan, or None to start"
+        )
+    return cursor, end
 
 
 def row_arrays(

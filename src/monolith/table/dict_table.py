@@ -129,7 +129,9 @@ class DictTable:
         )
         self._row_bytes += 4 * config.state_dim
         self._lock = threading.Lock()
+        self._thawed = threading.Condition(self._lock)
         # All below is guarded by the lock.
+        self._frozen = 0
         self._rows: dict[int, _Row] = {}
         self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
         self._counts = _Counts()
@@ -177,7 +179,7 @@ class DictTable:
     # Writing
 
     def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
-        with self._open():
+        with self._writing():
             keys, new, times = self._write_arguments(ids, values, event_time)
             for key, value, time in zip(keys.tolist(), new, times.tolist(), strict=True):
                 if self._leaves_no_row(value):
@@ -187,7 +189,7 @@ class DictTable:
                     row.event_time = time
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
-        with self._open():
+        with self._writing():
             keys, added, times = self._write_arguments(ids, values, event_time)
             for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
                 if row := self._row_for(key, time):
@@ -205,7 +207,7 @@ class DictTable:
         dedup: bool = False,
         latest_values: Tensor | None = None,
     ) -> None:
-        with self._open():
+        with self._writing():
             arguments.check_trainable(self._config, "apply_gradients")
             arguments.check_step(step)
             rates = arguments.rate_array(learning_rates, self._config, step).tolist()
@@ -217,7 +219,7 @@ class DictTable:
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
         """Reset rows; -1 for an id that had no row and found no room for one."""
-        with self._open():
+        with self._writing():
             arguments.check_trainable(self._config, "reinitialize")
             keys = arguments.id_array(ids)
             arguments.event_second(now, "now")
@@ -235,14 +237,14 @@ class DictTable:
             return torch.from_numpy(existed)
 
     def remove(self, ids: Tensor) -> int:
-        with self._open():
+        with self._writing():
             keys = arguments.id_array(ids).tolist()
             removed = sum(self._rows.pop(key, None) is not None for key in keys)
             self._counts.removed += removed
             return removed
 
     def evict(self, now: int | None = None) -> int:
-        with self._open():
+        with self._writing():
             keys = np.fromiter(self._rows, np.int64, len(self._rows))
             times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
             now = self._counts.max_event_time if now is None else now
@@ -259,14 +261,7 @@ class DictTable:
     ) -> Scan:
         """Return rows in the order of their hashes: a shard is a range of hashes, a cursor the next one."""
         with self._open():
-            arguments.check_scan(limit, shard, num_shards)
-            begin, end = (shard << 64) // num_shards, (shard + 1 << 64) // num_shards
-            if cursor is not None and not begin < cursor < end:
-                raise TableArgumentError(
-                    f"scan: cursor {cursor} is not of shard {shard} of {num_shards}; "
-                    "pass the cursor of the same shard's previous scan, or None to start"
-                )
-            start = begin if cursor is None else cursor
+            start, end = arguments.scan_range(cursor, limit, shard, num_shards)
             keys = np.fromiter(self._rows, np.int64, len(self._rows))
             hashes = mix(keys)
             order = np.argsort(hashes)
@@ -275,7 +270,7 @@ class DictTable:
             return Scan(self._gather(keys[chunk]), int(hashes[chunk[-1]]) + 1 if more else None)
 
     def restore(self, rows: Rows) -> None:
-        with self._open():
+        with self._writing():
             keys, times, values, state = arguments.row_arrays(rows, self._config)
             if len(keys):
                 self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
@@ -288,9 +283,35 @@ class DictTable:
                     row.event_time = time
 
     def clear(self) -> None:
-        with self._open():
+        with self._writing():
             self._rows.clear()
             self._counts.max_event_time = 0
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold writers off while the block runs; readers go on. Nests."""
+        with self._open():
+            self._frozen += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._frozen -= 1
+                self._thawed.notify_all()
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+        with self._open():
+            return list(self._scales)
+
+    def set_scales(self, scales: list[float]) -> None:
+        with self._open():
+            if len(scales) != len(self._pieces):
+                raise TableArgumentError(
+                    f"table {self._config.name!r}: needs {len(self._pieces)} scales, got {len(scales)}"
+                )
+            self._scales = list(scales)
 
     def stats(self) -> TableStats:
         with self._open():
@@ -320,9 +341,19 @@ class DictTable:
     @contextmanager
     def _open(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
-                raise TableClosedError(f"table {self._config.name!r} was closed")
+            self._check_open()
             yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with self._lock:
+            self._thawed.wait_for(lambda: not self._frozen)
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TableClosedError(f"table {self._config.name!r} was closed")
 
     def _found(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.array([key in self._rows for key in keys.tolist()], dtype=np.bool_)

@@ -1,0 +1,60 @@
+// Python face of monolith::TableGroup: releases the GIL, adds no behaviour.
+#include "table_group.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace monolith {
+namespace {
+
+using Ids = Column<std::int64_t>;
+using Floats = Column<float>;
+using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+nb::tuple offsets(const Ids& dims, const Ids& sizes, std::size_t num_shards, std::size_t num_ids) {
+  FusedOffsets found = fused_offsets(as_span(dims), as_span(sizes), num_shards, num_ids);
+  return nb::make_tuple(owned(std::move(found.recv_splits)), owned(std::move(found.ids)),
+                        owned(std::move(found.floats)));
+}
+
+void lookup(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
+            const OutFloats& out) {
+  nb::gil_scoped_release unlocked;
+  group.lookup(as_span(ids), as_span(sizes), num_shards, as_span(out));
+}
+
+void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
+                     const Floats& gradients, const Floats& rates, std::int64_t step,
+                     const Column<std::uint32_t>& times, bool dedup, const std::optional<Floats>& latest) {
+  const std::span<const float> seen = latest ? as_span(*latest) : std::span<const float>();
+  nb::gil_scoped_release unlocked;
+  group.apply_gradients(as_span(ids), as_span(sizes), num_shards,
+                        {as_span(gradients), seen, as_span(rates), step, as_span(times), dedup});
+}
+
+}  // namespace
+
+void bind_table_group(nb::module_& m) {
+  m.def("fused_offsets", &offsets, "dims"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "num_ids"_a,
+        "(recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.");
+
+  nb::class_<TableGroup>(m, "TableGroup", "One call for many tables. Thread-safe.")
+      .def(nb::init<std::vector<std::shared_ptr<Table>>>(), "tables"_a, "Keeps the tables alive.")
+      .def("lookup", &lookup, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "out"_a.noconvert(),
+           "Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.")
+      .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a,
+           "gradients"_a.noconvert(), "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a,
+           "latest"_a.noconvert().none(),
+           "Step every table once, with its ids of all shards in shard order.");
+}
+
+}  // namespace monolith

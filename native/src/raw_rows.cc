@@ -1,0 +1,83 @@
+#include "raw_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace monolith {
+namespace {
+
+constexpr std::size_t kGrain = 4096;
+constexpr std::size_t kAhead = 16;
+constexpr std::size_t kLine = 64;
+
+// kWidth is the usual widths spelled out, as in the table itself; 0 is any.
+template <std::size_t kWidth>
+void gather_rows(const float* all, std::size_t any_width, const std::uint32_t* positions, std::size_t begin,
+                 std::size_t end, float* out) {
+  const std::size_t width = kWidth != 0 ? kWidth : any_width;
+  const std::size_t stride = 2 * width;
+  for (std::size_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) {
+      const auto* next = reinterpret_cast<const std::byte*>(all + positions[i + kAhead] * stride);
+      for (std::size_t line = 0; line < width * sizeof(float); line += kLine) __builtin_prefetch(next + line);
+    }
+    std::memcpy(out + i * width, all + positions[i] * stride, width * sizeof(float));
+  }
+}
+
+template <std::size_t kWidth>
+void update_rows(float* all, std::size_t any_width, const std::uint32_t* positions, std::size_t begin,
+                 std::size_t end, const float* gradients) {
+  const std::size_t width = kWidth != 0 ? kWidth : any_width;
+  const std::size_t stride = 2 * width;
+  for (std::size_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) {
+      const auto* next = reinterpret_cast<const std::byte*>(all + positions[i + kAhead] * stride);
+      for (std::size_t line = 0; line < stride * sizeof(float); line += kLine) __builtin_prefetch(next + line, 1);
+    }
+    float* __restrict row = all + positions[i] * stride;
+    const float* __restrict gradient = gradients + i * width;
+    for (std::size_t j = 0; j < width; ++j) {
+      row[j] -= gradient[j];
+      row[width + j] += gradient[j];
+    }
+  }
+}
+
+}  // namespace
+
+RawRows::RawRows(std::size_t rows, std::size_t width, std::shared_ptr<Workers> workers)
+    : rows_(rows), width_(width), workers_(std::move(workers)), memory_(rows * 2 * width * sizeof(float)) {
+  auto* data = reinterpret_cast<float*>(memory_.data());
+  std::fill_n(data, rows * 2 * width, 1.0f);  // touch every page now
+}
+
+template <class Each>
+void RawRows::spread(std::size_t count, Each&& each) const {
+  const std::size_t tasks = (count + kGrain - 1) / kGrain;
+  workers_->run(tasks, [&](std::size_t task) { each(task * kGrain, std::min(count, (task + 1) * kGrain)); });
+}
+
+void RawRows::gather(std::span<const std::uint32_t> positions, float* out) const {
+  const auto* all = reinterpret_cast<const float*>(memory_.data());
+  const auto kernel = width_ == 16   ? gather_rows<16>
+                      : width_ == 32 ? gather_rows<32>
+                      : width_ == 64 ? gather_rows<64>
+                                     : gather_rows<0>;
+  spread(positions.size(), [&](std::size_t begin, std::size_t end) {
+    kernel(all, width_, positions.data(), begin, end, out);
+  });
+}
+
+void RawRows::update(std::span<const std::uint32_t> positions, const float* gradients) {
+  auto* all = reinterpret_cast<float*>(memory_.data());
+  const auto kernel = width_ == 16   ? update_rows<16>
+                      : width_ == 32 ? update_rows<32>
+                      : width_ == 64 ? update_rows<64>
+                                     : update_rows<0>;
+  spread(positions.size(), [&](std::size_t begin, std::size_t end) {
+    kernel(all, width_, positions.data(), begin, end, gradients);
+  });
+}
+
+}  // namespace monolith

@@ -1,0 +1,168 @@
+#include "table_group.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace monolith {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what, std::uint64_t wanted, std::uint64_t found) {
+  throw std::invalid_argument(what + ": expected " + std::to_string(wanted) + ", got " +
+                              std::to_string(found));
+}
+
+// Stands in for the latest values of no ids, since a table takes null for values not given.
+constexpr float kNothing = 0;
+
+// Brings the pieces that one table has in a column together, in shard order. A single piece is left
+// where it is.
+template <class T>
+class Gather {
+ public:
+  std::span<const T> operator()(std::span<const T> column, std::span<const std::int64_t> offsets,
+                                std::size_t table, std::size_t tables) {
+    std::span<const T> only;
+    std::size_t total = 0, pieces = 0;
+    const auto each = [&](auto&& use) {
+      for (std::size_t piece = table; piece + 1 < offsets.size(); piece += tables) {
+        const auto size = static_cast<std::size_t>(offsets[piece + 1] - offsets[piece]);
+        if (size > 0) use(column.subspan(static_cast<std::size_t>(offsets[piece]), size));
+      }
+    };
+    each([&](std::span<const T> piece) {
+      only = piece;
+      total += piece.size();
+      ++pieces;
+    });
+    if (pieces < 2) return only;
+    if (total > room_) {
+      copy_ = std::make_unique_for_overwrite<T[]>(total);
+      room_ = total;
+    }
+    T* end = copy_.get();
+    each([&](std::span<const T> piece) { end = std::copy(piece.begin(), piece.end(), end); });
+    return {copy_.get(), total};
+  }
+
+ private:
+  std::unique_ptr<T[]> copy_;  // kept for the next table
+  std::size_t room_ = 0;
+};
+
+}  // namespace
+
+FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const std::int64_t> sizes,
+                           std::size_t num_shards, std::size_t num_ids) {
+  if (num_shards == 0) throw std::invalid_argument("num_shards must be at least 1");
+  if (sizes.size() % num_shards != 0 || sizes.size() / num_shards != dims.size())
+    refuse("sizes must have one entry per shard and table", num_shards * dims.size(), sizes.size());
+  FusedOffsets offsets;
+  offsets.ids.reserve(sizes.size() + 1);
+  offsets.floats.reserve(sizes.size() + 1);
+  offsets.recv_splits.reserve(num_shards);
+  std::int64_t ids = 0, floats = 0;
+  offsets.ids.push_back(0);
+  offsets.floats.push_back(0);
+  for (std::size_t shard = 0; shard < num_shards; ++shard) {
+    const std::int64_t before = floats;
+    for (std::size_t table = 0; table < dims.size(); ++table) {
+      const std::int64_t size = sizes[shard * dims.size() + table];
+      const std::int64_t dim = dims[table];
+      if (size < 0) throw std::invalid_argument("sizes must be 0 or more, got " + std::to_string(size));
+      if (dim < 1) throw std::invalid_argument("dims must be 1 or more, got " + std::to_string(dim));
+      // Both sums stay in range: what is refused here could not be in memory.
+      if (size > static_cast<std::int64_t>(num_ids) - ids)
+        throw std::invalid_argument("sizes add up to more than the " + std::to_string(num_ids) +
+                                    " ids given");
+      if (size > (std::numeric_limits<std::int64_t>::max() - floats) / dim)
+        throw std::invalid_argument("sizes and dims describe more floats than can be");
+      offsets.ids.push_back(ids += size);
+      offsets.floats.push_back(floats += size * dim);
+    }
+    offsets.recv_splits.push_back(floats - before);
+  }
+  if (static_cast<std::size_t>(ids) != num_ids)
+    refuse("sizes must add up to the number of ids", num_ids, ids);
+  return offsets;
+}
+
+TableGroup::TableGroup(std::vector<std::shared_ptr<Table>> tables) : tables_(std::move(tables)) {
+  dims_.reserve(tables_.size());
+  for (const auto& table : tables_) {
+    if (table == nullptr) throw std::invalid_argument("a group needs tables, got none in its place");
+    dims_.push_back(table->dim());
+  }
+}
+
+FusedOffsets TableGroup::offsets(std::span<const std::int64_t> sizes, std::size_t num_shards,
+                                 std::size_t num_ids) const {
+  return fused_offsets(dims_, sizes, num_shards, num_ids);
+}
+
+void TableGroup::lookup(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
+                        std::size_t num_shards, std::span<float> out) const {
+  const FusedOffsets at = offsets(sizes, num_shards, ids.size());
+  if (out.size() != static_cast<std::size_t>(at.floats.back()))
+    refuse("out must hold dim floats per id", at.floats.back(), out.size());
+  for (std::size_t piece = 0; piece < sizes.size(); ++piece)
+    if (sizes[piece] > 0)
+      tables_[piece % tables_.size()]->lookup(ids.subspan(at.ids[piece], sizes[piece]),
+                                              out.data() + at.floats[piece]);
+}
+
+void TableGroup::check(const Gradients& gradients, const FusedOffsets& at) const {
+  const auto floats = static_cast<std::size_t>(at.floats.back());
+  const auto ids = static_cast<std::size_t>(at.ids.back());
+  if (gradients.values.size() != floats)
+    refuse("gradients must hold dim floats per id", floats, gradients.values.size());
+  if (!gradients.latest.empty() && gradients.latest.size() != floats)
+    refuse("latest values must hold dim floats per id", floats, gradients.latest.size());
+  if (gradients.times.size() != 1 && gradients.times.size() != ids)
+    refuse("event times must be one, or one per id", ids, gradients.times.size());
+  std::size_t segments = 0;
+  for (const auto& table : tables_) {
+    const Entry& entry = table->entry();
+    segments += entry.segments();
+    if (entry.serving()) throw std::invalid_argument("a serving table takes no gradients");
+    if (entry.delay_compensated() && gradients.latest.empty() && floats > 0)
+      throw std::invalid_argument("a delay-compensated segment needs latest values");
+    if (entry.counts_steps() && gradients.step < 0)
+      throw std::invalid_argument("batch_softmax needs a step of 0 or more");
+  }
+  if (gradients.rates.size() != segments)
+    refuse("learning rates must be one per segment, table after table", segments, gradients.rates.size());
+}
+
+void TableGroup::apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
+                                 std::size_t num_shards, const Gradients& gradients) const {
+  const FusedOffsets at = offsets(sizes, num_shards, ids.size());
+  check(gradients, at);
+  Gather<std::int64_t> gather_ids;
+  Gather<float> gather_values, gather_latest;
+  Gather<std::uint32_t> gather_times;
+  std::size_t rate = 0;
+  const std::size_t count = tables_.size();
+  for (std::size_t k = 0; k < count; ++k) {
+    Table& table = *tables_[k];
+    EventTimes times;
+    if (gradients.times.size() == 1)
+      times.all = gradients.times[0];
+    else
+      times.each = gather_times(gradients.times, at.ids, k, count).data();
+    const float* latest = nullptr;
+    if (table.entry().delay_compensated()) {
+      const auto gathered = gather_latest(gradients.latest, at.floats, k, count);
+      latest = gathered.empty() ? &kNothing : gathered.data();
+    }
+    const auto segments = static_cast<std::size_t>(table.entry().segments());
+    table.apply_gradients(gather_ids(ids, at.ids, k, count),
+                          gather_values(gradients.values, at.floats, k, count).data(), latest,
+                          gradients.rates.subspan(rate, segments), gradients.step, times, gradients.dedup);
+    rate += segments;
+  }
+}
+
+}  // namespace monolith

@@ -1,0 +1,61 @@
+// TableGroup: one call for many tables.
+//
+// A fused call lays ids out shard by shard and, within a shard, table by table. With
+// K tables, sizes[shard * K + table] says how many there are, and embeddings and
+// gradients lie in the same order: table.dim() floats per id, nothing in between.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "table.h"
+
+namespace monolith {
+
+struct FusedOffsets {
+  std::vector<std::int64_t> ids;          // where each of the pieces begins, then where the last one ends
+  std::vector<std::int64_t> floats;       // the same, for what lies at the ids
+  std::vector<std::int64_t> recv_splits;  // floats of each shard
+};
+
+// `dims` are the widths of the tables. Throws std::invalid_argument unless `sizes` has one entry per
+// shard and table, none negative, that add up to `num_ids`.
+FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const std::int64_t> sizes,
+                           std::size_t num_shards, std::size_t num_ids);
+
+// Safe from any thread, as tables are. What does not fit throws std::invalid_argument before any table
+// is touched; a failure after that leaves the tables before it changed.
+class TableGroup {
+ public:
+  explicit TableGroup(std::vector<std::shared_ptr<Table>> tables);
+
+  // Fills `out` with one embedding per id, zeros where there is no row.
+  void lookup(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes, std::size_t num_shards,
+              std::span<float> out) const;
+
+  // Each table takes its ids of all shards, in shard order, in one call; with `dedup` equal ids of a
+  // table become one step, whichever shards they came from.
+  struct Gradients {
+    std::span<const float> values;
+    std::span<const float> latest;  // like `values`; empty unless a table is delay-compensated
+    std::span<const float> rates;   // one per segment, table after table
+    std::int64_t step = 0;
+    std::span<const std::uint32_t> times;  // one for all ids, or one for each
+    bool dedup = false;
+  };
+  void apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
+                       std::size_t num_shards, const Gradients& gradients) const;
+
+ private:
+  FusedOffsets offsets(std::span<const std::int64_t> sizes, std::size_t num_shards,
+                       std::size_t num_ids) const;
+  void check(const Gradients& gradients, const FusedOffsets& offsets) const;
+
+  const std::vector<std::shared_ptr<Table>> tables_;
+  std::vector<std::int64_t> dims_;
+};
+
+}  // namespace monolith

@@ -1,0 +1,137 @@
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "check.h"
+#include "table_group.h"
+
+namespace {
+
+using namespace monolith;
+using Ids = std::vector<std::int64_t>;
+using Floats = std::vector<float>;
+using Times = std::vector<std::uint32_t>;
+
+std::shared_ptr<Table> table(int dim, bool serving = false, bool delay_compensated = false) {
+  TableSpec spec;
+  spec.segments = {{dim, {}, {}, {}}};
+  spec.segments[0].optimizer.delay_compensated = delay_compensated;
+  spec.segments[0].optimizer.lambda = 1;
+  spec.serving = serving;
+  return std::make_shared<Table>(spec);
+}
+
+Floats read(const Table& table, const Ids& ids) {
+  Floats values(ids.size() * table.dim());
+  table.lookup(ids, values.data());
+  return values;
+}
+
+void offsets_follow_shards_then_tables() {
+  const FusedOffsets at = fused_offsets(Ids{1, 2}, Ids{1, 0, 2, 3}, 2, 6);
+  CHECK(at.ids == (Ids{0, 1, 1, 3, 6}));
+  CHECK(at.floats == (Ids{0, 1, 1, 3, 9}));
+  CHECK(at.recv_splits == (Ids{1, 8}));
+}
+
+void sizes_that_do_not_fit_are_refused() {
+  const Ids dims{1, 2};
+  const std::int64_t huge = INT64_MAX;
+  CHECK_THROWS(std::invalid_argument, "num_shards", fused_offsets(dims, Ids{}, 0, 0));
+  CHECK_THROWS(std::invalid_argument, "expected 4, got 3", fused_offsets(dims, Ids{1, 1, 1}, 2, 3));
+  CHECK_THROWS(std::invalid_argument, "expected 2, got 4", fused_offsets(dims, Ids{1, 1, 1, 1}, 1, 4));
+  CHECK_THROWS(std::invalid_argument, "got -1", fused_offsets(dims, Ids{-1, 2}, 1, 1));
+  CHECK_THROWS(std::invalid_argument, "more than the 3 ids", fused_offsets(dims, Ids{huge, huge}, 1, 3));
+  CHECK_THROWS(std::invalid_argument, "expected 3, got 2", fused_offsets(dims, Ids{1, 1}, 1, 3));
+  CHECK_THROWS(std::invalid_argument, "dims", fused_offsets(Ids{0}, Ids{1}, 1, 1));
+  CHECK_THROWS(std::invalid_argument, "more floats", fused_offsets(Ids{huge}, Ids{2}, 1, 2));
+}
+
+void a_group_needs_tables() {
+  CHECK_THROWS(std::invalid_argument, "tables", TableGroup({nullptr}));
+}
+
+void lookups_read_each_piece_from_its_table() {
+  const auto a = table(1), b = table(2);
+  a->assign(Ids{1}, Floats{5}.data(), {});
+  b->assign(Ids{1, 2}, Floats{6, 7, 8, 9}.data(), {});
+  const TableGroup group({a, b});
+  const Ids ids{1, 2, 1, 9, 2}, sizes{1, 1, 2, 1};
+  Floats out(7, -1);
+  group.lookup(ids, sizes, 2, out);
+  CHECK(out == (Floats{5, 8, 9, 5, 0, 8, 9}));
+  CHECK_THROWS(std::invalid_argument, "expected 7, got 6",
+               group.lookup(ids, sizes, 2, std::span(out).first(6)));
+}
+
+void a_table_sees_its_ids_of_all_shards_in_order() {
+  for (const bool dedup : {false, true}) {
+    const auto a = table(1), b = table(2);
+    // a: ids 1, 3 from shard 0 and 1 from shard 1; b: id 1 from shard 1.
+    const Floats values{1, 2, 4, 8, 16};
+    const Times times{30, 10, 20, 5};
+    TableGroup({a, b}).apply_gradients(Ids{1, 3, 1, 1}, Ids{2, 0, 1, 1}, 2,
+                                       {values, {}, Floats{1, 0.5}, 0, times, dedup});
+    CHECK(read(*a, Ids{1, 3}) == (Floats{-5, -2}));
+    CHECK(read(*b, Ids{1}) == (Floats{-4, -8}));
+    std::int64_t when = 0;
+    a->lookup_rows(Ids{1}, nullptr, &when, nullptr, nullptr);
+    CHECK_EQUAL(when, dedup ? 30 : 20);  // the latest of equal ids, or simply the last one
+  }
+}
+
+void latest_values_are_gathered_like_gradients() {
+  const auto a = table(1), b = table(1, false, true), idle = table(2, false, true);
+  b->assign(Ids{1, 2}, Floats{10, 20}.data(), {});
+  const Floats values{1, 1, 1, 2}, latest{0, 7, 0, 15}, rates{1, 1, 1};
+  TableGroup({a, b, idle})
+      .apply_gradients(Ids{1, 1, 1, 2}, Ids{1, 1, 0, 1, 1, 0}, 2,
+                       {values, latest, rates, 0, Times{0}, false});
+  CHECK(read(*a, Ids{1}) == (Floats{-2}));
+  CHECK(read(*b, Ids{1, 2}) == (Floats{10 - (1 + 1 * 3), 20 - (2 + 4 * 5)}));
+}
+
+void gradients_that_do_not_fit_touch_nothing() {
+  const auto a = table(1), b = table(2);
+  const TableGroup group({a, b});
+  const Ids ids{1, 1}, sizes{1, 1};
+  const Floats values{1, 1, 1}, rates{1, 1}, one{1};
+  const Times now{7}, many{1, 2, 3};
+  using Error = std::invalid_argument;
+  CHECK_THROWS(Error, "expected 3, got 1",
+               group.apply_gradients(ids, sizes, 1, {one, {}, rates, 0, now, false}));
+  CHECK_THROWS(Error, "latest", group.apply_gradients(ids, sizes, 1, {values, one, rates, 0, now, false}));
+  CHECK_THROWS(Error, "expected 2, got 1",
+               group.apply_gradients(ids, sizes, 1, {values, {}, one, 0, now, false}));
+  CHECK_THROWS(Error, "event times",
+               group.apply_gradients(ids, sizes, 1, {values, {}, rates, 0, many, false}));
+  CHECK_THROWS(
+      Error, "serving",
+      TableGroup({a, table(2, true)}).apply_gradients(ids, sizes, 1, {values, {}, rates, 0, now, false}));
+  CHECK_THROWS(Error, "latest",
+               TableGroup({a, table(2, false, true)})
+                   .apply_gradients(ids, sizes, 1, {values, {}, rates, 0, now, false}));
+  CHECK_EQUAL(a->size() + b->size(), 0u);
+}
+
+void an_empty_call_is_a_call() {
+  TableGroup({}).apply_gradients({}, {}, 3, {{}, {}, {}, 0, {}, false});
+  TableGroup({table(1)}).lookup({}, Ids{0, 0}, 2, {});
+  TableGroup({table(1)}).apply_gradients({}, Ids{0}, 1, {{}, {}, Floats{1}, 0, Times{3}, true});
+}
+
+}  // namespace
+
+int main() {
+  return monolith::check::run({
+      {"offsets follow shards then tables", offsets_follow_shards_then_tables},
+      {"sizes that do not fit are refused", sizes_that_do_not_fit_are_refused},
+      {"a group needs tables", a_group_needs_tables},
+      {"lookups read each piece from its table", lookups_read_each_piece_from_its_table},
+      {"a table sees its ids of all shards in order", a_table_sees_its_ids_of_all_shards_in_order},
+      {"latest values are gathered like gradients", latest_values_are_gathered_like_gradients},
+      {"gradients that do not fit touch nothing", gradients_that_do_not_fit_touch_nothing},
+      {"an empty call is a call", an_empty_call_is_a_call},
+  });
+}

@@ -1,0 +1,472 @@
+"""Dumps: a whole table in several files, there whole or not there.
+
+A dump at the basename `runs/item` is one manifest and the shards it speaks of:
+
+    runs/item.manifest                              which dump is the current one
+    runs/item.4f0c9b1e2a7d3358-00000-of-00002       its rows, in the format of `shard_files`
+    runs/item.4f0c9b1e2a7d3358-00001-of-00002
+
+Every dump gets a name of its own at random, which its files and their headers carry.
+So a new dump never touches the files of the old one: it writes its shards beside
+them, renames the manifest into place, and only then removes the old shards. Whatever
+fails or is killed before that rename leaves the old dump to be loaded; after it, the
+new one. A shard of another dump under the right name is refused.
+
+One dump at a time may write to a basename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith import filesystem, native
+from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
+from monolith.table.config import TableConfig
+from monolith.table.parallel import StopTogether, in_parallel
+from monolith.table.shard_files import (
+    Description,
+    Layout,
+    ShardInfo,
+    ShardReader,
+    rows_per_block,
+    write_shard,
+)
+from monolith.table.sharded_names import find_sharded, parse, sharded_names
+from monolith.table.table import Rows, Table, iterate
+
+if TYPE_CHECKING:
+    from monolith.observe import Progress
+
+Keep = Callable[[Tensor], Tensor] | tuple[int, int]
+"""Which ids to load: a function from int64 ids to a bool mask, or (shard, num_shards): ids that are,
+as unsigned numbers, `shard` modulo `num_shards`."""
+
+_ROWS_PER_SHARD = 1_000_000
+_MANIFEST_VERSION = 1
+_MANIFEST_LIMIT = 64 << 20
+_GENERATION = re.compile(r"\.([0-9a-f]{16})(?=-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
+
+_log = logging.getLogger(__name__)
+
+
+class DumpableTable(Table, Protocol):
+    """A table in this process, which can be held still."""
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Hold writers off while the block runs; readers go on."""
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+
+    def set_scales(self, scales: list[float]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DumpReport:
+    """What a dump wrote."""
+
+    rows: int
+    """In all its files, those kept by `resume` included."""
+    bytes: int
+    expired: int
+    """Rows left out because they had expired; of kept files nobody knows any more."""
+    files: tuple[str, ...]
+    skipped: int
+    """Files that `resume` found complete and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load read."""
+
+    rows: int
+    """Handed to the table."""
+    bytes: int
+    files: tuple[str, ...]
+    skipped: int
+    """Rows that were not to be kept."""
+    refused: int
+    """Rows the table had no room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Which shards make up the dump at a basename."""
+
+    table: str
+    dump: str
+    stamp: str | int
+    rows: tuple[int, ...]
+    """Of each shard."""
+    bytes: tuple[int, ...]
+    version: int = _MANIFEST_VERSION
+
+
+def default_num_shards(rows: int) -> int:
+    """Return one shard per million rows, at least 1 and at most 4."""
+    return min(4, max(1, rows // _ROWS_PER_SHARD))
+
+
+def table_basename(folder: str, name: str) -> str:
+    """Return where the dump of the table `name` lies in a folder: `:` and `/` become `-`."""
+    return filesystem.join(folder, name.replace(":", "-").replace("/", "-"))
+
+
+def dump(
+    table: DumpableTable,
+    basename: str,
+    *,
+    num_shards: int | None = None,
+    workers: int = 4,
+    drop_expired: bool = True,
+    consistent: bool = True,
+    stamp: str | int = "",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> DumpReport:
+    """Write all rows of a table to `basename`; its folder is made.
+
+    Args:
+        num_shards: Files to write; by default one per million rows, up to 4.
+        workers: Files to write at once.
+        drop_expired: Whether rows that are expired by the table's own clock are left out.
+        consistent: Whether writers wait until the files are written, so that the dump is
+            the table at one moment. Otherwise each row is whole, of whatever moment.
+        stamp: A name for the moment that is dumped, such as the checkpoint's.
+        resume: Keep the shards that an earlier dump of the same stamp, layout and number of
+            shards completed, after checking every byte of them.
+        progress: Advanced by rows.
+
+    Raises:
+        FilesystemError: A file could not be written. The dump that was at `basename` is
+            still there. Shards completed so far stay if there is a stamp to resume by.
+    """
+    if resume and stamp == "":
+        raise TableArgumentError("dump: resume needs a stamp, to know that the table is still the same")
+    if num_shards is not None:
+        sharded_names(basename, num_shards)  # refuses a number that cannot be
+    config = table.config
+    filesystem.make_dirs(filesystem.parent(basename) or ".")
+    with table.frozen() if consistent else contextlib.nullcontext():
+        stats = table.stats()
+        total = default_num_shards(stats.rows) if num_shards is None else num_shards
+        wanted = Description(
+            table=config.name,
+            layout=Layout.of(config),
+            shard=0,
+            num_shards=total,
+            dump=secrets.token_hex(8),
+            stamp=stamp,
+            scales=tuple(table.scales),
+        )
+        kept = _resumable(basename, wanted, workers) if resume else {}
+        if kept:
+            wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
+        paths = sharded_names(f"{basename}.{wanted.dump}", total)
+        expired = [0] * total
+
+        def live_rows(shard: int) -> Iterator[Rows]:
+            for rows in iterate(table, limit=rows_per_block(wanted.layout), shard=shard, num_shards=total):
+                live = without_expired(rows, config, stats.max_event_time) if drop_expired else rows
+                expired[shard] += len(rows) - len(live)
+                if len(live):
+                    yield live
+                if progress is not None:
+                    progress.advance(len(rows))
+
+        def write(shard: int, stop: StopTogether) -> ShardInfo:
+            return write_shard(paths[shard], replace(wanted, shard=shard), stop.chunks(live_rows(shard)))
+
+        missing = [shard for shard in range(total) if shard not in kept]
+        try:
+            written = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
+            shards = [written[shard] for shard in range(total)]
+            manifest = Manifest(
+                table=config.name,
+                dump=wanted.dump,
+                stamp=stamp,
+                rows=tuple(shard.rows for shard in shards),
+                bytes=tuple(shard.bytes for shard in shards),
+            )
+            _write_manifest(basename, manifest)
+        except BaseException:
+            if stamp == "":
+                _remove_generations(basename, lambda name: name == wanted.dump)
+            raise
+    _remove_generations(basename, lambda name: name != wanted.dump)
+    return DumpReport(
+        rows=sum(manifest.rows),
+        bytes=sum(manifest.bytes),
+        expired=sum(expired),
+        files=tuple(paths),
+        skipped=len(kept),
+    )
+
+
+def load(
+    table: DumpableTable,
+    basename: str,
+    *,
+    clear: bool = True,
+    keep: Keep | None = None,
+    optimizer_state: Literal["keep", "reset"] = "keep",
+    workers: int = 4,
+    verify_first: bool = True,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Read a dump into a table, whatever the number of shards it has.
+
+    The files are found complete, of one dump and fitting, and all their checksums are
+    right, before the table is touched. If it goes wrong even so, a table that was
+    cleared is left empty.
+
+    Args:
+        basename: Where the dump is. If there is none, the table's `extra_restore_names`
+            are tried in the same folder, in order.
+        clear: Whether rows the table holds now are dropped first; False writes over them.
+        keep: Which ids to load; all by default.
+        optimizer_state: "reset" starts all rows with fresh state, for a model whose
+            optimizers changed.
+        workers: Files to read at once.
+        verify_first: False reads every file once instead of twice, which pays where
+            reading is slow; a damaged block is then found when the table is cleared already.
+        progress: Advanced by rows.
+
+    Raises:
+        RestoreError: There is no dump, a shard is missing, or rows do not fit the table.
+        CorruptFileError: A file is damaged; nothing was touched if `verify_first`.
+    """
+    if optimizer_state not in ("keep", "reset"):
+        raise TableArgumentError(f"optimizer_state must be 'keep' or 'reset', got {optimizer_state!r}")
+    config = table.config
+    basename, manifest = _find(basename, config)
+    paths = find_sharded(f"{basename}.{manifest.dump}")
+    if len(paths) != len(manifest.rows):
+        raise RestoreError(
+            f"{basename}.manifest speaks of {len(manifest.rows)} shards, there are {len(paths)}. "
+            "Restore the files as they were written, or use another dump."
+        )
+
+    def check(shard: int, stop: StopTogether) -> ShardInfo:
+        with ShardReader(paths[shard]) as reader:
+            _check_belongs(reader.info, manifest, shard)
+            if verify_first:
+                for _ in stop.chunks(reader):
+                    pass
+            return reader.info
+
+    shards = in_parallel(check, range(len(paths)), workers)
+    with_state = all(_takes_state(shard, config, optimizer_state) for shard in shards)
+    chosen = kept_ids(keep)
+    skipped = [0] * len(paths)
+
+    def restore(shard: int, stop: StopTogether) -> None:
+        with ShardReader(paths[shard]) as reader:
+            _check_belongs(reader.info, manifest, shard)
+            for rows in stop.chunks(reader):
+                mine = rows if chosen is None else select(rows, chosen(rows.ids))
+                skipped[shard] += len(rows) - len(mine)
+                if len(mine):
+                    table.restore(mine if with_state else without_state(mine))
+                if progress is not None:
+                    progress.advance(len(rows))
+
+    before = table.stats().refused
+    with clean_slate(table, clear):
+        _restore_scales(table, shards[0].description)
+        in_parallel(restore, range(len(paths)), workers)
+    return LoadReport(
+        rows=sum(manifest.rows) - sum(skipped),
+        bytes=sum(manifest.bytes),
+        files=tuple(paths),
+        skipped=sum(skipped),
+        refused=table.stats().refused - before,
+    )
+
+
+def read_manifest(basename: str) -> Manifest:
+    """Return what the manifest at a basename says.
+
+    Raises:
+        FileMissingError: There is none.
+        CorruptFileError: It is damaged.
+    """
+    path = _manifest_path(basename)
+    with filesystem.open_read(path) as file:
+        text = file.read(_MANIFEST_LIMIT)
+    body, newline, crc = text.removesuffix(b"\n").rpartition(b"\n")
+    if not newline or not text.endswith(b"\n") or crc != b"%08x" % native.crc32c(body):
+        raise CorruptFileError(path, len(body), "the checksum in its last line is not its own")
+    try:
+        found = json.loads(body)
+        if found["version"] != _MANIFEST_VERSION:
+            raise ValueError(f"version {found['version']}, this program reads {_MANIFEST_VERSION}")
+        return Manifest(**(found | {"rows": tuple(found["rows"]), "bytes": tuple(found["bytes"])}))
+    except (ValueError, TypeError, KeyError) as cause:
+        raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
+
+
+@contextlib.contextmanager
+def clean_slate(table: Table, clear: bool) -> Iterator[None]:
+    """Clear a table before rows are restored, and again if that fails: half a table looks whole."""
+    if clear:
+        table.clear()
+    try:
+        yield
+    except BaseException:
+        if clear:
+            table.clear()
+        raise
+
+
+def select(rows: Rows, mask: Tensor) -> Rows:
+    """Return the rows under a bool mask."""
+    if bool(mask.all()):
+        return rows
+    return Rows(rows.ids[mask], rows.event_times[mask], rows.values[mask], rows.state[mask])
+
+
+def without_state(rows: Rows) -> Rows:
+    """Return rows that start with fresh optimizer state where they are restored."""
+    return replace(rows, state=torch.empty(len(rows), 0))
+
+
+def without_expired(rows: Rows, config: TableConfig, now: int) -> Rows:
+    """Return the rows that have not expired by `now`."""
+    expired = config.expiry.expired(rows.ids.numpy(), rows.event_times.numpy(), now)
+    return select(rows, torch.from_numpy(~expired))
+
+
+def _find(basename: str, config: TableConfig) -> tuple[str, Manifest]:
+    folder = filesystem.parent(basename)
+    names = [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
+    for name in names:
+        if filesystem.exists(_manifest_path(name)):
+            return name, read_manifest(name)
+    unfinished = " A dump was begun there and never completed." if _generations(basename) else ""
+    raise RestoreError(
+        f"cannot restore table {config.name!r}: there is no {' nor '.join(map(_manifest_path, names))}."
+        f"{unfinished} Check the path; if the table was renamed, list its old name in extra_restore_names."
+    )
+
+
+def _check_belongs(found: ShardInfo, manifest: Manifest, shard: int) -> None:
+    description = found.description
+    seen = (description.dump, description.shard, description.num_shards, found.rows, found.bytes)
+    expected = (manifest.dump, shard, len(manifest.rows), manifest.rows[shard], manifest.bytes[shard])
+    if seen != expected:
+        raise RestoreError(
+            f"{found.path} is not the file that was dumped: (dump, shard, shards, rows, bytes) are {seen}, "
+            f"the manifest says {expected}. Restore the files as they were written, or use another dump."
+        )
+
+
+def _takes_state(found: ShardInfo, config: TableConfig, optimizer_state: str) -> bool:
+    """Whether the rows' optimizer state goes into the table; refuses rows that do not fit."""
+    has, needs = found.description.layout, Layout.of(config)
+    what = (
+        f"cannot restore table {config.name!r} from {found.path}: "
+        f"the checkpoint has {has}, this model needs {needs}."
+    )
+    if has.dim != needs.dim:
+        raise RestoreError(f"{what} Embeddings of another width cannot be restored.")
+    if optimizer_state == "reset" or config.serving:
+        return False
+    differ = [(s.dim, s.optimizer, s.state_dim) for s in has.segments] != [
+        (s.dim, s.optimizer, s.state_dim) for s in needs.segments
+    ]
+    if differ and (has.state_dim or needs.state_dim):
+        raise RestoreError(f"{what} If the optimizer changed, restore with optimizer_state='reset'.")
+    return needs.state_dim > 0
+
+
+def _restore_scales(table: DumpableTable, description: Description) -> None:
+    """Take over the scales if they are of the same segments; a one_bit segment that is new starts over."""
+    mine = [segment.compressor.kind for segment in table.config.segments]
+    if [segment.compressor for segment in description.layout.segments] == mine:
+        table.set_scales(list(description.scales))
+
+
+def kept_ids(keep: Keep | None) -> Callable[[Tensor], Tensor] | None:
+    if not isinstance(keep, tuple):
+        return keep
+    shard, num_shards = keep
+    if not 0 <= shard < num_shards:
+        raise TableArgumentError(f"keep must be (shard, num_shards) with shard below num_shards, got {keep}")
+
+    def mine(ids: Tensor) -> Tensor:
+        return torch.from_numpy(ids.numpy().view(np.uint64) % np.uint64(num_shards) == np.uint64(shard))
+
+    return mine
+
+
+def _write_manifest(basename: str, manifest: Manifest) -> None:
+    body = json.dumps(asdict(manifest), sort_keys=True).encode()
+    with filesystem.atomic_write(_manifest_path(basename)) as file:
+        file.write(b"%s\n%08x\n" % (body, native.crc32c(body)))
+
+
+def _manifest_path(basename: str) -> str:
+    return f"{basename}.manifest"
+
+
+def _resumable(basename: str, wanted: Description, workers: int) -> dict[int, ShardInfo]:
+    """Return the good shards of the dump that got furthest of those with the wanted description."""
+    best: list[tuple[int, str]] = []
+    for dump_name, names in _generations(basename).items():
+        found = []
+        for path in names:
+            place = parse(f"{basename}.{dump_name}", path)
+            if place is None or place[1] != wanted.num_shards:
+                continue
+            expected = replace(wanted, dump=dump_name, shard=place[0])
+            with contextlib.suppress(CorruptFileError), ShardReader(path) as reader:
+                if reader.info.description == expected:
+                    found.append((place[0], path))
+        best = max(best, found, key=len)
+
+    def check(item: tuple[int, str], stop: StopTogether) -> tuple[int, ShardInfo] | None:
+        with contextlib.suppress(CorruptFileError), ShardReader(item[1]) as reader:
+            for _ in stop.chunks(reader):
+                pass
+            return item[0], reader.info
+        return None
+
+    return dict(found for found in in_parallel(check, best, workers) if found is not None)
+
+
+def _generations(basename: str) -> dict[str, list[str]]:
+    """Return the files of every dump at `basename`, unfinished ones too, by the dump's name."""
+    folder, stem = filesystem.parent(basename), filesystem.base_name(basename)
+    found: dict[str, list[str]] = {}
+    if folder and not filesystem.exists(folder):
+        return found
+    for path in filesystem.list_files(folder):
+        name = filesystem.base_name(path)
+        if name.startswith(stem) and (match := _GENERATION.match(name, len(stem))):
+            found.setdefault(match[1], []).append(basename + name[len(stem) :])
+    return found
+
+
+def _remove_generations(basename: str, which: Callable[[str], bool]) -> None:
+    """Remove dumps and what is unfinished; what cannot be removed is in nobody's way but the disk's."""
+    try:
+        for name, paths in _generations(basename).items():
+            for path in paths:
+                if which(name) or filesystem.is_temporary(path):
+                    filesystem.remove(path)
+    except FilesystemError as cause:
+        _log.warning("cannot clean up after a dump: %s", cause)

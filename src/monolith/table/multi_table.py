@@ -1,0 +1,461 @@
+"""MultiTable: many tables by name, and one call for all of them.
+
+A model has a table per slot, or per group of slots that are configured alike, and
+every step reads and trains all of them. Tables stand in the order of their names,
+whatever order they were given in: ids, sizes and learning rates of a fused call
+follow it. Over native tables a fused call is one call into the core; over any other
+`Table` it is a loop with the same outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import TableArgumentError, UnknownTableError
+from monolith.table import arguments
+from monolith.table.config import TableConfig
+from monolith.table.merging import merge
+from monolith.table.native_table import NativeTable
+from monolith.table.table import Table, TableStats
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRows:
+    """The embeddings of a fused lookup over K tables and N shards, and where each piece of them lies.
+
+    Piece `shard * K + table` holds the embeddings of one table's ids in one shard.
+    """
+
+    embeddings: Tensor
+    """float32, flat: piece after piece, one embedding per id, in the order of the ids."""
+    recv_splits: Tensor
+    """int64 of shape (N,): floats of each shard."""
+    id_offsets: Tensor
+    """int64 of shape (K * N + 1,): where each piece begins among the ids, then their number."""
+    emb_offsets: Tensor
+    """int64 of shape (K * N + 1,): where each piece begins in `embeddings`, then its length."""
+
+
+class MultiTable:
+    """Named tables that are read and trained together. Thread-safe, as its tables are.
+
+    Calls that take a mapping are keyed by slot. A slot is the name of a table, unless slots
+    share tables (`from_configs`). An unknown slot raises UnknownTableError and an argument
+    that does not fit TableArgumentError, both before any table has changed.
+
+    Args:
+        tables: The tables by name. `close` closes them.
+        slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], *, slots: Mapping[str, str] | None = None) -> None:
+        self._tables = {name: tables[name] for name in sorted(tables)}
+        routes = {name: name for name in tables} if slots is None else slots
+        self._slots = {slot: routes[slot] for slot in sorted(routes)}
+        for slot, name in self._slots.items():
+            if name not in self._tables:
+                raise UnknownTableError(f"slot {slot!r} is to live in table {name!r}, which is not given")
+        self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
+
+    @classmethod
+    def from_configs(
+        cls, slot_configs: Mapping[str, TableConfig], make_table: Callable[[TableConfig], Table]
+    ) -> MultiTable:
+        """Make one table for all slots that are configured alike, named as `merging.merge` says.
+
+        Ids of slots that share a table must not overlap: equal ids are one row.
+        """
+        merged = merge(slot_configs)
+        return cls(
+            {group.config.name: make_table(group.config) for group in merged},
+            slots={slot: group.config.name for group in merged for slot in group.slots},
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The slots, sorted."""
+        return tuple(self._slots)
+
+    @property
+    def slots(self) -> Mapping[str, str]:
+        """Slot to the name of its table, sorted by slot."""
+        return MappingProxyType(self._slots)
+
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        """The tables in the order of fused calls. Scan and restore them one by one."""
+        return MappingProxyType(self._tables)
+
+    def __getitem__(self, slot: str) -> Table:
+        """Return the table that a slot lives in."""
+        return self._tables[self._table_name(slot)]
+
+    def __contains__(self, slot: object) -> bool:
+        return slot in self._slots
+
+    def __len__(self) -> int:
+        """Return the number of rows of all tables together."""
+        return sum(self.feature_counts().values())
+
+    # Calls by slot
+
+    def lookup(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return one embedding per id, for each slot given.
+
+        Args:
+            ids: Slot to int64 of shape (n,).
+
+        Returns:
+            Slot to float32 of shape (n, dim). An id without a row reads as zeros and gets none.
+        """
+        return {slot: self[slot].lookup(wanted) for slot, wanted in ids.items()}
+
+    def contains(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a bool per id, for each slot given: whether it has a row."""
+        return {slot: self[slot].contains(wanted) for slot, wanted in ids.items()}
+
+    def assign(
+        self, updates: Mapping[str, tuple[Tensor, Tensor]], *, event_time: int | Mapping[str, Tensor] = 0
+    ) -> None:
+        """Set embeddings, as `Table.assign` does.
+
+        Args:
+            updates: Slot to its ids, int64 of shape (n,), and values, float32 of shape (n, dim).
+                Slots that share a table are written in the order of their names.
+            event_time: Unix seconds: one for all, or for each slot of the call int64 of shape (n,).
+        """
+        for batch in self._batches(updates, event_time):
+            batch.table.assign(batch.ids, batch.values, event_time=batch.event_time)
+
+    def assign_add(
+        self, updates: Mapping[str, tuple[Tensor, Tensor]], *, event_time: int | Mapping[str, Tensor] = 0
+    ) -> None:
+        """Add to embeddings, as `Table.assign_add` does. Arguments as for `assign`."""
+        for batch in self._batches(updates, event_time):
+            batch.table.assign_add(batch.ids, batch.values, event_time=batch.event_time)
+
+    def apply_gradients(
+        self,
+        updates: Mapping[str, tuple[Tensor, Tensor]],
+        *,
+        step: int = 0,
+        event_time: int | Mapping[str, Tensor] = 0,
+        learning_rates: Mapping[str, Tensor] | None = None,
+        dedup: bool = False,
+        latest_values: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take one optimizer step per id, as `Table.apply_gradients` does.
+
+        Args:
+            updates: As for `assign`, with gradients for values. Tables of other slots stay as they are.
+            step: The global step.
+            event_time: As for `assign`.
+            learning_rates: Slot to float32, one per segment. A table whose slots have none here
+                takes its own at `step`; slots that share a table cannot have different ones.
+            dedup: Whether equal ids of one table become one step with the sum of their gradients.
+            latest_values: For each slot of the call float32 of shape (n, dim); required when a
+                segment of their tables is delay-compensated.
+        """
+        arguments.check_step(step)
+        batches = self._batches(updates, event_time, latest_values)
+        rates = self._rates_by_table(learning_rates or {})
+        for batch in batches:
+            config = batch.table.config
+            arguments.check_trainable(config, "apply_gradients")
+            arguments.rate_array(rates.get(batch.name), config, step)
+            arguments.latest_array(batch.latest_values, config, len(batch.ids))
+        for batch in batches:
+            batch.table.apply_gradients(
+                batch.ids,
+                batch.values,
+                step=step,
+                event_time=batch.event_time,
+                learning_rates=rates.get(batch.name),
+                dedup=dedup,
+                latest_values=batch.latest_values,
+            )
+
+    def reinitialize(self, slot: str, ids: Tensor, *, now: int) -> Tensor:
+        """Reset rows to their initializer with event time `now`.
+
+        Returns:
+            int8 per id: 1 it existed, 0 it was inserted, -1 there is no such slot, or no room for the id.
+        """
+        if slot in self:
+            return self[slot].reinitialize(ids, now=now)
+        arguments.event_second(now, "now")
+        return torch.full((len(arguments.id_array(ids)),), -1, dtype=torch.int8)
+
+    # Fused calls
+
+    def fused_lookup(self, ids: Tensor, sizes: Tensor, *, num_shards: int) -> FusedRows:
+        """Look up the ids of K tables and N shards at once.
+
+        Args:
+            ids: int64, flat: shard after shard and, within a shard, table after table as in `tables`.
+            sizes: int64 of shape (N * K,): how many ids there are at `shard * K + table`.
+            num_shards: N, 1 or more.
+        """
+        keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
+        recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_shards, len(keys))
+        embeddings = np.empty(int(emb_offsets[-1]), np.float32)
+        self._group().lookup(keys, counts, num_shards, embeddings)
+        return FusedRows(*map(torch.from_numpy, (embeddings, recv_splits, id_offsets, emb_offsets)))
+
+    def fused_apply_gradients(
+        self,
+        ids: Tensor,
+        sizes: Tensor,
+        gradients: Tensor,
+        *,
+        num_shards: int,
+        learning_rates: Tensor | None = None,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        dedup: bool = False,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        """Train K tables at once; each takes its ids of all N shards in one call, in shard order.
+
+        Args:
+            ids: As for `fused_lookup`.
+            sizes: As for `fused_lookup`.
+            gradients: float32, flat, laid out as the embeddings of `fused_lookup`.
+            num_shards: N, 1 or more.
+            learning_rates: float32, flat: one per segment, table after table as in `tables`; by
+                default each table's own at `step`.
+            step: The global step.
+            event_time: Unix seconds: one for all, or int64 with one per id.
+            dedup: Whether equal ids of one table, of whichever shards, become one step with the sum
+                of their gradients and the latest of their event times.
+            latest_values: float32, laid out as `gradients`; required by delay-compensated segments only.
+        """
+        configs = [table.config for table in self._tables.values()]
+        arguments.check_step(step)
+        for config in configs:
+            arguments.check_trainable(config, "fused_apply_gradients")
+            if latest_values is None:
+                arguments.latest_array(None, config, 0)
+        keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
+        shape = (int(self._offsets(counts, num_shards, len(keys))[-1][-1]),)
+        if learning_rates is None:
+            rates = np.array([rate for config in configs for rate in config.learning_rates(step)], np.float32)
+        else:
+            segments = sum(len(config.segments) for config in configs)
+            rates = arguments.float_array(learning_rates, (segments,), "learning_rates")
+        self._group().apply_gradients(
+            keys,
+            counts,
+            num_shards,
+            gradients=arguments.float_array(gradients, shape, "gradients"),
+            rates=rates,
+            step=step,
+            times=arguments.event_time_array(event_time, len(keys)).astype(np.uint32),
+            dedup=dedup,
+            latest=None
+            if latest_values is None
+            else arguments.float_array(latest_values, shape, "latest_values"),
+        )
+
+    # All tables
+
+    def evict(self, now: int | None = None) -> dict[str, int]:
+        """Drop the rows that expired at `now`, each table by its own expiry; return how many, by table.
+
+        By default each table takes its own newest event time for now.
+        """
+        return {name: table.evict(now) for name, table in self._tables.items()}
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return what each table holds, by table."""
+        return {name: table.stats() for name, table in self._tables.items()}
+
+    def feature_counts(self) -> dict[str, int]:
+        """Return the number of rows, by table."""
+        return {name: len(table) for name, table in self._tables.items()}
+
+    def close(self) -> None:
+        """Close every table. Closing again does nothing."""
+        for table in self._tables.values():
+            table.close()
+
+    # Inside
+
+    def _table_name(self, slot: str) -> str:
+        if slot not in self._slots:
+            near = get_close_matches(str(slot), self._slots, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {len(self._slots)} others"
+            raise UnknownTableError(f"no slot or table is named {slot!r}; {hint}")
+        return self._slots[slot]
+
+    def _batches(
+        self,
+        updates: Mapping[str, tuple[Tensor, Tensor]],
+        event_time: int | Mapping[str, Tensor],
+        latest_values: Mapping[str, Tensor] | None = None,
+    ) -> list[_Batch]:
+        """Check every slot of a call, then bring the slots of each table together."""
+        second = 0 if isinstance(event_time, Mapping) else arguments.event_second(event_time)
+        pieces: dict[str, list[dict[str, Tensor]]] = {}
+        for slot in sorted(updates):
+            columns = dict(zip(("ids", "values"), updates[slot], strict=True))
+            if isinstance(event_time, Mapping):
+                columns["event_time"] = _given(event_time, slot, "event_time")
+            if latest_values is not None:
+                columns["latest_values"] = _given(latest_values, slot, "latest_values")
+            _check_columns(columns, slot, self[slot].dim)
+            pieces.setdefault(self._slots[slot], []).append(columns)
+        batches = []
+        for name, parts in sorted(pieces.items()):
+            whole = {column: _joined([part[column] for part in parts]) for column in parts[0]}
+            times, latest = whole.get("event_time", second), whole.get("latest_values")
+            batches.append(_Batch(name, self._tables[name], whole["ids"], whole["values"], times, latest))
+        return batches
+
+    def _rates_by_table(self, learning_rates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for slot, rates in learning_rates.items():
+            name = self._table_name(slot)
+            if name in found and not torch.equal(found[name], rates):
+                raise TableArgumentError(
+                    f"learning_rates: slot {slot!r} shares table {name!r} with a slot of other rates; "
+                    "give all slots of a table the same ones"
+                )
+            found[name] = rates
+        return found
+
+    def _offsets(self, sizes: NDArray[np.int64], num_shards: int, num_ids: int) -> list[NDArray[np.int64]]:
+        if not isinstance(num_shards, int) or num_shards < 1:
+            raise TableArgumentError(f"num_shards must be a whole number, 1 or more, got {num_shards!r}")
+        try:
+            return list(native.fused_offsets(self._dims, sizes, num_shards, num_ids))
+        except ValueError as cause:
+            raise TableArgumentError(
+                f"{cause} ({len(self._tables)} tables, {num_shards} shards, {num_ids} ids)"
+            ) from cause
+
+    def _group(self) -> _Group:
+        tables = list(self._tables.values())
+        natives = [table for table in tables if isinstance(table, NativeTable)]
+        if len(natives) < len(tables):
+            return _PlainGroup(tables)
+        # Made anew for each call: a group that was kept would keep closed tables alive.
+        group: _Group = native.TableGroup([table.core for table in natives])
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one table gets of a call by slot."""
+
+    name: str
+    table: Table
+    ids: Tensor
+    values: Tensor
+    event_time: int | Tensor
+    latest_values: Tensor | None
+
+
+def _given(column: Mapping[str, Tensor], slot: str, what: str) -> Tensor:
+    if slot not in column:
+        raise TableArgumentError(
+            f"{what} must have one entry for each slot of the call, got none for {slot!r}"
+        )
+    return column[slot]
+
+
+def _check_columns(columns: Mapping[str, Tensor], slot: str, dim: int) -> None:
+    n = len(arguments.id_array(columns["ids"], f"ids of {slot!r}"))
+    for name in ("values", "latest_values"):
+        if name in columns:
+            arguments.float_array(columns[name], (n, dim), f"{name} of {slot!r}")
+    if "event_time" in columns:
+        arguments.event_time_array(columns["event_time"], n)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class _Group(Protocol):
+    """Fused calls on checked arrays. `native.TableGroup` is one."""
+
+    def lookup(
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_shards: int, out: NDArray[np.float32]
+    ) -> None: ...
+
+    def apply_gradients(
+        self,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        num_shards: int,
+        *,
+        gradients: NDArray[np.float32],
+        rates: NDArray[np.float32],
+        step: int,
+        times: NDArray[np.uint32],
+        dedup: bool,
+        latest: NDArray[np.float32] | None,
+    ) -> None: ...
+
+
+class _PlainGroup:
+    """Fused calls by plain calls, table after table, on tables of any kind."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        self._tables = tables
+
+    def lookup(
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_shards: int, out: NDArray[np.float32]
+    ) -> None:
+        tables = self._tables * num_shards
+        pieces = torch.from_numpy(ids).split_with_sizes(sizes.tolist())
+        places = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_shards))
+        for table, piece, place in zip(tables, pieces, places, strict=True):
+            table.lookup(piece, out=place.view(-1, table.dim))
+
+    def apply_gradients(
+        self,
+        ids: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        num_shards: int,
+        *,
+        gradients: NDArray[np.float32],
+        rates: NDArray[np.float32],
+        step: int,
+        times: NDArray[np.uint32],
+        dedup: bool,
+        latest: NDArray[np.float32] | None,
+    ) -> None:
+        counts, floats = sizes.tolist(), self._floats(sizes, num_shards)
+        seconds = np.broadcast_to(times, ids.shape).astype(np.int64)
+        segments = [len(table.config.segments) for table in self._tables]
+        columns = [(ids, counts), (gradients, floats), (seconds, counts)]
+        columns += [] if latest is None else [(latest, floats)]
+        pieces = [torch.from_numpy(column).split_with_sizes(cuts) for column, cuts in columns]
+        own = torch.from_numpy(rates).split_with_sizes(segments)
+        for k, table in enumerate(self._tables):
+            keys, grads, when, *seen = (torch.cat(column[k :: len(self._tables)]) for column in pieces)
+            table.apply_gradients(
+                keys,
+                grads.view(-1, table.dim),
+                step=step,
+                event_time=when,
+                learning_rates=own[k],
+                dedup=dedup,
+                latest_values=seen[0].view(-1, table.dim) if seen else None,
+            )
+
+    def _floats(self, sizes: NDArray[np.int64], num_shards: int) -> list[int]:
+        widths = [table.dim for table in self._tables] * num_shards
+        return [n * dim for n, dim in zip(sizes.tolist(), widths, strict=True)]

@@ -1,0 +1,280 @@
+"""NativeTable: the table of the compiled core.
+
+Python checks the arguments and hands over borrowed arrays; hashing, memory,
+locking and the optimizers are in `native/src`. Calls release the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import TableArgumentError, TableClosedError
+from monolith.table import arguments
+from monolith.table.admission import AdmissionFilter
+from monolith.table.compressors import Compressor, FixedR8, OneBit
+from monolith.table.config import Segment, TableConfig
+from monolith.table.initializers import RandomUniform
+from monolith.table.optimizers import Optimizer
+from monolith.table.table import Rows, Scan, TableStats
+from monolith.table.touched_keys import TouchedKeySet
+
+_COMPRESSOR_KINDS = {
+    "fp32": native.CompressorKind.FP32,
+    "fp16": native.CompressorKind.FP16,
+    "fixed_r8": native.CompressorKind.FIXED_R8,
+    "one_bit": native.CompressorKind.ONE_BIT,
+}
+_LAST_HASH = (1 << 64) - 1
+
+
+class NativeTable:
+    """A `Table` in native memory. Thread-safe: readers take no lock, writers one per partition.
+
+    Args:
+        admission: Asked about ids without a row before they are given one; None admits all.
+        touched: Told the ids that gradients or `reinitialize` changed.
+        workers: Threads that share large batches; None works on the calling thread alone.
+            The outcome does not depend on how many there are.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        *,
+        admission: AdmissionFilter | None = None,
+        touched: TouchedKeySet | None = None,
+        workers: native.Workers | None = None,
+    ) -> None:
+        self._config = config
+        expiry = config.expiry
+        self._core: native.Table | None = native.Table(
+            segments=[_segment_spec(segment) for segment in config.segments],
+            serving=config.serving,
+            skip_zero=config.skip_zero,
+            expire_when_full=config.when_full == "expire_oldest",
+            seed=config.seed,
+            initial_rows=config.initial_rows,
+            capacity_bytes=config.capacity_bytes or 0,
+            expire_seconds=int(expiry.default.total_seconds()),
+            slot_expire_seconds=[(slot, int(ttl.total_seconds())) for slot, ttl in expiry.per_slot.items()],
+            admission=None if admission is None else admission.core,
+            touched=None if touched is None else touched.core,
+            workers=workers,
+        )
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def dim(self) -> int:
+        return self._config.dim
+
+    @property
+    def state_dim(self) -> int:
+        return self._config.state_dim
+
+    @property
+    def core(self) -> native.Table:
+        """The compiled table, for fused calls over many tables."""
+        core = self._core
+        if core is None:
+            raise TableClosedError(f"table {self._config.name!r} was closed")
+        return core
+
+    def __len__(self) -> int:
+        return len(self.core)
+
+    # Reading
+
+    def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        core = self.core
+        keys = arguments.id_array(ids)
+        answer, values = arguments.out_array(out, len(keys), self._config.dim)
+        core.lookup(keys, values)
+        return answer
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
+        core = self.core
+        keys = arguments.id_array(ids)
+        found = np.empty(len(keys), np.uint8)
+        times = np.empty(len(keys), np.int64)
+        values = np.empty((len(keys), self.dim), np.float32)
+        state = np.empty((len(keys), self.state_dim), np.float32)
+        core.lookup_rows(keys, found, times, values, state)
+        columns = (keys.copy(), times, values, state)
+        return _mask(found), Rows(*(torch.from_numpy(column) for column in columns))
+
+    def contains(self, ids: Tensor) -> Tensor:
+        core = self.core
+        keys = arguments.id_array(ids)
+        found = np.empty(len(keys), np.uint8)
+        core.contains(keys, found)
+        return _mask(found)
+
+    # Writing
+
+    def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        core = self.core
+        keys = arguments.id_array(ids)
+        new = arguments.float_array(values, (len(keys), self.dim), "values")
+        core.assign(keys, new, _seconds(event_time, len(keys)))
+
+    def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        core = self.core
+        keys = arguments.id_array(ids)
+        added = arguments.float_array(values, (len(keys), self.dim), "values")
+        core.assign_add(keys, added, _seconds(event_time, len(keys)))
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        learning_rates: Tensor | None = None,
+        dedup: bool = False,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        core = self.core
+        arguments.check_trainable(self._config, "apply_gradients")
+        arguments.check_step(step)
+        keys = arguments.id_array(ids)
+        core.apply_gradients(
+            keys,
+            arguments.float_array(gradients, (len(keys), self._config.dim), "gradients"),
+            arguments.rate_array(learning_rates, self._config, step),
+            step,
+            _seconds(event_time, len(keys)),
+            dedup,
+            arguments.latest_array(latest_values, self._config, len(keys)),
+        )
+
+    def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
+        """Reset rows; -1 for an id that had no row and found no room for one."""
+        core = self.core
+        arguments.check_trainable(self._config, "reinitialize")
+        keys = arguments.id_array(ids)
+        status = np.empty(len(keys), np.int8)
+        core.reinitialize(keys, arguments.event_second(now, "now"), status)
+        return torch.from_numpy(status)
+
+    def remove(self, ids: Tensor) -> int:
+        return self.core.remove(arguments.id_array(ids))
+
+    def evict(self, now: int | None = None) -> int:
+        core = self.core
+        return core.evict(core.max_event_time if now is None else now)
+
+    # Whole tables
+
+    def scan(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
+        """Return rows in the order of their hashes: a shard is a range of hashes, a cursor the next one."""
+        core = self.core
+        begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
+        *columns, following = core.scan(begin, min(end - 1, _LAST_HASH), limit)
+        return Scan(Rows(*(torch.from_numpy(column) for column in columns)), following)
+
+    def restore(self, rows: Rows) -> None:
+        core = self.core
+        keys, times, values, state = arguments.row_arrays(rows, self._config)
+        core.restore(keys, times.astype(np.uint32), values, state, None)
+
+    def clear(self) -> None:
+        self.core.clear()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold writers off while the block runs; readers go on."""
+        core = self.core
+        core.freeze()
+        try:
+            yield
+        finally:
+            core.thaw()
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+        return self.core.scales
+
+    def set_scales(self, scales: list[float]) -> None:
+        if len(scales) != len(self._config.segments):
+            raise TableArgumentError(
+                f"table {self._config.name!r}: needs {len(self._config.segments)} scales, got {len(scales)}"
+            )
+        self.core.scales = scales
+
+    def stats(self) -> TableStats:
+        found = self.core.stats()
+        return TableStats(
+            rows=found.rows,
+            bytes_total=found.bytes_total,
+            bytes_rows=found.bytes_rows,
+            bytes_index=found.bytes_index,
+            load=found.rows / found.slots,
+            inserted=found.inserted,
+            filtered=found.filtered,
+            refused=found.refused,
+            evicted=found.evicted,
+            removed=found.removed,
+            max_event_time=found.max_event_time,
+        )
+
+    def close(self) -> None:
+        self._core = None  # calls still running hold on to it; the last one frees it
+
+
+def _mask(found: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(found.view(np.bool_))
+
+
+def _seconds(event_time: int | Tensor, n: int) -> NDArray[np.uint32]:
+    return arguments.event_time_array(event_time, n).astype(np.uint32)
+
+
+def _segment_spec(segment: Segment) -> native.SegmentSpec:
+    initial = segment.initializer
+    if isinstance(initial, RandomUniform):
+        low, high = initial.low, initial.high
+    else:
+        low = high = float(initial.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
+    return native.SegmentSpec(
+        segment.dim, _optimizer_spec(segment.optimizer), (low, high), _compressor_spec(segment.compressor)
+    )
+
+
+def _optimizer_spec(optimizer: Optimizer) -> native.OptimizerSpec:
+    rule = optimizer.rule
+    spec = native.OptimizerSpec(rule.kind)
+    for field in fields(rule):
+        if hasattr(spec, field.name):
+            setattr(spec, field.name, getattr(rule, field.name))
+    spec.stochastic_rounding = optimizer.stochastic_rounding
+    if optimizer.delay_compensation is not None:
+        spec.delay_compensated = True
+        spec.delay_compensation = optimizer.delay_compensation
+    return spec
+
+
+def _compressor_spec(compressor: Compressor) -> native.CompressorSpec:
+    spec = native.CompressorSpec(_COMPRESSOR_KINDS[compressor.kind])
+    if isinstance(compressor, FixedR8):
+        spec.range = compressor.range
+    if isinstance(compressor, OneBit):
+        spec.step_size = compressor.step_size
+        spec.init_scale = compressor.init_scale
+        spec.max_scale = compressor.max_scale
+        spec.amplitude = compressor.amplitude
+    return spec

@@ -1,0 +1,64 @@
+"""Touched keys: the ids whose rows changed since someone last asked.
+
+Training puts ids in; whoever sends changed rows to servers takes them all out, every
+few seconds. The set is bounded: past its capacity it forgets everything and says how
+much that was, since a sender that far behind does better to start over.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import ConfigError
+from monolith.table import arguments
+
+TOUCHED_KEY_SET_CAPACITY = 2_097_152
+"""64 MiB of keys, at 32 bytes each."""
+TOUCHED_KEY_SET_CONCURRENCY_LEVEL = 1024
+
+
+class TouchedKeySet:
+    """A set of int64 ids, any of them. Thread-safe.
+
+    Args:
+        capacity: Keys above which the next insertion empties the set first.
+        concurrency_level: Taken and checked for configurations that name it, without effect:
+            the native set has no stripes of locks to count.
+        name_suffix: Ends `name`, to tell sets apart in logs and metrics.
+    """
+
+    def __init__(
+        self,
+        capacity: int = TOUCHED_KEY_SET_CAPACITY,
+        concurrency_level: int = TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
+        name_suffix: str = "",
+    ) -> None:
+        if capacity < 1 or concurrency_level < 1:
+            raise ConfigError(
+                "touched keys: capacity and concurrency_level must be at least 1, "
+                f"got {capacity} and {concurrency_level}"
+            )
+        self.name = f"MonolithTouchedKeySet{name_suffix}"
+        self._core = native.TouchedKeySet(capacity)
+
+    @property
+    def core(self) -> native.TouchedKeySet:
+        """What a native table fills."""
+        return self._core
+
+    @property
+    def capacity(self) -> int:
+        return int(self._core.capacity)
+
+    def insert(self, ids: Tensor) -> int:
+        """Add int64 ids of any shape, in order; return how many keys were dropped to make room."""
+        return int(self._core.insert(arguments.id_array(ids.reshape(-1))))
+
+    def steal(self) -> Tensor:
+        """Take all keys, int64 in no order, and leave the set empty, in one step."""
+        return torch.from_numpy(self._core.steal())
+
+    def __len__(self) -> int:
+        return len(self._core)
