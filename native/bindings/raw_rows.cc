@@ -17,7 +17,8 @@ namespace {
 using Positions = Column<std::uint32_t>;
 
 void check(const RawRows& raw, const Positions& positions, std::size_t rows, std::size_t width) {
-  if (rows != positions.size() || width != raw.width()) throw nb::value_error("rows must have shape (n, width)");
+  if (rows != positions.size() || width != raw.width())
+    throw nb::value_error("rows must have shape (n, width)");
   const auto all = as_span(positions);
   if (!all.empty() && *std::max_element(all.begin(), all.end()) >= raw.rows())
     throw nb::value_error("a position is past the last row");

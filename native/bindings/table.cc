@@ -50,9 +50,10 @@ std::size_t lookup(const Table& table, const Ids& ids, const OutFloats& out) {
   return table.lookup(as_span(ids), out.data());
 }
 
-void lookup_rows(const Table& table, const Ids& ids, const Out<std::uint8_t>& found, const Out<std::int64_t>& times,
-                 const OutFloats& values, const OutFloats& state) {
-  check(found.size() == ids.size() && times.size() == ids.size(), "found and times must have one entry per id");
+void lookup_rows(const Table& table, const Ids& ids, const Out<std::uint8_t>& found,
+                 const Out<std::int64_t>& times, const OutFloats& values, const OutFloats& state) {
+  check(found.size() == ids.size() && times.size() == ids.size(),
+        "found and times must have one entry per id");
   check_rows(values, ids.size(), table.dim());
   check_rows(state, ids.size(), table.state_dim());
   nb::gil_scoped_release unlocked;
@@ -85,8 +86,8 @@ void apply_gradients(Table& table, const Ids& ids, const Floats& gradients, cons
   if (latest) check_rows(*latest, ids.size(), table.dim());
   const EventTimes when = event_times(times, ids);
   nb::gil_scoped_release unlocked;
-  table.apply_gradients(as_span(ids), gradients.data(), latest ? latest->data() : nullptr, as_span(rates), step, when,
-                        dedup);
+  table.apply_gradients(as_span(ids), gradients.data(), latest ? latest->data() : nullptr, as_span(rates),
+                        step, when, dedup);
 }
 
 void reinitialize(Table& table, const Ids& ids, std::uint32_t now, const Out<std::int8_t>& status) {
@@ -95,8 +96,8 @@ void reinitialize(Table& table, const Ids& ids, std::uint32_t now, const Out<std
   table.reinitialize(as_span(ids), now, status.data());
 }
 
-void restore(Table& table, const Ids& ids, const Times& times, const Floats& values, const std::optional<Floats>& state,
-             const std::optional<Column<std::uint8_t>>& fresh_state) {
+void restore(Table& table, const Ids& ids, const Times& times, const Floats& values,
+             const std::optional<Floats>& state, const std::optional<Column<std::uint8_t>>& fresh_state) {
   check(times.size() == ids.size(), "event times must be one per id");
   check_rows(values, ids.size(), table.dim());
   if (state) check_rows(*state, ids.size(), table.state_dim());
@@ -130,8 +131,8 @@ nb::tuple scan(const Table& table, std::uint64_t cursor, std::uint64_t last, std
   const auto state_dim = static_cast<std::size_t>(table.state_dim());
   nb::object next = chunk.done ? nb::none() : nb::cast(chunk.cursor);
   return nb::make_tuple(column(std::move(chunk.ids), {rows}), column(std::move(chunk.times), {rows}),
-                        column(std::move(chunk.values), {rows, dim}), column(std::move(chunk.state), {rows, state_dim}),
-                        next);
+                        column(std::move(chunk.values), {rows, dim}),
+                        column(std::move(chunk.state), {rows, state_dim}), next);
 }
 
 }  // namespace
@@ -143,13 +144,15 @@ void bind_table(nb::module_& m) {
       .value("FIXED_R8", CompressorKind::kFixedR8)
       .value("ONE_BIT", CompressorKind::kOneBit);
 
-  nb::class_<OptimizerSpec>(m, "OptimizerSpec", "A sparse optimizer and its settings, by the names of the configs.")
-      .def("__init__",
-           [](OptimizerSpec* self, const std::string& kind) {
-             new (self) OptimizerSpec{};
-             self->kind = optimizer_kind(kind);
-           },
-           "kind"_a)
+  nb::class_<OptimizerSpec>(m, "OptimizerSpec",
+                            "A sparse optimizer and its settings, by the names of the configs.")
+      .def(
+          "__init__",
+          [](OptimizerSpec* self, const std::string& kind) {
+            new (self) OptimizerSpec{};
+            self->kind = optimizer_kind(kind);
+          },
+          "kind"_a)
       .def_rw("initial_accumulator_value", &OptimizerSpec::initial_accumulator_value)
       .def_rw("weight_decay", &OptimizerSpec::weight_decay)
       .def_rw("beta", &OptimizerSpec::beta)
@@ -167,12 +170,13 @@ void bind_table(nb::module_& m) {
       .def_rw("stochastic_rounding", &OptimizerSpec::stochastic_rounding);
 
   nb::class_<CompressorSpec>(m, "CompressorSpec")
-      .def("__init__",
-           [](CompressorSpec* self, CompressorKind kind) {
-             new (self) CompressorSpec{};
-             self->kind = kind;
-           },
-           "kind"_a)
+      .def(
+          "__init__",
+          [](CompressorSpec* self, CompressorKind kind) {
+            new (self) CompressorSpec{};
+            self->kind = kind;
+          },
+          "kind"_a)
       .def_rw("range", &CompressorSpec::range)
       .def_rw("step_size", &CompressorSpec::step_size)
       .def_rw("init_scale", &CompressorSpec::init_scale)
@@ -180,12 +184,13 @@ void bind_table(nb::module_& m) {
       .def_rw("amplitude", &CompressorSpec::amplitude);
 
   nb::class_<SegmentSpec>(m, "SegmentSpec")
-      .def("__init__",
-           [](SegmentSpec* self, int dim, const OptimizerSpec& optimizer, std::pair<float, float> initial,
-              const CompressorSpec& compressor) {
-             new (self) SegmentSpec{dim, optimizer, {initial.first, initial.second}, compressor};
-           },
-           "dim"_a, "optimizer"_a, "initial"_a, "compressor"_a);
+      .def(
+          "__init__",
+          [](SegmentSpec* self, int dim, const OptimizerSpec& optimizer, std::pair<float, float> initial,
+             const CompressorSpec& compressor) {
+            new (self) SegmentSpec{dim, optimizer, {initial.first, initial.second}, compressor};
+          },
+          "dim"_a, "optimizer"_a, "initial"_a, "compressor"_a);
 
   nb::class_<TableStats>(m, "TableStats")
       .def_ro("rows", &TableStats::rows)
@@ -202,27 +207,29 @@ void bind_table(nb::module_& m) {
       .def_ro("max_event_time", &TableStats::max_event_time);
 
   nb::class_<Table>(m, "Table", "Maps int64 ids to rows of floats. Thread-safe.")
-      .def("__init__",
-           [](Table* self, std::vector<SegmentSpec> segments, bool serving, bool skip_zero, bool expire_when_full,
-              std::uint64_t seed, std::uint64_t initial_rows, std::uint64_t capacity_bytes, std::int64_t expire_seconds,
-              std::vector<std::pair<std::uint32_t, std::int64_t>> slot_expire_seconds,
-              std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
-              std::shared_ptr<Workers> workers) {
-             TableSpec spec;
-             spec.segments = std::move(segments);
-             spec.serving = serving;
-             spec.skip_zero = skip_zero;
-             spec.expire_when_full = expire_when_full;
-             spec.seed = seed;
-             spec.initial_rows = initial_rows;
-             spec.capacity_bytes = capacity_bytes;
-             spec.expire_seconds = expire_seconds;
-             spec.slot_expire_seconds = std::move(slot_expire_seconds);
-             new (self) Table(std::move(spec), std::move(admission), std::move(touched), std::move(workers));
-           },
-           nb::kw_only(), "segments"_a, "serving"_a, "skip_zero"_a, "expire_when_full"_a, "seed"_a, "initial_rows"_a,
-           "capacity_bytes"_a, "expire_seconds"_a, "slot_expire_seconds"_a, "admission"_a.none(), "touched"_a.none(),
-           "workers"_a.none())
+      .def(
+          "__init__",
+          [](Table* self, std::vector<SegmentSpec> segments, bool serving, bool skip_zero,
+             bool expire_when_full, std::uint64_t seed, std::uint64_t initial_rows,
+             std::uint64_t capacity_bytes, std::int64_t expire_seconds,
+             std::vector<std::pair<std::uint32_t, std::int64_t>> slot_expire_seconds,
+             std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
+             std::shared_ptr<Workers> workers) {
+            TableSpec spec;
+            spec.segments = std::move(segments);
+            spec.serving = serving;
+            spec.skip_zero = skip_zero;
+            spec.expire_when_full = expire_when_full;
+            spec.seed = seed;
+            spec.initial_rows = initial_rows;
+            spec.capacity_bytes = capacity_bytes;
+            spec.expire_seconds = expire_seconds;
+            spec.slot_expire_seconds = std::move(slot_expire_seconds);
+            new (self) Table(std::move(spec), std::move(admission), std::move(touched), std::move(workers));
+          },
+          nb::kw_only(), "segments"_a, "serving"_a, "skip_zero"_a, "expire_when_full"_a, "seed"_a,
+          "initial_rows"_a, "capacity_bytes"_a, "expire_seconds"_a, "slot_expire_seconds"_a,
+          "admission"_a.none(), "touched"_a.none(), "workers"_a.none())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_dim", &Table::state_dim)
       .def_prop_ro("row_bytes", &Table::row_bytes, "Bytes of one row as stored.")
@@ -235,8 +242,8 @@ void bind_table(nb::module_& m) {
       .def("contains", &contains, "ids"_a.noconvert(), "found"_a.noconvert())
       .def("assign", &assign, "ids"_a.noconvert(), "values"_a.noconvert(), "times"_a.noconvert())
       .def("assign_add", &assign_add, "ids"_a.noconvert(), "values"_a.noconvert(), "times"_a.noconvert())
-      .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "gradients"_a.noconvert(), "rates"_a.noconvert(),
-           "step"_a, "times"_a.noconvert(), "dedup"_a, "latest"_a.noconvert().none())
+      .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "gradients"_a.noconvert(),
+           "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a, "latest"_a.noconvert().none())
       .def("reinitialize", &reinitialize, "ids"_a.noconvert(), "now"_a, "status"_a.noconvert())
       .def("restore", &restore, "ids"_a.noconvert(), "times"_a.noconvert(), "values"_a.noconvert(),
            "state"_a.noconvert().none(), "fresh_state"_a.noconvert().none())
@@ -244,7 +251,8 @@ void bind_table(nb::module_& m) {
       .def("evict", &Table::evict, "now"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("scan", &scan, "cursor"_a, "last"_a, "limit"_a,
-           "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their order.")
+           "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their "
+           "order.")
       .def("freeze", &Table::freeze, nb::call_guard<nb::gil_scoped_release>())
       .def("thaw", &Table::thaw)
       .def_prop_rw("scales", &Table::scales, &Table::set_scales)

@@ -17,15 +17,21 @@ constexpr std::uint64_t kColumn = 0x9e3779b97f4a7c15ULL;
 
 std::size_t bytes_per_value(CompressorKind kind) {
   switch (kind) {
-    case CompressorKind::kFp32: return 4;
-    case CompressorKind::kFp16: return 2;
-    case CompressorKind::kFixedR8: return 1;
-    case CompressorKind::kOneBit: return 1;
+    case CompressorKind::kFp32:
+      return 4;
+    case CompressorKind::kFp16:
+      return 2;
+    case CompressorKind::kFixedR8:
+      return 1;
+    case CompressorKind::kOneBit:
+      return 1;
   }
   return 4;
 }
 
-std::uint64_t remix(std::uint64_t h) { return mix(static_cast<std::int64_t>(h)); }
+std::uint64_t remix(std::uint64_t h) {
+  return mix(static_cast<std::int64_t>(h));
+}
 
 }  // namespace
 
@@ -48,8 +54,8 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
       state_dim_ += static_cast<int>(state_floats(spec.optimizer.kind, spec.dim));
       delay_compensated_ |= spec.optimizer.delay_compensated;
       counts_steps_ |= spec.optimizer.kind == OptimizerKind::kBatchSoftmax;
-      has_view_ |= spec.compressor.kind == CompressorKind::kFixedR8 ||
-                   spec.compressor.kind == CompressorKind::kOneBit;
+      has_view_ |=
+          spec.compressor.kind == CompressorKind::kFixedR8 || spec.compressor.kind == CompressorKind::kOneBit;
     }
   }
   const OptimizerSpec& first = parts_[0].spec.optimizer;
@@ -90,7 +96,8 @@ void Entry::initialize_state(std::byte* row) const {
 }
 
 void Entry::initialize_state(float* state) const {
-  for (const Part& part : parts_) monolith::initialize_state(part.spec.optimizer, state + part.state, part.spec.dim);
+  for (const Part& part : parts_)
+    monolith::initialize_state(part.spec.optimizer, state + part.state, part.spec.dim);
 }
 
 void Entry::read(const std::byte* row, float* values) const {
@@ -114,7 +121,8 @@ void Entry::read(const std::byte* row, float* values) const {
         }
         break;
       case CompressorKind::kFixedR8:
-        for (int i = 0; i < part.spec.dim; ++i) to[i] = r8_value(static_cast<std::int8_t>(from[i]), comp.range);
+        for (int i = 0; i < part.spec.dim; ++i)
+          to[i] = r8_value(static_cast<std::int8_t>(from[i]), comp.range);
         break;
       case CompressorKind::kOneBit:
         for (int i = 0; i < part.spec.dim; ++i)
@@ -167,8 +175,8 @@ void Entry::view(float* values) const {
   }
 }
 
-void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const float* latest, const float* rates,
-                 std::int64_t step, float* scratch) const {
+void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const float* latest,
+                 const float* rates, std::int64_t step, float* scratch) const {
   auto* values = reinterpret_cast<float*>(row);
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const Part& part = parts_[p];
@@ -200,7 +208,8 @@ void Entry::begin_step(std::int64_t step) {
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const CompressorSpec& comp = parts_[p].spec.compressor;
     if (serving_ || comp.kind != CompressorKind::kOneBit || step % comp.step_size != 0) continue;
-    const auto grown = static_cast<float>(comp.init_scale * std::sqrt(1.0 + 0.005 * static_cast<double>(step)));
+    const auto grown =
+        static_cast<float>(comp.init_scale * std::sqrt(1.0 + 0.005 * static_cast<double>(step)));
     scales_[p].store(std::min(grown, comp.max_scale), std::memory_order_relaxed);
   }
 }

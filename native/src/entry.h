@@ -87,9 +87,9 @@ class Entry {
   struct Part {
     SegmentSpec spec;
     StepKernel kernel;
-    int column;               // of its first value
-    int state;                // of its first state float, counted from the row's state
-    std::size_t byte;         // of its first byte in a serving row
+    int column;        // of its first value
+    int state;         // of its first state float, counted from the row's state
+    std::size_t byte;  // of its first byte in a serving row
   };
 
   float random(std::uint64_t salt, int column) const;

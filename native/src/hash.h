@@ -29,7 +29,9 @@ inline std::int64_t unmix(std::uint64_t h) {
 }
 
 // The slot of a version-2 feature id: bits 48 to 62.
-inline std::uint32_t slot_of(std::int64_t id) { return static_cast<std::uint64_t>(id) >> 48 & 0x7fff; }
+inline std::uint32_t slot_of(std::int64_t id) {
+  return static_cast<std::uint64_t>(id) >> 48 & 0x7fff;
+}
 
 inline constexpr std::uint32_t kMaxSlots = 1u << 15;
 

@@ -13,13 +13,16 @@ namespace {
 constexpr std::size_t kHugePage = 2 << 20;
 constexpr std::size_t kPage = 4 << 10;
 
-std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+std::size_t round_up(std::size_t value, std::size_t to) {
+  return (value + to - 1) / to * to;
+}
 }  // namespace
 
 Region::Region(std::size_t bytes) : size_(bytes) {
   const bool huge = bytes >= kHugePage;
   mapped_ = round_up(bytes, kPage) + (huge ? kHugePage : 0);
-  mapping_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  mapping_ =
+      mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping_ == MAP_FAILED) {
     mapping_ = nullptr;
     throw std::bad_alloc();
@@ -36,7 +39,10 @@ Region::~Region() {
 }
 
 Region::Region(Region&& other) noexcept
-    : mapping_(std::exchange(other.mapping_, nullptr)), mapped_(other.mapped_), data_(other.data_), size_(other.size_) {}
+    : mapping_(std::exchange(other.mapping_, nullptr)),
+      mapped_(other.mapped_),
+      data_(other.data_),
+      size_(other.size_) {}
 
 RowArenas::RowArenas(std::size_t row_bytes, Budget& budget) : row_bytes_(row_bytes), budget_(budget) {
   for (auto& origin : origins_) origin.store(nullptr, std::memory_order_relaxed);
@@ -56,7 +62,8 @@ std::uint32_t RowArenas::take_chunk() {
     }
     const int arena = 31 - std::countl_zero(first);
     // An origin before its region is never dereferenced: only numbers from `first` on use it.
-    const auto origin = reinterpret_cast<std::uintptr_t>(regions_.back().data()) - std::size_t{first} * row_bytes_;
+    const auto origin =
+        reinterpret_cast<std::uintptr_t>(regions_.back().data()) - std::size_t{first} * row_bytes_;
     origins_[arena].store(reinterpret_cast<std::byte*>(origin), std::memory_order_relaxed);
   }
   next_ += kChunkRows;
@@ -64,7 +71,9 @@ std::uint32_t RowArenas::take_chunk() {
   return first;
 }
 
-IndexHeap::~IndexHeap() { budget_.give(taken_.load()); }
+IndexHeap::~IndexHeap() {
+  budget_.give(taken_.load());
+}
 
 void* IndexHeap::allocate(std::size_t bytes) {
   if (bytes < kUnit || taken_.load(std::memory_order_relaxed) < kLarge) {
@@ -115,7 +124,8 @@ void IndexHeap::free(void* array, std::size_t bytes) {
   std::size_t size = units(bytes);
   std::lock_guard lock(mutex_);
   const auto above = regions_.upper_bound(begin);
-  const bool carved = above != regions_.begin() && begin < std::prev(above)->first + std::prev(above)->second.size();
+  const bool carved =
+      above != regions_.begin() && begin < std::prev(above)->first + std::prev(above)->second.size();
   if (!carved) {
     std::free(array);
     taken_.fetch_sub(bytes, std::memory_order_relaxed);

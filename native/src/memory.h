@@ -70,7 +70,8 @@ class RowArenas {
    public:
     explicit Finder(const RowArenas& rows) : origins_(rows.origins_), row_bytes_(rows.row_bytes_) {}
     std::byte* operator()(std::uint32_t number) const {
-      return origins_[31 - std::countl_zero(number | 1u)].load(std::memory_order_relaxed) + number * row_bytes_;
+      return origins_[31 - std::countl_zero(number | 1u)].load(std::memory_order_relaxed) +
+             number * row_bytes_;
     }
 
    private:
@@ -78,9 +79,7 @@ class RowArenas {
     const std::size_t row_bytes_;
   };
 
-  std::byte* row(std::uint32_t number) const {
-    return Finder(*this)(number);
-  }
+  std::byte* row(std::uint32_t number) const { return Finder(*this)(number); }
 
   // Takes the next chunk; returns its first row, or 0 when the budget is spent.
   std::uint32_t take_chunk();
@@ -93,14 +92,14 @@ class RowArenas {
   Budget& budget_;
   std::atomic<std::byte*> origins_[32];  // where row 0 of each arena would be
   std::atomic<std::size_t> taken_{0};
-  std::mutex mutex_;                        // guards next_ and regions_
+  std::mutex mutex_;  // guards next_ and regions_
   std::uint64_t next_ = kChunkRows;
   std::vector<Region> regions_;
 };
 
-// Zeroed index arrays of any size. Those of a large table are carved in units of 32 KiB from shared regions, so
-// that arrays of every size rest on huge pages and free neighbours merge; those of a small one come from the
-// allocator, which knows best how to reuse what a growing array leaves behind.
+// Zeroed index arrays of any size. Those of a large table are carved in units of 32 KiB from shared regions,
+// so that arrays of every size rest on huge pages and free neighbours merge; those of a small one come from
+// the allocator, which knows best how to reuse what a growing array leaves behind.
 class IndexHeap {
  public:
   explicit IndexHeap(Budget& budget) : budget_(budget) {}
@@ -119,7 +118,7 @@ class IndexHeap {
 
   Budget& budget_;
   std::atomic<std::size_t> taken_{0};
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;                         // guards what follows
   std::map<std::byte*, Region> regions_;     // by address
   std::map<std::byte*, std::size_t> holes_;  // free ranges by address, neighbours merged
 };

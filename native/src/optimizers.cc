@@ -9,15 +9,15 @@ namespace {
 
 // Kernels are structs with one static template: kDim is the width when it is one of the usual ones,
 // so that loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
-#define MONOLITH_KERNEL(Name)                                                                                   \
-  struct Name {                                                                                                 \
-    template <int kDim>                                                                                         \
-    static void step(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,                   \
-                     const float* __restrict g, int dim, float rate, std::int64_t step);                        \
-  };                                                                                                            \
-  template <int kDim>                                                                                           \
-  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,             \
-                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g,         \
+#define MONOLITH_KERNEL(Name)                                                                           \
+  struct Name {                                                                                         \
+    template <int kDim>                                                                                 \
+    static void step(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,           \
+                     const float* __restrict g, int dim, float rate, std::int64_t step);                \
+  };                                                                                                    \
+  template <int kDim>                                                                                   \
+  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,     \
+                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g, \
                   [[maybe_unused]] int dim, [[maybe_unused]] float rate, [[maybe_unused]] std::int64_t step)
 
 #define MONOLITH_WIDTH const int d = kDim != 0 ? kDim : dim
@@ -206,8 +206,8 @@ MONOLITH_KERNEL(MovingAverage) {
 }
 
 template <bool kAverage>
-void rmsprop(const OptimizerSpec& spec, float* __restrict w, float* __restrict state, const float* __restrict g,
-             int d, float rate) {
+void rmsprop(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,
+             const float* __restrict g, int d, float rate) {
   const double mu = spec.momentum;
   for (int i = 0; i < d; ++i) {
     const double grad = static_cast<double>(g[i]) + static_cast<double>(spec.weight_decay) * w[i];
@@ -230,14 +230,22 @@ MONOLITH_KERNEL(RmspropV2) {
 template <class Kernel>
 StepKernel of_width(int dim) {
   switch (dim) {
-    case 1: return Kernel::template step<1>;
-    case 4: return Kernel::template step<4>;
-    case 8: return Kernel::template step<8>;
-    case 16: return Kernel::template step<16>;
-    case 32: return Kernel::template step<32>;
-    case 64: return Kernel::template step<64>;
-    case 128: return Kernel::template step<128>;
-    default: return Kernel::template step<0>;
+    case 1:
+      return Kernel::template step<1>;
+    case 4:
+      return Kernel::template step<4>;
+    case 8:
+      return Kernel::template step<8>;
+    case 16:
+      return Kernel::template step<16>;
+    case 32:
+      return Kernel::template step<32>;
+    case 64:
+      return Kernel::template step<64>;
+    case 128:
+      return Kernel::template step<128>;
+    default:
+      return Kernel::template step<0>;
   }
 }
 
@@ -245,20 +253,34 @@ StepKernel of_width(int dim) {
 
 StepKernel step_kernel(OptimizerKind kind, int dim) {
   switch (kind) {
-    case OptimizerKind::kSgd: return of_width<Sgd>(dim);
-    case OptimizerKind::kAdagrad: return of_width<Adagrad>(dim);
-    case OptimizerKind::kDynamicWdAdagrad: return of_width<DynamicWdAdagrad>(dim);
-    case OptimizerKind::kAdadelta: return of_width<Adadelta>(dim);
-    case OptimizerKind::kAdam: return of_width<Adam>(dim);
-    case OptimizerKind::kAmsgrad: return of_width<Amsgrad>(dim);
-    case OptimizerKind::kBatchSoftmax: return BatchSoftmax::step<1>;
-    case OptimizerKind::kFtrl: return of_width<Ftrl>(dim);
-    case OptimizerKind::kGroupAdagrad: return of_width<GroupAdagrad>(dim);
-    case OptimizerKind::kGroupFtrl: return of_width<GroupFtrl>(dim);
-    case OptimizerKind::kMomentum: return of_width<Momentum>(dim);
-    case OptimizerKind::kMovingAverage: return of_width<MovingAverage>(dim);
-    case OptimizerKind::kRmsprop: return of_width<Rmsprop>(dim);
-    case OptimizerKind::kRmspropV2: return of_width<RmspropV2>(dim);
+    case OptimizerKind::kSgd:
+      return of_width<Sgd>(dim);
+    case OptimizerKind::kAdagrad:
+      return of_width<Adagrad>(dim);
+    case OptimizerKind::kDynamicWdAdagrad:
+      return of_width<DynamicWdAdagrad>(dim);
+    case OptimizerKind::kAdadelta:
+      return of_width<Adadelta>(dim);
+    case OptimizerKind::kAdam:
+      return of_width<Adam>(dim);
+    case OptimizerKind::kAmsgrad:
+      return of_width<Amsgrad>(dim);
+    case OptimizerKind::kBatchSoftmax:
+      return BatchSoftmax::step<1>;
+    case OptimizerKind::kFtrl:
+      return of_width<Ftrl>(dim);
+    case OptimizerKind::kGroupAdagrad:
+      return of_width<GroupAdagrad>(dim);
+    case OptimizerKind::kGroupFtrl:
+      return of_width<GroupFtrl>(dim);
+    case OptimizerKind::kMomentum:
+      return of_width<Momentum>(dim);
+    case OptimizerKind::kMovingAverage:
+      return of_width<MovingAverage>(dim);
+    case OptimizerKind::kRmsprop:
+      return of_width<Rmsprop>(dim);
+    case OptimizerKind::kRmspropV2:
+      return of_width<RmspropV2>(dim);
   }
   return nullptr;
 }

@@ -25,17 +25,17 @@ struct OptimizerSpec {
   float momentum = 0;
   float l1 = 0;
   float l2 = 0;
-  float lambda = 0;                    // of delay compensation
+  float lambda = 0;  // of delay compensation
   bool use_nesterov = false;
   bool decouple_weight_decay = false;
-  bool delay_compensated = false;      // first g += lambda * g^2 * (w - latest)
-  bool stochastic_rounding = false;    // afterwards w is rounded to a half-precision neighbour
+  bool delay_compensated = false;    // first g += lambda * g^2 * (w - latest)
+  bool stochastic_rounding = false;  // afterwards w is rounded to a half-precision neighbour
 };
 
 // One step of values `w` and state `state` by gradient `g`, `dim` floats each. A rate of zero, as at
 // the first step of a warm-up, leaves the optimizers that divide by it untouched.
-using StepKernel = void (*)(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim, float rate,
-                            std::int64_t step);
+using StepKernel = void (*)(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim,
+                            float rate, std::int64_t step);
 
 StepKernel step_kernel(OptimizerKind kind, int dim);
 

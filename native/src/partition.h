@@ -32,9 +32,9 @@ void poke(T& field, T value) {
   __atomic_store_n(&field, value, __ATOMIC_RELAXED);
 }
 
-// For a pointer or row number that leads to the memory it was published with. Every processor reads what a pointer
-// leads to after the pointer; the language can only say so by an acquire, which ARM would pay for, so only the
-// thread sanitizer, which does not know of pointers, is told.
+// For a pointer or row number that leads to the memory it was published with. Every processor reads what a
+// pointer leads to after the pointer; the language can only say so by an acquire, which ARM would pay for, so
+// only the thread sanitizer, which does not know of pointers, is told.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr std::memory_order kFollowed = std::memory_order_acquire;
 #else
@@ -62,7 +62,9 @@ class Index {
   std::uint32_t buckets() const { return word_ & kMaxBuckets; }
   std::size_t size() const { return std::size_t{buckets()} * kBucketSlots; }
   std::size_t bytes() const { return size() * sizeof(Slot); }
-  static std::size_t bytes(std::uint32_t buckets) { return std::size_t{buckets} * kBucketSlots * sizeof(Slot); }
+  static std::size_t bytes(std::uint32_t buckets) {
+    return std::size_t{buckets} * kBucketSlots * sizeof(Slot);
+  }
 
   // The bucket where a hash belongs. It reads the low half; the directory reads the high bits.
   std::uint32_t home(std::uint64_t hash) const {
@@ -72,12 +74,14 @@ class Index {
   // A bucket's slot for `hash`, found without a branch on where it is; null when it is not in this line.
   static Slot* match(Slot* bucket, std::uint64_t hash) {
     unsigned where = unsigned{peek(bucket[0].hash) == hash} | unsigned{peek(bucket[1].hash) == hash} << 1 |
-                     unsigned{peek(bucket[2].hash) == hash} << 2 | unsigned{peek(bucket[3].hash) == hash} << 3;
-    asm("" : "+r"(where));  // or the compiler makes the last comparison a jump, which is wrong every fourth time
+                     unsigned{peek(bucket[2].hash) == hash} << 2 |
+                     unsigned{peek(bucket[3].hash) == hash} << 3;
+    asm(""
+        : "+r"(where));  // or the compiler makes the last comparison a jump, which is wrong every fourth time
     return where != 0 ? bucket + std::countr_zero(where) : nullptr;
   }
-  // What a bucket holds for `hash`, for readers: row and time, both 0 when it is not in this line, and whether the
-  // line is full. Few loads and no jump that depends on what they bring.
+  // What a bucket holds for `hash`, for readers: row and time, both 0 when it is not in this line, and
+  // whether the line is full. Few loads and no jump that depends on what they bring.
   struct Seen {
     std::uint32_t row;
     std::uint32_t time;
@@ -112,9 +116,7 @@ class Index {
     return nullptr;
   }
 
-  void prefetch(std::uint64_t hash) const {
-    __builtin_prefetch(bucket_of(hash));
-  }
+  void prefetch(std::uint64_t hash) const { __builtin_prefetch(bucket_of(hash)); }
 
   // Puts a hash that is not there into the first free slot. There must be one.
   Slot* place(std::uint64_t hash, std::uint32_t row, std::uint32_t time) const {
@@ -161,15 +163,15 @@ struct alignas(64) Partition {
   // What readers look at, in one cache line. Changed only between begin_write and end_write.
   std::atomic<std::uint64_t> version{0};
   std::atomic<Index> index;
-  std::atomic<std::uint64_t> first{0};              // its range of hashes,
+  std::atomic<std::uint64_t> first{0};                 // its range of hashes,
   std::atomic<std::uint64_t> last{~std::uint64_t{0}};  // both included
 
   alignas(64) std::mutex mutex;  // guards everything below, and every write above and to the rows
   std::uint32_t rows = 0;
-  std::uint32_t split_at = 0;     // when it holds more rows than this it splits
-  std::uint32_t free_rows = 0;    // a list threaded through the rows themselves
+  std::uint32_t split_at = 0;   // when it holds more rows than this it splits
+  std::uint32_t free_rows = 0;  // a list threaded through the rows themselves
   std::uint32_t free_count = 0;
-  std::uint32_t chunk_next = 0;   // rows of the current chunk that were never used
+  std::uint32_t chunk_next = 0;  // rows of the current chunk that were never used
   std::uint32_t chunk_end = 0;
   std::uint64_t inserted = 0;
   std::uint64_t filtered = 0;

@@ -64,10 +64,14 @@ inline std::int8_t r8_code(float value, float range) {
   const float scaled = (value + std::copysign(step * 0.5f, value == 0 ? 1.0f : value)) / step;
   return static_cast<std::int8_t>(std::clamp(std::trunc(scaled), -128.0f, 127.0f));
 }
-inline float r8_value(std::int8_t code, float range) { return static_cast<float>(code) * (range / 128.0f); }
+inline float r8_value(std::int8_t code, float range) {
+  return static_cast<float>(code) * (range / 128.0f);
+}
 
 // One bit, softened for training: amplitude * tanh(scale * x), with a scale that grows by the step.
-inline float one_bit_forward(float x, float scale, float amplitude) { return amplitude * std::tanh(scale * x); }
+inline float one_bit_forward(float x, float scale, float amplitude) {
+  return amplitude * std::tanh(scale * x);
+}
 inline float one_bit_slope(float x, float scale, float amplitude) {
   const float t = std::tanh(scale * x);
   return amplitude * scale * (1 - t * t);

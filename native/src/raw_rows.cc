@@ -33,7 +33,8 @@ void update_rows(float* all, std::size_t any_width, const std::uint32_t* positio
   for (std::size_t i = begin; i < end; ++i) {
     if (i + kAhead < end) {
       const auto* next = reinterpret_cast<const std::byte*>(all + positions[i + kAhead] * stride);
-      for (std::size_t line = 0; line < stride * sizeof(float); line += kLine) __builtin_prefetch(next + line, 1);
+      for (std::size_t line = 0; line < stride * sizeof(float); line += kLine)
+        __builtin_prefetch(next + line, 1);
     }
     float* __restrict row = all + positions[i] * stride;
     const float* __restrict gradient = gradients + i * width;
@@ -64,9 +65,8 @@ void RawRows::gather(std::span<const std::uint32_t> positions, float* out) const
                       : width_ == 32 ? gather_rows<32>
                       : width_ == 64 ? gather_rows<64>
                                      : gather_rows<0>;
-  spread(positions.size(), [&](std::size_t begin, std::size_t end) {
-    kernel(all, width_, positions.data(), begin, end, out);
-  });
+  spread(positions.size(),
+         [&](std::size_t begin, std::size_t end) { kernel(all, width_, positions.data(), begin, end, out); });
 }
 
 void RawRows::update(std::span<const std::uint32_t> positions, const float* gradients) {

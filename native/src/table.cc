@@ -30,7 +30,8 @@ Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_p
       touched_(std::move(touched)),
       workers_(std::move(workers)),
       budget_(spec_.capacity_bytes) {
-  if (spec_.skip_zero && !spec_.serving) throw std::invalid_argument("table: skip_zero is for serving tables");
+  if (spec_.skip_zero && !spec_.serving)
+    throw std::invalid_argument("table: skip_zero is for serving tables");
   if (!spec_.slot_expire_seconds.empty()) {
     slot_expire_.assign(kMaxSlots, spec_.expire_seconds);
     for (const auto& [slot, seconds] : spec_.slot_expire_seconds) {
@@ -80,7 +81,9 @@ std::unique_ptr<Table::Body> Table::make_body() const {
   return body;
 }
 
-std::size_t Table::size() const { return stats().rows; }
+std::size_t Table::size() const {
+  return stats().rows;
+}
 
 TableStats Table::stats() const {
   TableStats total;
@@ -252,7 +255,8 @@ void Table::split(Body& body, Partition& part) {
     return;
   }
   for (std::size_t i = 0; i < old.size(); ++i)
-    if (slot[i].row != 0) (slot[i].hash >= middle ? high : low).place(slot[i].hash, slot[i].row, slot[i].time);
+    if (slot[i].row != 0)
+      (slot[i].hash >= middle ? high : low).place(slot[i].hash, slot[i].row, slot[i].time);
 
   auto sibling = std::make_unique<Partition>();
   sibling->first = middle;
@@ -343,7 +347,8 @@ std::size_t Table::evict(std::int64_t now) {
       }
       part.rows -= static_cast<std::uint32_t>(gone.size());
       part.evicted += gone.size();
-      if (static_cast<double>(part.rows) < static_cast<double>(index.size()) * 0.3) resize(body, part, part.rows);
+      if (static_cast<double>(part.rows) < static_cast<double>(index.size()) * 0.3)
+        resize(body, part, part.rows);
       total += gone.size();
     }
   });

@@ -33,8 +33,8 @@ namespace monolith {
 struct TableSpec {
   std::vector<SegmentSpec> segments;
   bool serving = false;
-  bool skip_zero = false;          // serving only: assigning zeros removes the row
-  bool expire_when_full = false;   // past capacity_bytes the oldest rows go; otherwise new ids are refused
+  bool skip_zero = false;         // serving only: assigning zeros removes the row
+  bool expire_when_full = false;  // past capacity_bytes the oldest rows go; otherwise new ids are refused
   std::uint64_t seed = 0;
   std::uint64_t initial_rows = 0;
   std::uint64_t capacity_bytes = 0;  // 0 is no limit
@@ -64,13 +64,14 @@ struct Chunk {
   std::unique_ptr<float[]> values;  // rows x dim
   std::unique_ptr<float[]> state;   // rows x state_dim
   bool done = false;
-  std::uint64_t cursor = 0;         // the hash to go on from, unless done
+  std::uint64_t cursor = 0;  // the hash to go on from, unless done
 };
 
 class Table {
  public:
   explicit Table(TableSpec spec, std::shared_ptr<Admission> admission = nullptr,
-                 std::shared_ptr<TouchedKeySet> touched = nullptr, std::shared_ptr<Workers> workers = nullptr);
+                 std::shared_ptr<TouchedKeySet> touched = nullptr,
+                 std::shared_ptr<Workers> workers = nullptr);
   ~Table();
   Table(const Table&) = delete;
 
@@ -136,12 +137,13 @@ class Table {
   void write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
                     EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
                     const std::uint32_t* next, float* scratch);
-  void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times, OnAbsent absent,
-             Slot* const* slots, std::byte** rows, bool* fresh);
+  void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
+             OnAbsent absent, Slot* const* slots, std::byte** rows, bool* fresh);
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
-  std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group, bool with_times) const;
+  std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
+                             bool with_times) const;
 
   void make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time);
   std::uint32_t take_row(Body& body, Partition& part);
@@ -190,7 +192,7 @@ class Table {
   int writers_ = 0;
   int frozen_ = 0;
 
-  std::mutex batches_mutex_;  // guards batches_
+  std::mutex batches_mutex_;                     // guards batches_
   std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones
   mutable Epochs epochs_;
 };

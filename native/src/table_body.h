@@ -116,8 +116,8 @@ class Change {
   Partition& part_;
 };
 
-// A passage through the gate of a table. The body stays as long as someone is inside; what else readers may look
-// at, the directory above all, needs an Epochs::Visit.
+// A passage through the gate of a table. The body stays as long as someone is inside; what else readers may
+// look at, the directory above all, needs an Epochs::Visit.
 class Table::Writing {
  public:
   explicit Writing(Table& table) : table_(table) {

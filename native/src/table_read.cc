@@ -7,8 +7,8 @@
 namespace monolith {
 namespace {
 
-constexpr std::size_t kBlock = 256;   // ids read together
-constexpr std::size_t kAhead = 16;    // index lines are fetched this long before rows, and rows before the copy
+constexpr std::size_t kBlock = 256;  // ids read together
+constexpr std::size_t kAhead = 16;  // index lines are fetched this long before rows, and rows before the copy
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kGrain = 4096;  // ids per task
 
@@ -23,16 +23,19 @@ __attribute__((no_sanitize("thread"), noinline)) void copy_racing(std::byte* to,
   }
 }
 #else
-inline __attribute__((always_inline)) void copy_racing(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+inline
+    __attribute__((always_inline)) void copy_racing(std::byte* to, const std::byte* from, std::size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
 #endif
 
 }  // namespace
 
-// One block while nobody writes: a pipeline that fetches index lines, then rows, then copies. kBytes is the usual
-// widths spelled out, so that a row is copied in a few instructions; 0 is any.
+// One block while nobody writes: a pipeline that fetches index lines, then rows, then copies. kBytes is the
+// usual widths spelled out, so that a row is copied in a few instructions; 0 is any.
 template <std::size_t kBytes>
-void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
-                          std::uint8_t* found, std::uint32_t* times) const {
+void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out,
+                          std::size_t any_bytes, std::uint8_t* found, std::uint32_t* times) const {
   const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
   const std::size_t count = ids.size();
   std::uint64_t hashes[kBlock];
@@ -117,12 +120,23 @@ void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte*
   const std::uint64_t begun = writes_begun_.load();
   if (writes_ended_.load() == begun) {
     switch (bytes) {
-      case 16: read_block_of<16>(body, ids, out, bytes, found, times); break;
-      case 32: read_block_of<32>(body, ids, out, bytes, found, times); break;
-      case 64: read_block_of<64>(body, ids, out, bytes, found, times); break;
-      case 128: read_block_of<128>(body, ids, out, bytes, found, times); break;
-      case 256: read_block_of<256>(body, ids, out, bytes, found, times); break;
-      default: read_block_of<0>(body, ids, out, bytes, found, times);
+      case 16:
+        read_block_of<16>(body, ids, out, bytes, found, times);
+        break;
+      case 32:
+        read_block_of<32>(body, ids, out, bytes, found, times);
+        break;
+      case 64:
+        read_block_of<64>(body, ids, out, bytes, found, times);
+        break;
+      case 128:
+        read_block_of<128>(body, ids, out, bytes, found, times);
+        break;
+      case 256:
+        read_block_of<256>(body, ids, out, bytes, found, times);
+        break;
+      default:
+        read_block_of<0>(body, ids, out, bytes, found, times);
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     if (writes_begun_.load(std::memory_order_relaxed) == begun) return;
@@ -131,7 +145,8 @@ void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte*
 }
 
 // One id among writers: a few tries by version, then the lock.
-bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes, std::uint32_t* time) const {
+bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t bytes,
+                     std::uint32_t* time) const {
   for (int tries = 0; tries < 8; ++tries) {
     const Partition& part = *body.route(hash);
     const std::uint64_t version = part.version.load(std::memory_order_acquire);
@@ -194,8 +209,8 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
   return hits;
 }
 
-void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
-                        float* state) const {
+void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times,
+                        float* values, float* state) const {
   Epochs::Visit visit(epochs_);
   Body& body = *body_.load();
   const std::size_t dim = entry_.dim();

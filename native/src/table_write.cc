@@ -22,7 +22,9 @@ inline void prefetch_for_read(const void* data, std::size_t bytes) {
   for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line);
 }
 
-inline std::uint64_t group_of(std::uint64_t hash, int bits) { return hash >> 1 >> (63 - bits); }
+inline std::uint64_t group_of(std::uint64_t hash, int bits) {
+  return hash >> 1 >> (63 - bits);
+}
 
 }  // namespace
 
@@ -96,7 +98,8 @@ std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::si
     for (std::size_t i = begin; i < end; ++i) {
       const Item item = items[i];
       std::size_t at = item.hash & (room - 1);
-      while (heads[at] != UINT32_MAX && items[first + heads[at]].hash != item.hash) at = (at + 1) & (room - 1);
+      while (heads[at] != UINT32_MAX && items[first + heads[at]].hash != item.hash)
+        at = (at + 1) & (room - 1);
       if (heads[at] == UINT32_MAX) {
         heads[at] = static_cast<std::uint32_t>(out - first);
         tails[out - first] = item.position;
@@ -161,8 +164,8 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
 
 template <class Work>
 void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
-                         EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
-                         const std::uint32_t* next, float* scratch) {
+                         EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched,
+                         const Work& work, const std::uint32_t* next, float* scratch) {
   const std::size_t row_bytes = entry_.row_bytes();
   Slot* slots[kWindow];
   std::byte* rows[kWindow];
@@ -202,7 +205,8 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
     admit(body, part, items, count, times, absent, slots, rows, fresh);
   }
   for (std::size_t i = 0; i < count; ++i) {
-    if (i < ahead) body.prefetch(items[count + i].hash);  // of the next window, while this one's rows are worked on
+    if (i < ahead)
+      body.prefetch(items[count + i].hash);  // of the next window, while this one's rows are worked on
     if (rows[i] == nullptr) continue;
     work(rows[i], fresh[i], items[i], next, scratch);
     if (touched != nullptr) touched->push_back(unmix(items[i].hash));
@@ -219,8 +223,7 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   const Epochs::Visit visit(epochs_);
   std::unique_lock<std::mutex> lock;
   Partition* held = nullptr;
-  for (std::size_t i = begin; i < std::min(end, begin + kWindow); ++i)
-    body.prefetch(items[i].hash);
+  for (std::size_t i = begin; i < std::min(end, begin + kWindow); ++i) body.prefetch(items[i].hash);
   for (std::size_t at = begin; at < end;) {
     Partition* part = body.route(items[at].hash);
     if (part != held) {
@@ -246,8 +249,8 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
 }
 
 template <class Work>
-void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
-                  const Work& work) {
+void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup,
+                  bool touch, const Work& work) {
   if (ids.empty()) return;
   if (ids.size() >= UINT32_MAX) throw std::invalid_argument("table: at most 2^32 - 2 ids in one call");
   touch = touch && touched_ != nullptr;
@@ -274,8 +277,8 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   cuts.push_back(groups);
   const auto run = [&](std::size_t task) {
     const std::size_t begin = batch->starts[cuts[task]];
-    const std::size_t end =
-        dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times.each != nullptr) : batch->starts[cuts[task + 1]];
+    const std::size_t end = dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times.each != nullptr)
+                                  : batch->starts[cuts[task + 1]];
     write_items(body, *batch, begin, end, times, absent, touch, work);
   };
   spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
@@ -293,7 +296,9 @@ struct Assign {
   const Entry& entry;
   const float* values;
   std::size_t dim;
-  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
   void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
     entry.write(row, values + item.position * dim);
@@ -305,7 +310,9 @@ struct AssignAdd {
   const Entry& entry;
   const float* values;
   std::size_t dim;
-  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
   void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float* scratch) const {
     if (fresh) entry.initialize(row, unmix(item.hash));
@@ -328,7 +335,8 @@ struct Train {
     prefetch_for_read(gradients + position * dim, dim * sizeof(float));
   }
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t* next, float* scratch) const {
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t* next,
+                  float* scratch) const {
     const std::int64_t id = unmix(item.hash);
     if (fresh) entry.initialize(row, id);
     const float* gradient = gradients + item.position * dim;
@@ -370,7 +378,9 @@ struct Restore {
   const std::uint8_t* fresh_state;
   std::size_t dim;
   std::size_t state_dim;
-  void prefetch(std::uint32_t position) const { prefetch_for_read(values + position * dim, dim * sizeof(float)); }
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
   void operator()(std::byte* row, bool, const Item& item, const std::uint32_t*, float*) const {
     entry.write(row, values + item.position * dim);
@@ -432,7 +442,8 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
-        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()), entry_.plain_kernel()});
+        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),
+              entry_.plain_kernel()});
 }
 
 void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status) {

@@ -1,6 +1,4 @@
 // What only threads and sizes can show of the table; what each call does is said in tests/contracts.
-#include "table.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,6 +10,7 @@
 #include "check.h"
 #include "hash.h"
 #include "raw_rows.h"
+#include "table.h"
 
 namespace {
 
@@ -246,7 +245,8 @@ int main() {
   return monolith::check::run({
       {"mixing is a bijection", mixing_is_a_bijection},
       {"every id keeps its row while the table grows", every_id_keeps_its_row_while_the_table_grows},
-      {"the result does not depend on the number of threads", the_result_does_not_depend_on_the_number_of_threads},
+      {"the result does not depend on the number of threads",
+       the_result_does_not_depend_on_the_number_of_threads},
       {"readers never see half an update while rows come and go",
        readers_never_see_half_an_update_while_rows_come_and_go},
       {"concurrent additions are all there", concurrent_additions_are_all_there},

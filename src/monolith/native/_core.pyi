@@ -1,0 +1,608 @@
+"""
+Monolith's compiled core: tables, filters, touched keys, checksums. See monolith.native.
+"""
+
+from collections.abc import Mapping, Sequence
+import enum
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+def crc32c(buffer: object, seed: int = 0) -> int:
+    """
+    CRC-32C of the bytes of `buffer`; `seed` is the CRC of the bytes before them.
+    """
+
+def masked_crc32c(buffer: object) -> int:
+    """CRC-32C as a TFRecord stores it."""
+
+class DecodedEntries:
+    """Rows read from EntryDump records, and how far reading got."""
+
+    @property
+    def ids(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """int64 of shape (n,)."""
+
+    @property
+    def event_times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """int64 of shape (n,)."""
+
+    @property
+    def values(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+        """float32 of shape (n, dim)."""
+
+    @property
+    def state(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+        """
+        float32 of shape (n, state_dim); a segment whose state was not in the record is zeros.
+        """
+
+    @property
+    def state_missing(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """uint8 of shape (n,): 1 where a segment's state was not in the record."""
+
+    @property
+    def consumed(self) -> int:
+        """Bytes read as whole records."""
+
+    @property
+    def failure(self) -> tuple[int, str] | None:
+        """
+        (offset of the record, reason) where reading stopped short of the end, else None.
+        """
+
+    @property
+    def truncated(self) -> bool:
+        """
+        Whether the failure is that the buffer ends inside a record: more bytes may mend it.
+        """
+
+class EntryDumpCodec:
+    """Rows as columns to EntryDump messages and back. Thread-safe."""
+
+    def __init__(self, segments: Sequence[tuple[str, int]]) -> None:
+        """`segments` are (optimizer name, dim)."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def state_dim(self) -> int: ...
+    def encode(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        event_times: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        state: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+    ) -> bytes:
+        """All rows as TFRecords, one after another."""
+
+    def encode_messages(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None,
+        event_times: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        state: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+    ) -> list[bytes]:
+        """
+        One EntryDump message per row, unframed; with `ids` None the messages carry no id.
+        """
+
+    def decode(self, buffer: object) -> DecodedEntries:
+        """Read TFRecords until the end or the first bad one; see `failure`."""
+
+class Admission:
+    """Says which unseen ids earn a row. Thread-safe."""
+
+    def refuses(self, id: int, count: int = 1) -> bool:
+        """Record `count` sightings of an id; true when it must wait."""
+
+class SlidingFilterMeta:
+    """What a checkpoint says of a sliding filter."""
+
+    def __init__(
+        self,
+        *,
+        split_num: int,
+        max_forward_step: int,
+        max_backward_step: int,
+        max_step: int,
+        head: int,
+        head_increment: int,
+        failure_count: int,
+    ) -> None: ...
+    @property
+    def split_num(self) -> int: ...
+    @property
+    def max_forward_step(self) -> int: ...
+    @property
+    def max_backward_step(self) -> int: ...
+    @property
+    def max_step(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def head_increment(self) -> int: ...
+    @property
+    def failure_count(self) -> int: ...
+
+class FilterSplitMeta:
+    """What a checkpoint says of one split of a sliding filter."""
+
+    def __init__(
+        self, *, failure_count: int, total_size: int, num_elements: int, fill_rate: float
+    ) -> None: ...
+    @property
+    def failure_count(self) -> int: ...
+    @property
+    def total_size(self) -> int: ...
+    @property
+    def num_elements(self) -> int: ...
+    @property
+    def fill_rate(self) -> float: ...
+
+class SlidingFilter(Admission):
+    """Admits an id after enough sightings; old sightings fade. Thread-safe."""
+
+    def __init__(
+        self,
+        capacity: int = 300000000,
+        split_num: int = 7,
+        *,
+        default_threshold: int = 0,
+        thresholds: Mapping[int, int] = {},
+    ) -> None:
+        """
+        `thresholds` maps a slot to its threshold; thresholds are 1 to 15, 0 asks nothing.
+        """
+
+    def refuse(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Record `counts` sightings of each id (None is one each), in order; a uint8 mask, 1 where the id must wait.
+        """
+
+    def add(self, id: int, count: int = 1) -> int:
+        """
+        Record sightings; the count before them, 15 when there is no cell for the id.
+        """
+
+    def get(self, id: int) -> int:
+        """What `add` would answer, nothing recorded."""
+
+    def should_be_filtered(self, id: int, count: int, threshold: int) -> bool:
+        """As `refuses`, with a threshold of one's own."""
+
+    def __len__(self) -> int:
+        """Cells in use."""
+
+    @property
+    def failures(self) -> int:
+        """Sightings that found no cell."""
+
+    @property
+    def split_num(self) -> int:
+        """Splits, and so files of a checkpoint."""
+
+    @property
+    def cells_per_split(self) -> int: ...
+    def meta(self) -> SlidingFilterMeta: ...
+    def split_meta(self, split: int) -> FilterSplitMeta: ...
+    def read_cells(
+        self, split: int, offset: int = 0, count: int | None = None
+    ) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]:
+        """
+        A copy of up to `count` cells (None is the rest) as uint16. Hold sightings back between calls to save one moment.
+        """
+
+    def restore(self, meta: SlidingFilterMeta) -> None:
+        """
+        Empty every split and take over the head; `restore_split` and `write_cells` follow.
+        """
+
+    def restore_split(self, split: int, meta: FilterSplitMeta) -> None:
+        """
+        Check that a saved split fits, and take over its failure count; elements are counted from the cells.
+        """
+
+    def write_cells(
+        self,
+        split: int,
+        offset: int,
+        cells: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+
+class ProbabilisticFilter(Admission):
+    """Admits an id by chance. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        equal_probability: bool,
+        default_threshold: int = 0,
+        thresholds: Mapping[int, int] = {},
+        seed: int,
+    ) -> None: ...
+    def refuse(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None = None,
+    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """
+        Record `counts` sightings of each id (None is one each), in order; a uint8 mask, 1 where the id must wait.
+        """
+
+    @staticmethod
+    def admission_rate(equal_probability: bool, count: int, threshold: int) -> float:
+        """The probability that `count` sightings admit an id."""
+
+class TouchedKeySet:
+    """The ids changed since they were last taken. Thread-safe."""
+
+    def __init__(self, capacity: int = 2097152) -> None: ...
+    def insert(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> int:
+        """
+        Add ids; a set past its capacity is emptied first. Returns how many keys that dropped.
+        """
+
+    def steal(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Take all keys, as int64 in no order."""
+
+    def __len__(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class Workers:
+    """Threads that share batches with the thread that calls. Thread-safe."""
+
+    def __init__(self, threads: int) -> None:
+        """`threads` counts the caller: 1 starts none."""
+
+    @property
+    def threads(self) -> int: ...
+
+class RawRows:
+    """Rows at known positions: the limit a table is measured against."""
+
+    def __init__(self, rows: int, width: int, workers: Workers) -> None: ...
+    def gather(
+        self,
+        positions: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+    ) -> None: ...
+    def update(
+        self,
+        positions: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        gradients: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+    ) -> None: ...
+
+class CompressorKind(enum.Enum):
+    FP32 = 0
+
+    FP16 = 1
+
+    FIXED_R8 = 2
+
+    ONE_BIT = 3
+
+class OptimizerSpec:
+    """A sparse optimizer and its settings, by the names of the configs."""
+
+    def __init__(self, kind: str) -> None: ...
+    @property
+    def initial_accumulator_value(self) -> float: ...
+    @initial_accumulator_value.setter
+    def initial_accumulator_value(self, arg: float, /) -> None: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @weight_decay.setter
+    def weight_decay(self, arg: float, /) -> None: ...
+    @property
+    def beta(self) -> float: ...
+    @beta.setter
+    def beta(self, arg: float, /) -> None: ...
+    @property
+    def beta1(self) -> float: ...
+    @beta1.setter
+    def beta1(self, arg: float, /) -> None: ...
+    @property
+    def beta2(self) -> float: ...
+    @beta2.setter
+    def beta2(self, arg: float, /) -> None: ...
+    @property
+    def epsilon(self) -> float: ...
+    @epsilon.setter
+    def epsilon(self, arg: float, /) -> None: ...
+    @property
+    def rho(self) -> float: ...
+    @rho.setter
+    def rho(self, arg: float, /) -> None: ...
+    @property
+    def momentum(self) -> float: ...
+    @momentum.setter
+    def momentum(self, arg: float, /) -> None: ...
+    @property
+    def l1(self) -> float: ...
+    @l1.setter
+    def l1(self, arg: float, /) -> None: ...
+    @property
+    def l2(self) -> float: ...
+    @l2.setter
+    def l2(self, arg: float, /) -> None: ...
+    @property
+    def delay_compensation(self) -> float: ...
+    @delay_compensation.setter
+    def delay_compensation(self, arg: float, /) -> None: ...
+    @property
+    def use_nesterov(self) -> bool: ...
+    @use_nesterov.setter
+    def use_nesterov(self, arg: bool, /) -> None: ...
+    @property
+    def decouple_weight_decay(self) -> bool: ...
+    @decouple_weight_decay.setter
+    def decouple_weight_decay(self, arg: bool, /) -> None: ...
+    @property
+    def delay_compensated(self) -> bool: ...
+    @delay_compensated.setter
+    def delay_compensated(self, arg: bool, /) -> None: ...
+    @property
+    def stochastic_rounding(self) -> bool: ...
+    @stochastic_rounding.setter
+    def stochastic_rounding(self, arg: bool, /) -> None: ...
+
+class CompressorSpec:
+    def __init__(self, kind: CompressorKind) -> None: ...
+    @property
+    def range(self) -> float: ...
+    @range.setter
+    def range(self, arg: float, /) -> None: ...
+    @property
+    def step_size(self) -> int: ...
+    @step_size.setter
+    def step_size(self, arg: int, /) -> None: ...
+    @property
+    def init_scale(self) -> float: ...
+    @init_scale.setter
+    def init_scale(self, arg: float, /) -> None: ...
+    @property
+    def max_scale(self) -> float: ...
+    @max_scale.setter
+    def max_scale(self, arg: float, /) -> None: ...
+    @property
+    def amplitude(self) -> float: ...
+    @amplitude.setter
+    def amplitude(self, arg: float, /) -> None: ...
+
+class SegmentSpec:
+    def __init__(
+        self, dim: int, optimizer: OptimizerSpec, initial: tuple[float, float], compressor: CompressorSpec
+    ) -> None: ...
+
+class TableStats:
+    @property
+    def rows(self) -> int: ...
+    @property
+    def inserted(self) -> int: ...
+    @property
+    def filtered(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def bytes_total(self) -> int: ...
+    @property
+    def bytes_rows(self) -> int: ...
+    @property
+    def bytes_index(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def partitions(self) -> int: ...
+    @property
+    def max_event_time(self) -> int: ...
+
+class Table:
+    """Maps int64 ids to rows of floats. Thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        segments: Sequence[SegmentSpec],
+        serving: bool,
+        skip_zero: bool,
+        expire_when_full: bool,
+        seed: int,
+        initial_rows: int,
+        capacity_bytes: int,
+        expire_seconds: int,
+        slot_expire_seconds: Sequence[tuple[int, int]],
+        admission: Admission | None,
+        touched: TouchedKeySet | None,
+        workers: Workers | None,
+    ) -> None: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def state_dim(self) -> int: ...
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row as stored."""
+
+    @property
+    def max_event_time(self) -> int: ...
+    def __len__(self) -> int: ...
+    def lookup(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+    ) -> int:
+        """
+        Copy one embedding per id into `out`, zeros for an unseen id; returns how many were seen.
+        """
+
+    def lookup_rows(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+        times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu")],
+        values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+        state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
+    ) -> None:
+        """Copy whole rows into columns."""
+
+    def contains(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> None: ...
+    def assign(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def assign_add(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def apply_gradients(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        gradients: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        rates: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        step: int,
+        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        dedup: bool,
+        latest: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ]
+        | None,
+    ) -> None: ...
+    def reinitialize(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        now: int,
+        status: Annotated[NDArray[numpy.int8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> None: ...
+    def restore(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        values: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+        state: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ]
+        | None,
+        fresh_state: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+    ) -> None: ...
+    def remove(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> int: ...
+    def evict(self, now: int) -> int: ...
+    def clear(self) -> None: ...
+    def scan(self, cursor: int, last: int, limit: int) -> tuple:
+        """
+        (ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their order.
+        """
+
+    def freeze(self) -> None: ...
+    def thaw(self) -> None: ...
+    @property
+    def scales(self) -> list[float]: ...
+    @scales.setter
+    def scales(self, arg: Sequence[float], /) -> None: ...
+    def stats(self) -> TableStats: ...
+
+def fused_offsets(
+    dims: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    num_shards: int,
+    num_ids: int,
+) -> tuple:
+    """
+    (recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.
+    """
+
+class TableGroup:
+    """One call for many tables. Thread-safe."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        """Keeps the tables alive."""
+
+    def lookup(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        num_shards: int,
+        out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
+    ) -> None:
+        """
+        Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.
+        """
+
+    def apply_gradients(
+        self,
+        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        num_shards: int,
+        gradients: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        rates: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        step: int,
+        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        dedup: bool,
+        latest: Annotated[
+            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ]
+        | None,
+    ) -> None:
+        """Step every table once, with its ids of all shards in shard order."""
