@@ -251,6 +251,8 @@ void bind_table(nb::module_& m) {
       .def("evict", &Table::evict, "now"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
       .def("scan", &scan, "cursor"_a, "last"_a, "limit"_a,
+           nb::sig("def scan(self, cursor: int, last: int, limit: int) -> tuple[NDArray[numpy.int64], "
+                   "NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]"),
            "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their "
            "order.")
       .def("freeze", &Table::freeze, nb::call_guard<nb::gil_scoped_release>())

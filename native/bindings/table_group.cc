@@ -45,6 +45,8 @@ void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, 
 
 void bind_table_group(nb::module_& m) {
   m.def("fused_offsets", &offsets, "dims"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "num_ids"_a,
+        nb::sig("def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, "
+                "num_ids: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]"),
         "(recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.");
 
   nb::class_<TableGroup>(m, "TableGroup", "One call for many tables. Thread-safe.")

@@ -22,14 +22,15 @@ class RawRows {
   std::size_t rows() const { return rows_; }
   std::size_t width() const { return width_; }
 
-  // Copies the first `width` floats of each row to `out`. Positions must be below rows().
-  void gather(std::span<const std::uint32_t> positions, float* out) const;
+  // Copies the first `copied` floats of each row to `out`: width() for the values, twice that for the whole
+  // row. Throws std::invalid_argument for a position past the last row.
+  void gather(std::span<const std::uint32_t> positions, std::size_t copied, float* out) const;
   // Reads, changes and writes whole rows: values and state, as an optimizer would, without its arithmetic.
   void update(std::span<const std::uint32_t> positions, const float* gradients);
 
  private:
   template <class Each>
-  void spread(std::size_t count, Each&& each) const;
+  void spread(std::span<const std::uint32_t> positions, Each&& each) const;
 
   const std::size_t rows_;
   const std::size_t width_;

@@ -26,6 +26,7 @@ Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_p
              std::shared_ptr<Workers> workers)
     : spec_(std::move(spec)),
       entry_(spec_.segments, spec_.serving, spec_.seed),
+      zeros_(entry_.row_bytes()),
       admission_(std::move(admission)),
       touched_(std::move(touched)),
       workers_(std::move(workers)),

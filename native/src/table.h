@@ -173,6 +173,7 @@ class Table {
 
   const TableSpec spec_;
   Entry entry_;
+  const std::vector<std::byte> zeros_;     // what an id without a row reads as
   std::vector<std::int64_t> slot_expire_;  // by slot; empty when all are alike
   const std::shared_ptr<Admission> admission_;
   const std::shared_ptr<TouchedKeySet> touched_;

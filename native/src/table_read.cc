@@ -31,15 +31,17 @@ inline
 
 }  // namespace
 
-// One block while nobody writes: a pipeline that fetches index lines, then rows, then copies. kBytes is the
-// usual widths spelled out, so that a row is copied in a few instructions; 0 is any.
+// One block while nobody writes, in passes that each keep many cache misses in flight: where the ids belong,
+// their index lines, what those say, and the rows. The passes are apart because a processor can look only
+// some hundred instructions ahead, and a short loop fits that window many times. kBytes is the usual widths
+// spelled out, so that a row is copied in a few instructions; 0 is any.
 template <std::size_t kBytes>
 void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out,
                           std::size_t any_bytes, std::uint8_t* found, std::uint32_t* times) const {
   const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
   const std::size_t count = ids.size();
   std::uint64_t hashes[kBlock];
-  Slot* buckets[kBlock];
+  const Slot* buckets[kBlock];
   const std::byte* rows[kBlock];
   std::uint8_t late[kBlock];
   std::size_t late_count = 0;
@@ -47,57 +49,45 @@ void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::by
   const Directory& directory = *body.directory.load(std::memory_order_acquire);
   const Directory::Cell* const cells = directory.cells.get();
   const int shift = 63 - directory.depth;
-  const RowArenas::Finder row_at(body.rows);
-  const auto fetch_index = [&](std::size_t i) {
+  for (std::size_t i = 0; i < count; ++i) {
     const std::uint64_t hash = mix(ids[i]);
     hashes[i] = hash;
     buckets[i] = cells[hash >> 1 >> shift].index.load(kFollowed).bucket_of(hash);
-    __builtin_prefetch(buckets[i]);
-  };
-  const auto fetch_row = [&](std::size_t i, std::uint32_t row, std::uint32_t time) {
+  }
+  // Loads rather than prefetches: a burst of prefetches is partly dropped, a burst of loads is not.
+  std::uint64_t touched = 0;
+  for (std::size_t i = 0; i < count; ++i) touched |= peek(buckets[i]->hash);
+  asm volatile("" : : "r"(touched));
+
+  const RowArenas::Finder row_at(body.rows);
+  const auto note = [&](std::size_t i, std::uint32_t row, std::uint32_t time) {
+    rows[i] = row != 0 ? row_at(row) : zeros_.data();
     found[i] = row != 0;
     if (times != nullptr) times[i] = time;
-    rows[i] = nullptr;
-    if (row == 0) return;
-    rows[i] = row_at(row);
-    for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(rows[i] + line);
   };
-  const auto look_up = [&](std::size_t i) {
+  for (std::size_t i = 0; i < count; ++i) {
     const Index::Seen seen = Index::look(buckets[i], hashes[i]);
+    note(i, seen.row, seen.time);
     if (seen.row == 0 && seen.full) [[unlikely]] {
       // Not in its home line, but that line is full. The next one is fetched while the others go on.
       __builtin_prefetch(buckets[i] + kBucketSlots);
       late[late_count++] = static_cast<std::uint8_t>(i);
-      rows[i] = nullptr;
-    } else {
-      fetch_row(i, seen.row, seen.time);
     }
-  };
-  const auto copy_row = [&](std::size_t i) {
-    if (rows[i] != nullptr)
-      copy_racing(out + i * bytes, rows[i], bytes);
-    else
-      std::memset(out + i * bytes, 0, bytes);
-  };
-  std::size_t i = 0;
-  for (; i < std::min(count, kAhead); ++i) fetch_index(i);
-  for (; i < std::min(count, 2 * kAhead); ++i) {
-    fetch_index(i);
-    look_up(i - kAhead);
   }
-  for (; i < count; ++i) {
-    fetch_index(i);
-    look_up(i - kAhead);
-    copy_row(i - 2 * kAhead);
-  }
-  for (std::size_t rest = count - std::min(count, kAhead); rest < count; ++rest) look_up(rest);
   for (std::size_t l = 0; l < late_count; ++l) {
     const std::uint64_t hash = hashes[late[l]];
     const Slot* slot = directory.at(hash).index.load(kFollowed).find(hash);
-    fetch_row(late[l], slot != nullptr ? peek(slot->row) : 0, slot != nullptr ? peek(slot->time) : 0);
+    note(late[l], slot != nullptr ? peek(slot->row) : 0, slot != nullptr ? peek(slot->time) : 0);
   }
-  for (std::size_t rest = count - std::min(count, 2 * kAhead); rest < count; ++rest) copy_row(rest);
-  for (std::size_t l = 0; l < late_count; ++l) copy_row(late[l]);
+  const auto fetch = [&](std::size_t i) {
+    for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(rows[i] + line);
+  };
+  if (bytes == 0) return;
+  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) fetch(i);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) fetch(i + kAhead);
+    copy_racing(out + i * bytes, rows[i], bytes);
+  }
 }
 
 // One block, in spite of writers: every id on its own, with its partition's version before and after.

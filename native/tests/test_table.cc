@@ -234,9 +234,11 @@ void raw_rows_are_read_and_changed_where_they_are() {
   const std::vector<float> gradients(3 * 16, 0.25f);
   raw.update(positions, gradients.data());
   std::vector<float> out(3 * 16);
-  raw.gather(positions, out.data());
+  raw.gather(positions, 16, out.data());
   CHECK_EQUAL(out[0], 0.5f);
   CHECK_EQUAL(out[16], 0.75f);
+  const std::uint32_t past = 100;
+  CHECK_THROWS(std::invalid_argument, "past the last row", raw.gather({&past, 1}, 16, out.data()));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ from typing import Annotated
 import numpy
 from numpy.typing import NDArray
 
+
 def crc32c(buffer: object, seed: int = 0) -> int:
     """
     CRC-32C of the bytes of `buffer`; `seed` is the CRC of the bytes before them.
@@ -66,37 +67,14 @@ class EntryDumpCodec:
 
     @property
     def dim(self) -> int: ...
+
     @property
     def state_dim(self) -> int: ...
-    def encode(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        event_times: Annotated[
-            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        values: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        state: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-    ) -> bytes:
+
+    def encode(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], event_times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> bytes:
         """All rows as TFRecords, one after another."""
 
-    def encode_messages(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)]
-        | None,
-        event_times: Annotated[
-            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        values: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        state: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-    ) -> list[bytes]:
+    def encode_messages(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, event_times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> list[bytes]:
         """
         One EntryDump message per row, unframed; with `ids` None the messages carry no id.
         """
@@ -113,68 +91,55 @@ class Admission:
 class SlidingFilterMeta:
     """What a checkpoint says of a sliding filter."""
 
-    def __init__(
-        self,
-        *,
-        split_num: int,
-        max_forward_step: int,
-        max_backward_step: int,
-        max_step: int,
-        head: int,
-        head_increment: int,
-        failure_count: int,
-    ) -> None: ...
+    def __init__(self, *, split_num: int, max_forward_step: int, max_backward_step: int, max_step: int, head: int, head_increment: int, failure_count: int) -> None: ...
+
     @property
     def split_num(self) -> int: ...
+
     @property
     def max_forward_step(self) -> int: ...
+
     @property
     def max_backward_step(self) -> int: ...
+
     @property
     def max_step(self) -> int: ...
+
     @property
     def head(self) -> int: ...
+
     @property
     def head_increment(self) -> int: ...
+
     @property
     def failure_count(self) -> int: ...
 
 class FilterSplitMeta:
     """What a checkpoint says of one split of a sliding filter."""
 
-    def __init__(
-        self, *, failure_count: int, total_size: int, num_elements: int, fill_rate: float
-    ) -> None: ...
+    def __init__(self, *, failure_count: int, total_size: int, num_elements: int, fill_rate: float) -> None: ...
+
     @property
     def failure_count(self) -> int: ...
+
     @property
     def total_size(self) -> int: ...
+
     @property
     def num_elements(self) -> int: ...
+
     @property
     def fill_rate(self) -> float: ...
 
 class SlidingFilter(Admission):
     """Admits an id after enough sightings; old sightings fade. Thread-safe."""
 
-    def __init__(
-        self,
-        capacity: int = 300000000,
-        split_num: int = 7,
-        *,
-        default_threshold: int = 0,
-        thresholds: Mapping[int, int] = {},
-    ) -> None:
+    def __init__(self, capacity: int = 300000000, split_num: int = 7, *, default_threshold: int = 0, thresholds: Mapping[int, int] = {}) -> None:
         """
         `thresholds` maps a slot to its threshold; thresholds are 1 to 15, 0 asks nothing.
         """
 
-    def refuse(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
-        | None = None,
-    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def refuse(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """
         Record `counts` sightings of each id (None is one each), in order; a uint8 mask, 1 where the id must wait.
         """
@@ -203,11 +168,12 @@ class SlidingFilter(Admission):
 
     @property
     def cells_per_split(self) -> int: ...
+
     def meta(self) -> SlidingFilterMeta: ...
+
     def split_meta(self, split: int) -> FilterSplitMeta: ...
-    def read_cells(
-        self, split: int, offset: int = 0, count: int | None = None
-    ) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]:
+
+    def read_cells(self, split: int, offset: int = 0, count: int | None = None) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]:
         """
         A copy of up to `count` cells (None is the rest) as uint16. Hold sightings back between calls to save one moment.
         """
@@ -222,30 +188,14 @@ class SlidingFilter(Admission):
         Check that a saved split fits, and take over its failure count; elements are counted from the cells.
         """
 
-    def write_cells(
-        self,
-        split: int,
-        offset: int,
-        cells: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None: ...
+    def write_cells(self, split: int, offset: int, cells: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
 
 class ProbabilisticFilter(Admission):
     """Admits an id by chance. Thread-safe."""
 
-    def __init__(
-        self,
-        *,
-        equal_probability: bool,
-        default_threshold: int = 0,
-        thresholds: Mapping[int, int] = {},
-        seed: int,
-    ) -> None: ...
-    def refuse(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)]
-        | None = None,
-    ) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+    def __init__(self, *, equal_probability: bool, default_threshold: int = 0, thresholds: Mapping[int, int] = {}, seed: int) -> None: ...
+
+    def refuse(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """
         Record `counts` sightings of each id (None is one each), in order; a uint8 mask, 1 where the id must wait.
         """
@@ -258,10 +208,8 @@ class TouchedKeySet:
     """The ids changed since they were last taken. Thread-safe."""
 
     def __init__(self, capacity: int = 2097152) -> None: ...
-    def insert(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> int:
+
+    def insert(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
         """
         Add ids; a set past its capacity is emptied first. Returns how many keys that dropped.
         """
@@ -270,6 +218,7 @@ class TouchedKeySet:
         """Take all keys, as int64 in no order."""
 
     def __len__(self) -> int: ...
+
     @property
     def capacity(self) -> int: ...
 
@@ -286,22 +235,13 @@ class RawRows:
     """Rows at known positions: the limit a table is measured against."""
 
     def __init__(self, rows: int, width: int, workers: Workers) -> None: ...
-    def gather(
-        self,
-        positions: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
-    ) -> None: ...
-    def update(
-        self,
-        positions: Annotated[
-            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        gradients: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-    ) -> None: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def gather(self, positions: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None: ...
+
+    def update(self, positions: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], gradients: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
 
 class CompressorKind(enum.Enum):
     FP32 = 0
@@ -316,255 +256,234 @@ class OptimizerSpec:
     """A sparse optimizer and its settings, by the names of the configs."""
 
     def __init__(self, kind: str) -> None: ...
+
     @property
     def initial_accumulator_value(self) -> float: ...
+
     @initial_accumulator_value.setter
     def initial_accumulator_value(self, arg: float, /) -> None: ...
+
     @property
     def weight_decay(self) -> float: ...
+
     @weight_decay.setter
     def weight_decay(self, arg: float, /) -> None: ...
+
     @property
     def beta(self) -> float: ...
+
     @beta.setter
     def beta(self, arg: float, /) -> None: ...
+
     @property
     def beta1(self) -> float: ...
+
     @beta1.setter
     def beta1(self, arg: float, /) -> None: ...
+
     @property
     def beta2(self) -> float: ...
+
     @beta2.setter
     def beta2(self, arg: float, /) -> None: ...
+
     @property
     def epsilon(self) -> float: ...
+
     @epsilon.setter
     def epsilon(self, arg: float, /) -> None: ...
+
     @property
     def rho(self) -> float: ...
+
     @rho.setter
     def rho(self, arg: float, /) -> None: ...
+
     @property
     def momentum(self) -> float: ...
+
     @momentum.setter
     def momentum(self, arg: float, /) -> None: ...
+
     @property
     def l1(self) -> float: ...
+
     @l1.setter
     def l1(self, arg: float, /) -> None: ...
+
     @property
     def l2(self) -> float: ...
+
     @l2.setter
     def l2(self, arg: float, /) -> None: ...
+
     @property
     def delay_compensation(self) -> float: ...
+
     @delay_compensation.setter
     def delay_compensation(self, arg: float, /) -> None: ...
+
     @property
     def use_nesterov(self) -> bool: ...
+
     @use_nesterov.setter
     def use_nesterov(self, arg: bool, /) -> None: ...
+
     @property
     def decouple_weight_decay(self) -> bool: ...
+
     @decouple_weight_decay.setter
     def decouple_weight_decay(self, arg: bool, /) -> None: ...
+
     @property
     def delay_compensated(self) -> bool: ...
+
     @delay_compensated.setter
     def delay_compensated(self, arg: bool, /) -> None: ...
+
     @property
     def stochastic_rounding(self) -> bool: ...
+
     @stochastic_rounding.setter
     def stochastic_rounding(self, arg: bool, /) -> None: ...
 
 class CompressorSpec:
     def __init__(self, kind: CompressorKind) -> None: ...
+
     @property
     def range(self) -> float: ...
+
     @range.setter
     def range(self, arg: float, /) -> None: ...
+
     @property
     def step_size(self) -> int: ...
+
     @step_size.setter
     def step_size(self, arg: int, /) -> None: ...
+
     @property
     def init_scale(self) -> float: ...
+
     @init_scale.setter
     def init_scale(self, arg: float, /) -> None: ...
+
     @property
     def max_scale(self) -> float: ...
+
     @max_scale.setter
     def max_scale(self, arg: float, /) -> None: ...
+
     @property
     def amplitude(self) -> float: ...
+
     @amplitude.setter
     def amplitude(self, arg: float, /) -> None: ...
 
 class SegmentSpec:
-    def __init__(
-        self, dim: int, optimizer: OptimizerSpec, initial: tuple[float, float], compressor: CompressorSpec
-    ) -> None: ...
+    def __init__(self, dim: int, optimizer: OptimizerSpec, initial: tuple[float, float], compressor: CompressorSpec) -> None: ...
 
 class TableStats:
     @property
     def rows(self) -> int: ...
+
     @property
     def inserted(self) -> int: ...
+
     @property
     def filtered(self) -> int: ...
+
     @property
     def refused(self) -> int: ...
+
     @property
     def evicted(self) -> int: ...
+
     @property
     def removed(self) -> int: ...
+
     @property
     def bytes_total(self) -> int: ...
+
     @property
     def bytes_rows(self) -> int: ...
+
     @property
     def bytes_index(self) -> int: ...
+
     @property
     def slots(self) -> int: ...
+
     @property
     def partitions(self) -> int: ...
+
     @property
     def max_event_time(self) -> int: ...
 
 class Table:
     """Maps int64 ids to rows of floats. Thread-safe."""
 
-    def __init__(
-        self,
-        *,
-        segments: Sequence[SegmentSpec],
-        serving: bool,
-        skip_zero: bool,
-        expire_when_full: bool,
-        seed: int,
-        initial_rows: int,
-        capacity_bytes: int,
-        expire_seconds: int,
-        slot_expire_seconds: Sequence[tuple[int, int]],
-        admission: Admission | None,
-        touched: TouchedKeySet | None,
-        workers: Workers | None,
-    ) -> None: ...
+    def __init__(self, *, segments: Sequence[SegmentSpec], serving: bool, skip_zero: bool, expire_when_full: bool, seed: int, initial_rows: int, capacity_bytes: int, expire_seconds: int, slot_expire_seconds: Sequence[tuple[int, int]], admission: Admission | None, touched: TouchedKeySet | None, workers: Workers | None) -> None: ...
+
     @property
     def dim(self) -> int: ...
+
     @property
     def state_dim(self) -> int: ...
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row as stored."""
 
     @property
     def max_event_time(self) -> int: ...
+
     def __len__(self) -> int: ...
-    def lookup(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
-    ) -> int:
+
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> int:
         """
         Copy one embedding per id into `out`, zeros for an unseen id; returns how many were seen.
         """
 
-    def lookup_rows(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
-        times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu")],
-        values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
-        state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu")],
-    ) -> None:
+    def lookup_rows(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], times: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
         """Copy whole rows into columns."""
 
-    def contains(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
-    ) -> None: ...
-    def assign(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        values: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None: ...
-    def assign_add(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        values: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> None: ...
-    def apply_gradients(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        gradients: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        rates: Annotated[
-            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        step: int,
-        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        dedup: bool,
-        latest: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ]
-        | None,
-    ) -> None: ...
-    def reinitialize(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        now: int,
-        status: Annotated[NDArray[numpy.int8], dict(shape=(None,), order="C", device="cpu")],
-    ) -> None: ...
-    def restore(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        values: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-        state: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ]
-        | None,
-        fresh_state: Annotated[
-            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ]
-        | None,
-    ) -> None: ...
-    def remove(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    ) -> int: ...
+    def contains(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+    def assign(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def assign_add(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None: ...
+
+    def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], gradients: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None) -> None: ...
+
+    def reinitialize(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], now: int, status: Annotated[NDArray[numpy.int8], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+    def restore(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], state: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, fresh_state: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None) -> None: ...
+
+    def remove(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int: ...
+
     def evict(self, now: int) -> int: ...
+
     def clear(self) -> None: ...
-    def scan(self, cursor: int, last: int, limit: int) -> tuple:
+
+    def scan(self, cursor: int, last: int, limit: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]:
         """
         (ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their order.
         """
 
     def freeze(self) -> None: ...
+
     def thaw(self) -> None: ...
+
     @property
     def scales(self) -> list[float]: ...
+
     @scales.setter
     def scales(self, arg: Sequence[float], /) -> None: ...
+
     def stats(self) -> TableStats: ...
 
-def fused_offsets(
-    dims: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    num_shards: int,
-    num_ids: int,
-) -> tuple:
+def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, num_ids: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """
     (recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.
     """
@@ -575,34 +494,10 @@ class TableGroup:
     def __init__(self, tables: Sequence[Table]) -> None:
         """Keeps the tables alive."""
 
-    def lookup(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        num_shards: int,
-        out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu")],
-    ) -> None:
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """
         Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.
         """
 
-    def apply_gradients(
-        self,
-        ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        num_shards: int,
-        gradients: Annotated[
-            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        rates: Annotated[
-            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        step: int,
-        times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        dedup: bool,
-        latest: Annotated[
-            NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ]
-        | None,
-    ) -> None:
+    def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None) -> None:
         """Step every table once, with its ids of all shards in shard order."""

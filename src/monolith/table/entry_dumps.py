@@ -15,7 +15,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem, native
@@ -212,8 +214,9 @@ def _codec(config: TableConfig) -> native.EntryDumpCodec:
     return native.EntryDumpCodec([(segment.optimizer.rule.kind, segment.dim) for segment in config.segments])
 
 
-def _columns(rows: Rows) -> list[object]:
-    return [column.contiguous().numpy() for column in (rows.event_times, rows.values, rows.state)]
+def _columns(rows: Rows) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    times, values, state = (c.contiguous().numpy() for c in (rows.event_times, rows.values, rows.state))
+    return times, values, state
 
 
 def _check_has_state(config: TableConfig, call: str) -> None:

@@ -31,7 +31,7 @@ class Rows:
     values: Tensor
     """float32 of shape (n, dim): all segments side by side, as stored (never fake-quantized)."""
     state: Tensor
-    """float32 of shape (n, state_dim): optimizer state, segment after segment. A counter is two floats of bits."""
+    """float32 of shape (n, state_dim): optimizer state by segment. A counter is two floats of bits."""
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
@@ -152,9 +152,15 @@ class Table(Protocol):
         """Drop rows; return how many there were."""
 
     def evict(self, now: int | None = None) -> int:
-        """Drop rows whose age at `now` (default: the newest event time) reached their slot's expiry; return how many."""
+        """Drop rows whose age at `now` (default: the newest event time) reached their slot's expiry.
 
-    def scan(self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Scan:
+        Returns:
+            How many there were.
+        """
+
+    def scan(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
         """Return up to `limit` rows of a shard, from `cursor` on (None starts).
 
         Shards are disjoint and cover the table. A row that is there throughout a scan is

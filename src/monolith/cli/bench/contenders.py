@@ -62,9 +62,14 @@ def table_contenders(table: NativeTable, requests: Batches, gradients: Tensor) -
 
 
 def raw_contenders(raw: native.RawRows, requests: Batches, gradients: Tensor) -> dict[str, Contender]:
-    out, changes = torch.empty_like(gradients).numpy(), gradients.numpy()
+    """`raw gather` copies rows of the table's own size, state included; a lookup returns the values only."""
+    rows, values = (torch.empty((len(gradients), floats)).numpy() for floats in (2 * raw.width, raw.width))
+    changes = gradients.numpy()
     return {
-        "raw gather": contender(requests, lambda batch: raw.gather(requests.positions[batch], out)),
+        "raw gather": contender(requests, lambda batch: raw.gather(requests.positions[batch], rows)),
+        "raw gather of values only": contender(
+            requests, lambda batch: raw.gather(requests.positions[batch], values)
+        ),
         "raw read-modify-write": contender(
             requests, lambda batch: raw.update(requests.positions[batch], changes)
         ),
