@@ -66,7 +66,7 @@ std::unique_ptr<Table::Body> Table::make_body() const {
   const auto build = [&](const auto& self, std::uint64_t first, std::uint64_t last) -> void {
     const double share = (static_cast<double>(last - first) + 1) * 0x1p-64;
     const double rows = share * static_cast<double>(spec_.initial_rows);
-    if (rows <= kPartitionRows * 0.95) {
+    if (rows <= partition_limit(spec_.initial_rows / kPartitionRows) * 0.95) {
       add(first, last, rows);
       return;
     }
@@ -240,6 +240,11 @@ void Table::make_room(Body& body, Partition& part, std::uint32_t newcomers, std:
 
 // Called with the partition locked, between windows.
 void Table::split(Body& body, Partition& part) {
+  {
+    std::lock_guard lock(body.mutex);
+    part.split_at = std::max(part.split_at, partition_limit(body.partitions.size()));
+  }
+  if (part.rows <= part.split_at) return;
   const Index old = part.index.load(std::memory_order_relaxed);
   const std::uint64_t middle = cut(part.first, part.last);
   const int depth = 64 - std::countr_zero(middle);  // leading bits that tell the two sides apart
@@ -264,7 +269,7 @@ void Table::split(Body& body, Partition& part) {
   sibling->last = part.last.load();
   sibling->rows = static_cast<std::uint32_t>(upper);
   sibling->index = high;
-  sibling->split_at = part.split_at = kPartitionRows;
+  sibling->split_at = part.split_at;
 
   Change change(part);
   part.last.store(middle - 1, std::memory_order_relaxed);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "hash.h"
@@ -9,8 +10,15 @@
 
 namespace monolith {
 
-// A partition splits when it holds more rows than this.
+// A partition splits when it holds more rows than this, the more the more partitions there are already: a
+// batch should bring several ids to each that it meets, and a split should stay a matter of a few
+// milliseconds.
 inline constexpr std::uint32_t kPartitionRows = 16384;
+inline constexpr std::size_t kManyPartitions = 512;
+inline std::uint32_t partition_limit(std::size_t partitions) {
+  return kPartitionRows * static_cast<std::uint32_t>(
+                              std::clamp<std::size_t>(std::bit_ceil(partitions / kManyPartitions), 1, 8));
+}
 // An index array is made this full, and replaced when it is that full. At most `kBrimLoad` when the
 // budget allows no larger one.
 inline constexpr double kFreshLoad = 0.62;

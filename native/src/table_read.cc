@@ -60,8 +60,9 @@ void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::by
   asm volatile("" : : "r"(touched));
 
   const RowArenas::Finder row_at(body.rows);
+  const std::byte* const zeros = zeros_.data();
   const auto note = [&](std::size_t i, std::uint32_t row, std::uint32_t time) {
-    rows[i] = row != 0 ? row_at(row) : zeros_.data();
+    rows[i] = row != 0 ? row_at(row) : zeros;
     found[i] = row != 0;
     if (times != nullptr) times[i] = time;
   };
