@@ -48,17 +48,23 @@ RowArenas::RowArenas(std::size_t row_bytes, Budget& budget) : row_bytes_(row_byt
   for (auto& origin : origins_) origin.store(nullptr, std::memory_order_relaxed);
 }
 
-std::uint32_t RowArenas::take_chunk() {
-  const std::size_t chunk_bytes = kChunkRows * row_bytes_;
+RowArenas::Range RowArenas::take(std::uint32_t wanted) {
   std::lock_guard lock(mutex_);
-  if (next_ + kChunkRows > UINT32_MAX || !budget_.take(chunk_bytes)) return 0;
+  if (next_ + kChunkRows > UINT32_MAX) return {};
   const auto first = static_cast<std::uint32_t>(next_);
+  const std::uint32_t left =
+      std::bit_floor(first) * 2 - first;  // in this arena, which ends at a power of two
+  wanted = std::min(wanted, left == 0 ? UINT32_MAX - first : left);
+  if (!budget_.take(wanted * row_bytes_)) {
+    wanted = kChunkRows;
+    if (!budget_.take(wanted * row_bytes_)) return {};
+  }
   if (std::has_single_bit(first)) {  // the first row of a new arena, which holds `first` rows
     try {
       regions_.emplace_back(std::size_t{first} * row_bytes_);
     } catch (const std::bad_alloc&) {
-      budget_.give(chunk_bytes);
-      return 0;
+      budget_.give(wanted * row_bytes_);
+      return {};
     }
     const int arena = 31 - std::countl_zero(first);
     // An origin before its region is never dereferenced: only numbers from `first` on use it.
@@ -66,9 +72,9 @@ std::uint32_t RowArenas::take_chunk() {
         reinterpret_cast<std::uintptr_t>(regions_.back().data()) - std::size_t{first} * row_bytes_;
     origins_[arena].store(reinterpret_cast<std::byte*>(origin), std::memory_order_relaxed);
   }
-  next_ += kChunkRows;
-  taken_.fetch_add(chunk_bytes, std::memory_order_relaxed);
-  return first;
+  next_ += wanted;
+  taken_.fetch_add(wanted * row_bytes_, std::memory_order_relaxed);
+  return {first, first + wanted};
 }
 
 IndexHeap::~IndexHeap() {

@@ -54,7 +54,7 @@ class Region {
   std::size_t size_ = 0;
 };
 
-// Rows of one size, handed out in chunks of 64 and never moved.
+// Rows of one size, handed out in chunks of at least 64 and never moved.
 //
 // Arena k holds rows 2^(k+6) .. 2^(k+7)-1, so an address is a shift, a table of a few pointers that
 // stays in cache, and a multiply. Row numbers begin at 64: number 0 means "no row".
@@ -81,8 +81,12 @@ class RowArenas {
 
   std::byte* row(std::uint32_t number) const { return Finder(*this)(number); }
 
-  // Takes the next chunk; returns its first row, or 0 when the budget is spent.
-  std::uint32_t take_chunk();
+  struct Range {
+    std::uint32_t first = 0;  // 0 when the budget is spent
+    std::uint32_t end = 0;
+  };
+  // Takes the next rows: `wanted`, a multiple of 64, or fewer at the end of an arena or of the budget.
+  Range take(std::uint32_t wanted);
 
   std::size_t row_bytes() const { return row_bytes_; }
   std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }

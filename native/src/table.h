@@ -146,6 +146,7 @@ class Table {
                              bool with_times) const;
 
   void make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time);
+  bool take_chunk(Body& body, Partition& part) const;
   std::uint32_t take_row(Body& body, Partition& part);
   void free_row(Body& body, Partition& part, std::uint32_t row);
   Slot* insert(Body& body, Partition& part, std::uint64_t hash, std::uint32_t time);

@@ -32,9 +32,12 @@ from monolith.table import (
     Rows,
     Segment,
     Sgd,
+    SlidingFilter,
+    SlotThresholds,
     StochasticRounding,
     Table,
     TableConfig,
+    TouchedKeySet,
     iterate,
 )
 
@@ -432,57 +435,14 @@ def test_event_times_beyond_2038_are_kept(table: Table) -> None:
 # Admission and touched keys
 
 
-class AfterSightings:
-    """A filter in plain Python: an id is admitted once it has been turned away `threshold` times."""
-
-    def __init__(self, threshold: int) -> None:
-        self.threshold = threshold
-        self.seen: dict[int, int] = {}
-
-    def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
-        counts = torch.ones_like(ids) if counts is None else counts
-        refused = []
-        for key, count in zip(ids.tolist(), counts.tolist(), strict=True):
-            before = self.seen.get(key, 0)
-            self.seen[key] = before + count
-            refused.append(before < self.threshold)
-        return torch.tensor(refused)
-
-
-class SortedKeys:
-    """A set of touched keys in plain Python."""
-
-    def __init__(self) -> None:
-        self.keys: set[int] = set()
-
-    def insert(self, ids: Tensor) -> int:
-        self.keys.update(ids.tolist())
-        return 0
-
-    def steal(self) -> Tensor:
-        keys, self.keys = sorted(self.keys), set()
-        return torch.tensor(keys, dtype=torch.int64)
+@pytest.fixture
+def after_sightings() -> Callable[[int], SlidingFilter]:
+    return lambda n: SlidingFilter(capacity=1000, split_num=7, thresholds=SlotThresholds(default=n))
 
 
 @pytest.fixture
-def after_sightings(table_class: Any) -> Callable[[int], Any]:
-    if hasattr(monolith.table, "SlidingFilter"):
-        room: Any = monolith.table
-        return lambda n: room.SlidingFilter(
-            capacity=1000, split_num=7, thresholds=room.SlotThresholds(default=n)
-        )
-    if table_class is not DictTable:
-        pytest.skip("a compiled table takes compiled filters, which are not built")
-    return AfterSightings
-
-
-@pytest.fixture
-def touched(table_class: Any) -> Any:
-    if hasattr(monolith.table, "TouchedKeySet"):
-        return monolith.table.TouchedKeySet(1000, 1)
-    if table_class is not DictTable:
-        pytest.skip("a compiled table takes a compiled set of keys, which is not built")
-    return SortedKeys()
+def touched() -> TouchedKeySet:
+    return TouchedKeySet(1000, 1)
 
 
 def test_new_ids_wait_for_the_filter(make: Make, after_sightings: Callable[[int], Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from monolith import native
 from monolith.table import (
     OPTIMIZERS,
     Constant,
@@ -37,8 +40,7 @@ from monolith.table import (
 from monolith.table.compressors import Compressor, Fp32
 from monolith.table.update_rules import state_views
 
-# Without another table the plain one is compared with itself, which at least runs this file.
-OTHERS = table_classes()[1:] or [DictTable]
+OTHERS = [cls for cls in table_classes() if cls is not DictTable]
 
 # Thresholds are odd fractions and gradients are eighths, so that no comparison is decided by rounding.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -221,6 +223,68 @@ def test_random_operations_have_the_same_effect(
     for name in ("rows", "inserted", "filtered", "refused", "evicted", "removed", "max_event_time"):
         assert getattr(table.stats(), name) == getattr(reference.stats(), name), name
     table.close()
+
+
+THREADS = 4
+OWN = 3000
+"""Ids that belong to one thread: enough, over all threads, for partitions to split under them."""
+
+
+def _live(table: Table, thread: int, story: Sequence[tuple[str, int]]) -> None:
+    """Act out a story on the thread's own ids. What others do meanwhile must not show."""
+    own = torch.arange(OWN) * THREADS + thread
+    for step, (name, seed) in enumerate(story):
+        random = np.random.default_rng(seed)
+        ids = own[torch.from_numpy(random.integers(0, OWN, 400))]
+        values = _eighths(seed, len(ids), table.dim)
+        match name:
+            case "apply_gradients":
+                table.apply_gradients(ids, values, step=step, event_time=seed, dedup=seed % 2 == 0)
+            case "assign":
+                table.assign(ids, values, event_time=seed)
+            case "remove":
+                table.remove(ids[:50])
+            case "lookup":
+                before = table.lookup(ids)
+                assert torch.equal(before, table.lookup(ids))  # nobody else writes these
+
+
+@pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@settings(max_examples=4, deadline=None)
+@given(
+    stories=st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["apply_gradients", "apply_gradients", "assign", "remove", "lookup"]),
+                st.integers(0, 1000),
+            ),
+            min_size=6,
+            max_size=6,
+        ),
+        min_size=THREADS,
+        max_size=THREADS,
+    )
+)
+def test_threads_that_share_a_table_do_not_disturb_each_other(
+    cls: Any, kind: str, stories: list[list[tuple[str, int]]]
+) -> None:
+    segment = Segment(
+        dim=1 if kind == "batch_softmax" else 5,
+        optimizer=OPTIMIZERS[kind](**SETTINGS.get(kind, {})),
+        initializer=RandomUniform(),
+        learning_rate=0.125,
+    )
+    config = TableConfig(name="shared", segments=(segment,))
+    alone, shared = cls(config), cls(config, workers=native.Workers(2))
+    for thread, story in enumerate(stories):
+        _live(alone, thread, story)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(_live, shared, thread, story) for thread, story in enumerate(stories)]:
+            done.result()
+    expected, found = _content(alone, 1000), _content(shared, 1000)
+    for name in ("ids", "event_times", "values", "state"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)

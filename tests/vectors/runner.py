@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from contracts.tables import planned
 from torch import Tensor
 
+import monolith.native
+import monolith.table
 from monolith.table import (
     Constant,
     Expiry,
@@ -173,10 +174,10 @@ def filter_of(params: Mapping[str, Any], threshold: int) -> Any:
     kind = params.get("filter", "sliding")
     if kind == "dummy":
         return None
-    thresholds = planned("monolith.table.SlotThresholds")(default=threshold)
+    thresholds = monolith.table.SlotThresholds(default=threshold)
     if kind == "probabilistic":
-        return planned("monolith.table.ProbabilisticFilter")(thresholds)
-    return planned("monolith.table.SlidingFilter")(
+        return monolith.table.ProbabilisticFilter(thresholds)
+    return monolith.table.SlidingFilter(
         capacity=params.get("capacity", 1_000_000),
         split_num=params.get("split_num", 7),
         thresholds=thresholds,
@@ -303,7 +304,7 @@ def intercept_gradient(case: Case) -> Any:
     grads = []
     for _ in range(case.inputs["runs"]):
         embeddings = torch.ones(len(ids), 2, requires_grad=True)
-        seen = planned("monolith.table.intercept_gradient")(admission, ids, embeddings)
+        seen = monolith.table.intercept_gradient(admission, ids, embeddings)
         seen.backward(torch.full_like(seen, case.inputs["incoming_grad"]))
         assert embeddings.grad is not None
         assert torch.equal(embeddings.grad[:, 0], embeddings.grad[:, 1])
@@ -313,10 +314,10 @@ def intercept_gradient(case: Case) -> Any:
 
 def probabilistic_filter_rate(case: Case) -> Any:
     many = 40_000
-    thresholds = planned("monolith.table.SlotThresholds")(default=case.inputs["threshold"])
+    thresholds = monolith.table.SlotThresholds(default=case.inputs["threshold"])
     rates: dict[str, list[float]] = {}
     for name, equal in (("unequal", False), ("equal", True)):
-        admission = planned("monolith.table.ProbabilisticFilter")(thresholds, equal=equal, seed=1)
+        admission = monolith.table.ProbabilisticFilter(thresholds, equal=equal, seed=1)
         rates[name] = [
             1 - float(admission.refuse(torch.arange(many), torch.full((many,), count)).float().mean())
             for count in case.inputs["counts"]
@@ -325,7 +326,7 @@ def probabilistic_filter_rate(case: Case) -> Any:
 
 
 def touched_key_set(case: Case) -> Any:
-    keys = planned("monolith.table.TouchedKeySet")(**case.params)
+    keys = monolith.table.TouchedKeySet(**case.params)
     results: list[Any] = []
     for call in case.inputs["calls"]:
         if "steal" in call:
@@ -390,8 +391,8 @@ def hash_table_save(case: Case) -> Any:
         getattr(table, name)(id_tensor([key]), floats([value]), event_time=time)
     ids = id_tensor([write[0] for write in writes])
     with tempfile.TemporaryDirectory() as folder:
-        planned("monolith.table.dump")(table, str(Path(folder) / "table"))
-        planned("monolith.table.load")(restored, str(Path(folder) / "table"))
+        monolith.table.dump(table, str(Path(folder) / "table"))
+        monolith.table.load(restored, str(Path(folder) / "table"))
     return {"saved_ids": ids[restored.contains(ids)], "restored_lookup": restored.lookup(ids)}
 
 
@@ -424,7 +425,7 @@ def _multi_table(case: Case) -> Any:
         if entries:
             table.assign(id_tensor(entries), floats(list(entries.values())))
         tables[f"table{number}"] = table
-    return planned("monolith.table.MultiTable")(tables)
+    return monolith.table.MultiTable(tables)
 
 
 def fused_lookup(case: Case) -> Any:
@@ -456,7 +457,7 @@ def multi_table_reinitialize(case: Case) -> Any:
     table = case.table(plain_segment(case.params), name=inputs["table"])
     present, ids = id_tensor(inputs["present_ids"]), id_tensor(inputs["ids"])
     table.assign(present, torch.ones(len(present), table.dim))
-    tables = planned("monolith.table.MultiTable")({inputs["table"]: table})
+    tables = monolith.table.MultiTable({inputs["table"]: table})
     return {
         "status_known": tables.reinitialize(inputs["table"], ids, now=0),
         "values_after": table.lookup(ids),
@@ -473,14 +474,14 @@ def merged_table_name(case: Case) -> Any:
 
 
 def sharded_file_names(case: Case) -> Any:
-    names = planned("monolith.table.sharded_names")(case.inputs["basename"], case.inputs["nshards"])
+    names = monolith.table.sharded_names(case.inputs["basename"], case.inputs["nshards"])
     return {"names": list(names)}
 
 
 def validate_sharded_files(case: Case) -> Any:
     def accepts(basename: str, names: list[str]) -> bool:
         try:
-            planned("monolith.table.validate_sharded")(basename, names)
+            monolith.table.validate_sharded(basename, names)
         except ValueError:
             return False
         return True
@@ -494,20 +495,20 @@ def entry_dump_bytes(case: Case) -> Any:
     table = case.table(*(Segment(dim=1, optimizer=optimizer_of(opt)) for opt in inputs["opt"]))
     table.assign(id_tensor([inputs["id"]]), floats([inputs["num"]]), event_time=inputs["last_update_ts_sec"])
     _, row = table.lookup_rows(id_tensor([inputs["id"]]))
-    (payload,) = planned("monolith.table.encode_entry_dumps")(row, table.config)
+    (payload,) = monolith.table.encode_entry_dumps(row, table.config)
     return {"hex": payload.hex()}
 
 
 def tfrecord_bytes(case: Case) -> Any:
     payload = bytes.fromhex(case.inputs["payload_hex"])
-    return {"hex": planned("monolith.table.tfrecord")(payload).hex()}
+    return {"hex": monolith.table.tfrecord(payload).hex()}
 
 
 def masked_crc32c(case: Case) -> Any:
     payload = bytes.fromhex(case.inputs["payload_hex"])
     return {
-        "crc32c": planned("monolith.native.crc32c")(payload),
-        "masked": planned("monolith.native.masked_crc32c")(payload),
+        "crc32c": monolith.native.crc32c(payload),
+        "masked": monolith.native.masked_crc32c(payload),
     }
 
 
