@@ -11,6 +11,7 @@ These functions are the reference: float32 throughout, one array in, one out.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ LARGEST_HALF = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
-class Compressor:
+class Compressor(ABC):
     """A code for float32 values. Equal settings compare equal and print the same."""
 
     kind: ClassVar[str] = ""
@@ -41,13 +42,13 @@ class Compressor:
         """Return the scale from `step` on, given the one before."""
         return scale
 
+    @abstractmethod
     def encode(self, values: Floats) -> NDArray[Any]:
         """Return the codes a server keeps, one per value."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, codes: NDArray[Any]) -> Floats:
         """Return the values a server answers with."""
-        raise NotImplementedError
 
     def fake_quant(self, values: Floats, scale: float = 1.0) -> Floats:  # noqa: ARG002
         """Return what training sees of the stored values."""

@@ -8,6 +8,7 @@ seed, the id and the column, not from a generator with a memory.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,14 +21,14 @@ from monolith.table.labels import label
 
 
 @dataclass(frozen=True, slots=True)
-class Initializer:
+class Initializer(ABC):
     """The first values of one segment. Equal settings compare equal and print the same."""
 
     kind: ClassVar[str] = ""
 
+    @abstractmethod
     def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
         """Return float32 of shape (len(ids), len(columns)); `columns` counts over the whole entry."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         return label(self.kind, self)
