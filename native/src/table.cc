@@ -121,6 +121,7 @@ TableStats Table::stats() const {
 void Table::clear() {
   auto fresh = make_body();
   std::unique_lock lock(gate_mutex_);
+  gate_changed_.wait(lock, [&] { return frozen_ == 0; });  // clearing is a write, and waits like one
   ++frozen_;
   gate_changed_.wait(lock, [&] { return writers_ == 0; });
   lock.unlock();

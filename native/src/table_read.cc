@@ -210,7 +210,7 @@ void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, 
   spread(ids.size(), kGrain, [&](std::size_t begin, std::size_t end) {
     std::uint8_t there[kBlock];
     std::uint32_t seen[kBlock];
-    std::vector<std::byte> rows(kBlock * bytes);
+    std::vector<std::byte> rows(std::max<std::size_t>(kBlock * bytes, 1));  // somewhere to point to, at least
     for (std::size_t at = begin; at < end; at += kBlock) {
       const std::size_t count = std::min(kBlock, end - at);
       read_block(body, ids.subspan(at, count), rows.data(), bytes, there, seen);

@@ -168,6 +168,24 @@ void concurrent_additions_are_all_there() {
   CHECK(std::all_of(out.begin(), out.end(), [](float v) { return v == 12.0f; }));
 }
 
+void asking_only_whether_ids_are_there_works_beside_a_writer() {
+  Table table(spec_of(4));
+  const Ids ids = spread_ids(5000, 8);
+  const std::vector<float> values(4 * ids.size(), 1.0f);
+  table.assign(ids, values.data(), {1});
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    while (!stop) table.assign(ids, values.data(), {2});
+  });
+  std::vector<std::uint8_t> found(ids.size());
+  for (int i = 0; i < 50; ++i) {
+    table.lookup_rows(ids, found.data(), nullptr, nullptr, nullptr);
+    CHECK(std::all_of(found.begin(), found.end(), [](std::uint8_t there) { return there == 1; }));
+  }
+  stop = true;
+  writer.join();
+}
+
 void clearing_under_readers_and_writers_leaves_a_table_that_works() {
   Table table(spec_of(4), nullptr, nullptr, std::make_shared<Workers>(2));
   const Ids ids = spread_ids(20'000, 7);
@@ -198,10 +216,13 @@ void frozen_means_that_writers_wait() {
     table.assign({&id, 1}, &value, {1});
     done = true;
   });
+  std::thread clearer([&] { table.clear(); });
   CHECK_EQUAL(table.size(), 0u);
   CHECK(!done);
   table.thaw();
   writer.join();
+  clearer.join();
+  table.assign({&id, 1}, &value, {1});
   CHECK_EQUAL(table.size(), 1u);
 }
 
@@ -252,6 +273,8 @@ int main() {
       {"readers never see half an update while rows come and go",
        readers_never_see_half_an_update_while_rows_come_and_go},
       {"concurrent additions are all there", concurrent_additions_are_all_there},
+      {"asking only whether ids are there works beside a writer",
+       asking_only_whether_ids_are_there_works_beside_a_writer},
       {"clearing under readers and writers leaves a table that works",
        clearing_under_readers_and_writers_leaves_a_table_that_works},
       {"frozen means that writers wait", frozen_means_that_writers_wait},

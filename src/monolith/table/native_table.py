@@ -196,7 +196,10 @@ class NativeTable:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Hold writers off while the block runs; readers go on."""
+        """Hold writers off while the block runs; readers go on.
+
+        A call in the block that writes to this table would wait for the block to end: do not.
+        """
         core = self.core
         core.freeze()
         try:
