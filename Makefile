@@ -22,7 +22,8 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-# torch must come from the constraints: a range would pull a build with 3 GB of CUDA packages.
+# The constraints name the torch we test with. Where an index has a CPU build of it, install that one first: the
+# usual one brings some 3 GB of CUDA packages, which work and are not needed.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -c constraints.txt -e '.[dev]'

@@ -30,7 +30,6 @@ class Budget {
   }
   void give(std::size_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
   std::size_t used() const { return used_.load(std::memory_order_relaxed); }
-  std::size_t limit() const { return limit_; }
 
  private:
   const std::size_t limit_;
@@ -88,7 +87,6 @@ class RowArenas {
   // Takes the next rows: `wanted`, a multiple of 64, or fewer at the end of an arena or of the budget.
   Range take(std::uint32_t wanted);
 
-  std::size_t row_bytes() const { return row_bytes_; }
   std::size_t bytes() const { return taken_.load(std::memory_order_relaxed); }
 
  private:

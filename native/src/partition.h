@@ -81,7 +81,9 @@ class Index {
     return where != 0 ? bucket + std::countr_zero(where) : nullptr;
   }
   // What a bucket holds for `hash`, for readers: row and time, both 0 when it is not in this line, and
-  // whether the line is full. Few loads and no jump that depends on what they bring.
+  // whether the line is full. Few loads and no jump that depends on what they bring. While a writer moves a
+  // slot, two may match for a moment: the row is then neither's, but its highest bit is that of the larger,
+  // so it lies in an arena that exists, and the reader will find out that it met a writer.
   struct Seen {
     std::uint32_t row;
     std::uint32_t time;
