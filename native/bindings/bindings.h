@@ -13,5 +13,7 @@ void bind_workers(nanobind::module_& m);
 void bind_raw_rows(nanobind::module_& m);
 void bind_table(nanobind::module_& m);
 void bind_table_group(nanobind::module_& m);
+void bind_layouts(nanobind::module_& m);
+void bind_fids(nanobind::module_& m);
 
 }  // namespace monolith

@@ -10,4 +10,6 @@ NB_MODULE(_core, m) {
   monolith::bind_raw_rows(m);
   monolith::bind_table(m);
   monolith::bind_table_group(m);
+  monolith::bind_layouts(m);
+  monolith::bind_fids(m);
 }

@@ -81,10 +81,13 @@ void assign_add(Table& table, const Ids& ids, const Floats& values, const Times&
 }
 
 void apply_gradients(Table& table, const Ids& ids, const Floats& gradients, const Column<float>& rates,
-                     std::int64_t step, const Times& times, bool dedup, const std::optional<Floats>& latest) {
+                     std::int64_t step, const Times& times, bool dedup, const std::optional<Floats>& latest,
+                     const std::optional<Column<std::uint32_t>>& counts) {
   check_rows(gradients, ids.size(), table.dim());
   if (latest) check_rows(*latest, ids.size(), table.dim());
-  const EventTimes when = event_times(times, ids);
+  check(!counts || counts->size() == ids.size(), "counts must have one entry per id");
+  EventTimes when = event_times(times, ids);
+  if (counts) when.counts = counts->data();
   nb::gil_scoped_release unlocked;
   table.apply_gradients(as_span(ids), gradients.data(), latest ? latest->data() : nullptr, as_span(rates),
                         step, when, dedup);
@@ -243,7 +246,8 @@ void bind_table(nb::module_& m) {
       .def("assign", &assign, "ids"_a.noconvert(), "values"_a.noconvert(), "times"_a.noconvert())
       .def("assign_add", &assign_add, "ids"_a.noconvert(), "values"_a.noconvert(), "times"_a.noconvert())
       .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "gradients"_a.noconvert(),
-           "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a, "latest"_a.noconvert().none())
+           "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a, "latest"_a.noconvert().none(),
+           "counts"_a.noconvert().none())
       .def("reinitialize", &reinitialize, "ids"_a.noconvert(), "now"_a, "status"_a.noconvert())
       .def("restore", &restore, "ids"_a.noconvert(), "times"_a.noconvert(), "values"_a.noconvert(),
            "state"_a.noconvert().none(), "fresh_state"_a.noconvert().none())

@@ -34,11 +34,13 @@ void lookup(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size
 
 void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
                      const Floats& gradients, const Floats& rates, std::int64_t step,
-                     const Column<std::uint32_t>& times, bool dedup, const std::optional<Floats>& latest) {
+                     const Column<std::uint32_t>& times, bool dedup, const std::optional<Floats>& latest,
+                     const std::optional<Column<std::uint32_t>>& counts) {
   const std::span<const float> seen = latest ? as_span(*latest) : std::span<const float>();
+  const auto often = counts ? as_span(*counts) : std::span<const std::uint32_t>();
   nb::gil_scoped_release unlocked;
   group.apply_gradients(as_span(ids), as_span(sizes), num_shards,
-                        {as_span(gradients), seen, as_span(rates), step, as_span(times), dedup});
+                        {as_span(gradients), seen, as_span(rates), step, as_span(times), often, dedup});
 }
 
 }  // namespace
@@ -50,12 +52,13 @@ void bind_table_group(nb::module_& m) {
         "(recv_splits, id_offsets, float_offsets) of a fused call over tables of these dims.");
 
   nb::class_<TableGroup>(m, "TableGroup", "One call for many tables. Thread-safe.")
-      .def(nb::init<std::vector<std::shared_ptr<Table>>>(), "tables"_a, "Keeps the tables alive.")
+      .def(nb::init<std::vector<std::shared_ptr<Table>>, std::shared_ptr<Workers>>(), "tables"_a,
+           "workers"_a.none() = nb::none(), "Keeps the tables alive.")
       .def("lookup", &lookup, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a, "out"_a.noconvert(),
            "Copy one embedding per id into `out`; sizes[shard * tables + table] says whose ids are whose.")
       .def("apply_gradients", &apply_gradients, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_shards"_a,
            "gradients"_a.noconvert(), "rates"_a.noconvert(), "step"_a, "times"_a.noconvert(), "dedup"_a,
-           "latest"_a.noconvert().none(),
+           "latest"_a.noconvert().none(), "counts"_a.noconvert().none() = nb::none(),
            "Step every table once, with its ids of all shards in shard order.");
 }
 

@@ -42,12 +42,17 @@ struct TableSpec {
   std::vector<std::pair<std::uint32_t, std::int64_t>> slot_expire_seconds;
 };
 
-// When the rows of a batch were seen: one time for all, or one for each.
+// When the ids of a batch were seen: one time for all, or one for each; and how often, once by default.
 struct EventTimes {
   std::uint32_t all = 0;
   const std::uint32_t* each = nullptr;
+  const std::uint32_t* counts = nullptr;
   std::uint32_t at(std::size_t position) const { return each != nullptr ? each[position] : all; }
-  EventTimes from(std::size_t position) const { return {all, each != nullptr ? each + position : nullptr}; }
+  std::uint32_t count(std::size_t position) const { return counts != nullptr ? counts[position] : 1; }
+  EventTimes from(std::size_t position) const {
+    return {all, each != nullptr ? each + position : nullptr,
+            counts != nullptr ? counts + position : nullptr};
+  }
 };
 
 struct TableStats {

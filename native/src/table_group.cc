@@ -38,18 +38,14 @@ class Gather {
       ++pieces;
     });
     if (pieces < 2) return only;
-    if (total > room_) {
-      copy_ = std::make_unique_for_overwrite<T[]>(total);
-      room_ = total;
-    }
+    copy_ = std::make_unique_for_overwrite<T[]>(total);
     T* end = copy_.get();
     each([&](std::span<const T> piece) { end = std::copy(piece.begin(), piece.end(), end); });
     return {copy_.get(), total};
   }
 
  private:
-  std::unique_ptr<T[]> copy_;  // kept for the next table
-  std::size_t room_ = 0;
+  std::unique_ptr<T[]> copy_;
 };
 
 }  // namespace
@@ -89,7 +85,8 @@ FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const s
   return offsets;
 }
 
-TableGroup::TableGroup(std::vector<std::shared_ptr<Table>> tables) : tables_(std::move(tables)) {
+TableGroup::TableGroup(std::vector<std::shared_ptr<Table>> tables, std::shared_ptr<Workers> workers)
+    : tables_(std::move(tables)), workers_(std::move(workers)) {
   dims_.reserve(tables_.size());
   for (const auto& table : tables_) {
     if (table == nullptr) throw std::invalid_argument("a group needs tables, got none in its place");
@@ -107,10 +104,18 @@ void TableGroup::lookup(std::span<const std::int64_t> ids, std::span<const std::
   const FusedOffsets at = offsets(sizes, num_shards, ids.size());
   if (out.size() != static_cast<std::size_t>(at.floats.back()))
     refuse("out must hold dim floats per id", at.floats.back(), out.size());
-  for (std::size_t piece = 0; piece < sizes.size(); ++piece)
+  each(sizes.size(), [&](std::size_t piece) {
     if (sizes[piece] > 0)
       tables_[piece % tables_.size()]->lookup(ids.subspan(at.ids[piece], sizes[piece]),
                                               out.data() + at.floats[piece]);
+  });
+}
+
+void TableGroup::each(std::size_t tasks, const std::function<void(std::size_t)>& work) const {
+  if (workers_ != nullptr && tasks > 1)
+    workers_->run(tasks, work);
+  else
+    for (std::size_t task = 0; task < tasks; ++task) work(task);
 }
 
 void TableGroup::check(const Gradients& gradients, const FusedOffsets& at) const {
@@ -122,6 +127,10 @@ void TableGroup::check(const Gradients& gradients, const FusedOffsets& at) const
     refuse("latest values must hold dim floats per id", floats, gradients.latest.size());
   if (gradients.times.size() != 1 && gradients.times.size() != ids)
     refuse("event times must be one, or one per id", ids, gradients.times.size());
+  if (!gradients.counts.empty() && gradients.counts.size() != ids)
+    refuse("counts must be one per id", ids, gradients.counts.size());
+  if (!gradients.counts.empty() && gradients.dedup)
+    throw std::invalid_argument("counts are for ids that were brought together already, without dedup");
   std::size_t segments = 0;
   for (const auto& table : tables_) {
     const Entry& entry = table->entry();
@@ -140,29 +149,34 @@ void TableGroup::apply_gradients(std::span<const std::int64_t> ids, std::span<co
                                  std::size_t num_shards, const Gradients& gradients) const {
   const FusedOffsets at = offsets(sizes, num_shards, ids.size());
   check(gradients, at);
-  Gather<std::int64_t> gather_ids;
-  Gather<float> gather_values, gather_latest;
-  Gather<std::uint32_t> gather_times;
-  std::size_t rate = 0;
   const std::size_t count = tables_.size();
-  for (std::size_t k = 0; k < count; ++k) {
+  std::vector<std::size_t> rates;  // where each table's begin
+  std::size_t segments = 0;
+  for (const auto& table : tables_) {
+    rates.push_back(segments);
+    segments += table->entry().segments();
+  }
+  each(count, [&](std::size_t k) {
     Table& table = *tables_[k];
+    Gather<std::int64_t> gather_ids;
+    Gather<float> gather_values, gather_latest;
+    Gather<std::uint32_t> gather_times, gather_counts;
     EventTimes times;
     if (gradients.times.size() == 1)
       times.all = gradients.times[0];
     else
       times.each = gather_times(gradients.times, at.ids, k, count).data();
+    if (!gradients.counts.empty()) times.counts = gather_counts(gradients.counts, at.ids, k, count).data();
     const float* latest = nullptr;
     if (table.entry().delay_compensated()) {
       const auto gathered = gather_latest(gradients.latest, at.floats, k, count);
       latest = gathered.empty() ? &kNothing : gathered.data();
     }
-    const auto segments = static_cast<std::size_t>(table.entry().segments());
     table.apply_gradients(gather_ids(ids, at.ids, k, count),
                           gather_values(gradients.values, at.floats, k, count).data(), latest,
-                          gradients.rates.subspan(rate, segments), gradients.step, times, gradients.dedup);
-    rate += segments;
-  }
+                          gradients.rates.subspan(rates[k], table.entry().segments()), gradients.step, times,
+                          gradients.dedup);
+  });
 }
 
 }  // namespace monolith

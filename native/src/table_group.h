@@ -7,11 +7,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "table.h"
+#include "workers.h"
 
 namespace monolith {
 
@@ -27,10 +29,11 @@ FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const s
                            std::size_t num_shards, std::size_t num_ids);
 
 // Safe from any thread, as tables are. What does not fit throws std::invalid_argument before any table
-// is touched; a failure after that leaves the tables before it changed.
+// is touched; a failure after that leaves other tables changed.
 class TableGroup {
  public:
-  explicit TableGroup(std::vector<std::shared_ptr<Table>> tables);
+  // Tables take turns among `workers`, beside what each does with its own.
+  explicit TableGroup(std::vector<std::shared_ptr<Table>> tables, std::shared_ptr<Workers> workers = nullptr);
 
   // Fills `out` with one embedding per id, zeros where there is no row.
   void lookup(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes, std::size_t num_shards,
@@ -43,8 +46,9 @@ class TableGroup {
     std::span<const float> latest;  // like `values`; empty unless a table is delay-compensated
     std::span<const float> rates;   // one per segment, table after table
     std::int64_t step = 0;
-    std::span<const std::uint32_t> times;  // one for all ids, or one for each
-    bool dedup = false;
+    std::span<const std::uint32_t> times;   // one for all ids, or one for each
+    std::span<const std::uint32_t> counts;  // how often each id was seen; empty for once
+    bool dedup = false;                     // not with counts
   };
   void apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
                        std::size_t num_shards, const Gradients& gradients) const;
@@ -53,8 +57,10 @@ class TableGroup {
   FusedOffsets offsets(std::span<const std::int64_t> sizes, std::size_t num_shards,
                        std::size_t num_ids) const;
   void check(const Gradients& gradients, const FusedOffsets& offsets) const;
+  void each(std::size_t tasks, const std::function<void(std::size_t)>& work) const;
 
   const std::vector<std::shared_ptr<Table>> tables_;
+  const std::shared_ptr<Workers> workers_;
   std::vector<std::int64_t> dims_;
 };
 

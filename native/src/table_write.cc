@@ -132,10 +132,12 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
     if (slots[i] != nullptr) {
       poke(slots[i]->time, time);
     } else if (std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
+      // Equal ids were brought together here, or by the caller, never by both.
+      const std::uint32_t seen = times.counts != nullptr ? times.count(items[i].position) : items[i].count;
       if (absent == OnAbsent::kAsk && admission_ != nullptr &&
-          admission_->refuses(unmix(items[i].hash), items[i].count)) {
+          admission_->refuses(unmix(items[i].hash), seen)) {
         refused[i] = true;
-        part.filtered += items[i].count;
+        part.filtered += seen;
       } else {
         newcomers[coming++] = items[i].hash;
       }
@@ -440,6 +442,8 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
     throw std::invalid_argument("apply_gradients: a delay-compensated segment needs latest_values");
   if (entry_.counts_steps() && step < 0)
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
+  if (dedup && times.counts != nullptr)
+    throw std::invalid_argument("apply_gradients: counts are for ids that were brought together already");
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
         Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),

@@ -16,6 +16,15 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── TableClosedError    the table was closed
     │   ├── UnknownTableError   no table of that name                                (also KeyError)
     │   └── ServingTableError   a serving table cannot be trained or dumped with its state
+    ├── TensorArgumentError     a tensor, structure or shape is not what was asked   (also ValueError)
+    ├── FeatureError            a feature, slot, slice or layout makes no sense      (also ValueError)
+    │   ├── UnknownFeatureError no feature, slot or layout of that name              (also KeyError)
+    │   └── DuplicateNameError  a slot, feature or layout of that name exists        (also NameError)
+    ├── LayerArgumentError      a layer, loss or optimizer was given what it cannot take (also ValueError)
+    │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
+    │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
+    │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
+    ├── QueueClosedError        the queue was closed, and holds nothing more
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
     └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
@@ -101,6 +110,45 @@ class UnknownTableError(TableError, KeyError):
 
 class ServingTableError(TableError):
     """A serving table holds compressed values only: no gradients, no optimizer state."""
+
+
+class TensorArgumentError(MonolithError, ValueError):
+    """A tensor, a structure of tensors or a shape is not what was asked for."""
+
+
+class FeatureError(MonolithError, ValueError):
+    """A feature, slot, slice or layout makes no sense, or does not fit the batch."""
+
+
+class UnknownFeatureError(FeatureError, KeyError):
+    """No feature, slot or layout of that name."""
+
+    def __str__(self) -> str:  # KeyError would print the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class DuplicateNameError(FeatureError, NameError):
+    """A slot, feature or layout of that name exists already."""
+
+
+class LayerArgumentError(MonolithError, ValueError):
+    """A layer, loss or optimizer was given what it cannot take."""
+
+
+class LayerTypeError(LayerArgumentError, TypeError):
+    """A layer, loss or optimizer was given something of another type than it takes."""
+
+
+class GradientError(LayerArgumentError, RuntimeError):
+    """A gradient was offered of something that may have none."""
+
+
+class SparseGradientError(GradientError, NotImplementedError):
+    """A dense optimizer was given a sparse gradient; rows of tables have optimizers of their own."""
+
+
+class QueueClosedError(MonolithError):
+    """The queue was closed, and what it held has been taken."""
 
 
 class ListenError(MonolithError, OSError):

@@ -13,7 +13,8 @@ from contracts.tables import ids, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from vectors.runner import Case, differences, load, run
+from vectors.case import Case, differences, load
+from vectors.runner import run
 
 from monolith.errors import ServingTableError, TableArgumentError, TableClosedError, UnknownTableError
 from monolith.table import (

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from contracts.tables import table_classes
-from vectors.runner import NOT_YET, OPS, SHIPPED, TABLE_OPS, Case, differences, load, run
+from vectors.case import SHIPPED, Case, differences, load
+from vectors.runner import NOT_YET, OPS, run
+from vectors.table_ops import TABLE_OPS
 
 from monolith.errors import MonolithError
 
@@ -34,7 +36,7 @@ def test_vector(case: Case) -> None:
     if op not in OPS:
         if op in NOT_YET and not OTHER_FILE:
             pytest.skip(f"op {op!r} belongs to monolith.{NOT_YET[op]}, which is not built yet")
-        pytest.fail(f"no runner for op {op!r}: add it to OPS in {Path(__file__).parent / 'runner.py'}")
+        pytest.fail(f"no runner for op {op!r}: add it to OPS of a module in {Path(__file__).parent}")
     if "error" in expected:
         with pytest.raises(MonolithError):
             run(case)

@@ -23,6 +23,7 @@ MAX_EVENT_TIME = (1 << 32) - 1
 """Rows keep their event time in 32 unsigned bits."""
 
 _INT64_MAX = (1 << 63) - 1
+_UINT32_MAX = (1 << 32) - 1
 
 
 def id_array(ids: Tensor, name: str = "ids") -> NDArray[np.int64]:
@@ -97,6 +98,20 @@ def latest_array(latest_values: Tensor | None, config: TableConfig, n: int) -> N
             "since a segment is delay-compensated; pass the values the gradients were computed on"
         )
     return None
+
+
+def count_array(counts: Tensor | None, n: int, dedup: bool) -> NDArray[np.uint32] | None:
+    """Return how many sightings each id stands for; None when each stands for itself."""
+    if counts is None:
+        return None
+    if dedup:
+        raise TableArgumentError("counts are for ids that were brought together already: leave dedup False")
+    numbers = id_array(counts, "counts")
+    if len(numbers) != n:
+        _refuse("counts", f"int64 of shape ({n},)", counts)
+    if n and int(numbers.min()) < 1:
+        raise TableArgumentError(f"counts must be 1 or more, got {int(numbers.min())}")
+    return np.minimum(numbers, _UINT32_MAX).astype(np.uint32)
 
 
 def check_step(step: int) -> None:

@@ -206,6 +206,7 @@ class DictTable:
         learning_rates: Tensor | None = None,
         dedup: bool = False,
         latest_values: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         with self._writing():
             arguments.check_trainable(self._config, "apply_gradients")
@@ -214,7 +215,8 @@ class DictTable:
             keys = arguments.id_array(ids)
             latest = arguments.latest_array(latest_values, self._config, len(keys))
             keys, grads, times = self._write_arguments(ids, gradients, event_time, "gradients")
-            updates = _Updates(keys, np.ones_like(keys), times, grads, latest)
+            seen = arguments.count_array(counts, len(keys), dedup)
+            updates = _Updates(keys, np.ones_like(keys) if seen is None else seen.astype(np.int64), times, grads, latest)
             self._apply(updates.summed() if dedup else updates, rates, step)
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

@@ -224,6 +224,7 @@ class MultiTable:
         event_time: int | Tensor = 0,
         dedup: bool = False,
         latest_values: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         """Train K tables at once; each takes its ids of all N shards in one call, in shard order.
 
@@ -239,6 +240,7 @@ class MultiTable:
             dedup: Whether equal ids of one table, of whichever shards, become one step with the sum
                 of their gradients and the latest of their event times.
             latest_values: float32, laid out as `gradients`; required by delay-compensated segments only.
+            counts: int64, one per id: how many sightings it stands for; not with `dedup`.
         """
         configs = [table.config for table in self._tables.values()]
         arguments.check_step(step)
@@ -246,8 +248,8 @@ class MultiTable:
             arguments.check_trainable(config, "fused_apply_gradients")
             if latest_values is None:
                 arguments.latest_array(None, config, 0)
-        keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
-        shape = (int(self._offsets(counts, num_shards, len(keys))[-1][-1]),)
+        keys, pieces = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
+        shape = (int(self._offsets(pieces, num_shards, len(keys))[-1][-1]),)
         if learning_rates is None:
             rates = np.array([rate for config in configs for rate in config.learning_rates(step)], np.float32)
         else:
@@ -255,7 +257,7 @@ class MultiTable:
             rates = arguments.float_array(learning_rates, (segments,), "learning_rates")
         self._group().apply_gradients(
             keys,
-            counts,
+            pieces,
             num_shards,
             gradients=arguments.float_array(gradients, shape, "gradients"),
             rates=rates,
@@ -265,6 +267,7 @@ class MultiTable:
             latest=None
             if latest_values is None
             else arguments.float_array(latest_values, shape, "latest_values"),
+            counts=arguments.count_array(counts, len(keys), dedup),
         )
 
     # All tables
@@ -406,6 +409,7 @@ class _Group(Protocol):
         times: NDArray[np.uint32],
         dedup: bool,
         latest: NDArray[np.float32] | None,
+        counts: NDArray[np.uint32] | None,
     ) -> None: ...
 
 
@@ -436,16 +440,18 @@ class _PlainGroup:
         times: NDArray[np.uint32],
         dedup: bool,
         latest: NDArray[np.float32] | None,
+        counts: NDArray[np.uint32] | None,
     ) -> None:
-        counts, floats = sizes.tolist(), self._floats(sizes, num_shards)
+        cuts, floats = sizes.tolist(), self._floats(sizes, num_shards)
         seconds = np.broadcast_to(times, ids.shape).astype(np.int64)
         segments = [len(table.config.segments) for table in self._tables]
-        columns = [(ids, counts), (gradients, floats), (seconds, counts)]
+        often = np.ones_like(ids) if counts is None else counts.astype(np.int64)
+        columns = [(ids, cuts), (gradients, floats), (seconds, cuts), (often, cuts)]
         columns += [] if latest is None else [(latest, floats)]
-        pieces = [torch.from_numpy(column).split_with_sizes(cuts) for column, cuts in columns]
+        pieces = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
         own = torch.from_numpy(rates).split_with_sizes(segments)
         for k, table in enumerate(self._tables):
-            keys, grads, when, *seen = (torch.cat(column[k :: len(self._tables)]) for column in pieces)
+            keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in pieces)
             table.apply_gradients(
                 keys,
                 grads.view(-1, table.dim),
@@ -454,6 +460,7 @@ class _PlainGroup:
                 learning_rates=own[k],
                 dedup=dedup,
                 latest_values=seen[0].view(-1, table.dim) if seen else None,
+                counts=None if counts is None else met,
             )
 
     def _floats(self, sizes: NDArray[np.int64], num_shards: int) -> list[int]:

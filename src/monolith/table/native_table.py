@@ -144,6 +144,7 @@ class NativeTable:
         learning_rates: Tensor | None = None,
         dedup: bool = False,
         latest_values: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         core = self.core
         arguments.check_trainable(self._config, "apply_gradients")
@@ -157,6 +158,7 @@ class NativeTable:
             _seconds(event_time, len(keys)),
             dedup,
             arguments.latest_array(latest_values, self._config, len(keys)),
+            arguments.count_array(counts, len(keys), dedup),
         )
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

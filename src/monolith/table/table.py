@@ -130,6 +130,7 @@ class Table(Protocol):
         learning_rates: Tensor | None = None,
         dedup: bool = False,
         latest_values: Tensor | None = None,
+        counts: Tensor | None = None,
     ) -> None:
         """Take one optimizer step per id; a new row starts from its initializer.
 
@@ -143,6 +144,8 @@ class Table(Protocol):
                 gradients of equal ids over the whole call and takes one step, with the
                 latest of their event times.
             latest_values: float32 of shape (n, dim), required by delay-compensated segments only.
+            counts: int64 of shape (n,): how many sightings each id stands for, for the admission
+                filter, where equal ids were brought together before the call; not with `dedup`.
         """
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

@@ -1,0 +1,114 @@
+// Python face of monolith::Layouts: releases the GIL, adds no behaviour.
+#include "layouts.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace monolith {
+namespace {
+
+using Ids = Column<std::int64_t>;
+using Floats = Column<float>;
+using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using AnyOutFloats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+// A view of what a batch owns, which keeps the batch alive.
+template <class T>
+nb::ndarray<nb::numpy, const T, nb::ndim<1>> view(nb::handle batch, std::span<const T> column) {
+  return {column.data(), {column.size()}, batch};
+}
+
+nb::tuple occurrences(const LayoutBatch& batch) {
+  LayoutBatch::Occurrences found = batch.occurrences();
+  return nb::make_tuple(owned(std::move(found.floats)), owned(std::move(found.cells)),
+                        owned(std::move(found.positions)), owned(std::move(found.features)));
+}
+
+std::unique_ptr<LayoutBatch> plan(const Layouts& layouts, const Ids& ids, const Ids& splits,
+                                  const Column<std::uint8_t>& shared, const Ids& where,
+                                  std::size_t batch_size) {
+  nb::gil_scoped_release unlocked;
+  return layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size);
+}
+
+void gather(const Layouts& layouts, const LayoutBatch& batch, const Floats& rows,
+            const std::vector<AnyOutFloats>& outputs) {
+  std::vector<std::span<float>> to;
+  to.reserve(outputs.size());
+  for (const auto& output : outputs) to.push_back(as_span(output));
+  nb::gil_scoped_release unlocked;
+  layouts.gather(batch, as_span(rows), to);
+}
+
+void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::optional<Floats>& rows,
+             const std::vector<std::optional<AnyFloats>>& gradients, float scale, const OutFloats& out) {
+  std::vector<std::span<const float>> from;
+  from.reserve(gradients.size());
+  for (const auto& gradient : gradients)
+    from.push_back(gradient ? as_span(*gradient) : std::span<const float>());
+  nb::gil_scoped_release unlocked;
+  layouts.scatter(batch, rows ? as_span(*rows) : std::span<const float>(), from, scale, as_span(out));
+}
+
+Layouts* make(std::vector<int> table_dims, const std::vector<std::tuple<int, Pooling, int>>& features,
+              const std::vector<std::tuple<int, int, int, int, std::int64_t, std::int64_t, bool>>& uses,
+              std::vector<std::int64_t> output_floats, std::shared_ptr<Workers> workers) {
+  std::vector<FeatureSpec> feature_specs;
+  for (const auto& [table, pooling, length] : features) feature_specs.push_back({table, pooling, length});
+  std::vector<UseSpec> use_specs;
+  for (const auto& [feature, start, width, output, offset, stride, adds] : uses)
+    use_specs.push_back({feature, start, width, output, offset, stride, adds});
+  return new Layouts(std::move(table_dims), std::move(feature_specs), std::move(use_specs),
+                     std::move(output_floats), std::move(workers));
+}
+
+}  // namespace
+
+void bind_layouts(nb::module_& m) {
+  nb::enum_<Pooling>(m, "Pooling", "How the rows of one cell become one.")
+      .value("SUM", Pooling::kSum)
+      .value("MEAN", Pooling::kMean)
+      .value("MAX", Pooling::kMax)
+      .value("FIRST_N", Pooling::kFirstN);
+
+  nb::class_<LayoutBatch>(m, "LayoutBatch", "One batch, planned. Never changes.")
+      .def_prop_ro(
+          "ids", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).ids()); },
+          nb::sig("def ids(self) -> NDArray[numpy.int64]"), "Distinct ids, table after table.")
+      .def_prop_ro(
+          "sizes", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).sizes()); },
+          nb::sig("def sizes(self) -> NDArray[numpy.int64]"), "How many distinct ids each table has.")
+      .def_prop_ro(
+          "counts", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).counts()); },
+          nb::sig("def counts(self) -> NDArray[numpy.uint32]"), "How often each distinct id was met.")
+      .def_prop_ro("batch_size", &LayoutBatch::batch_size)
+      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.")
+      .def("occurrences", &occurrences,
+           nb::sig("def occurrences(self) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], "
+                   "NDArray[numpy.int64], NDArray[numpy.int64]]"),
+           "(floats, cells, positions) of every id, feature after feature, and how many each feature has.");
+
+  nb::class_<Layouts>(m, "Layouts", "From looked-up rows to a model's inputs, and back. Thread-safe.")
+      .def(nb::new_(&make), "table_dims"_a, "features"_a, "uses"_a, "output_floats"_a, "workers"_a.none(),
+           "features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).")
+      .def("plan", &plan, "ids"_a.noconvert(), "splits"_a.noconvert(), "shared"_a.noconvert(),
+           "where"_a.noconvert(), "batch_size"_a, "Find the distinct ids of each table.")
+      .def("gather", &gather, "batch"_a, "rows"_a.noconvert(), "outputs"_a.noconvert(),
+           "Fill the outputs from one row per distinct id.")
+      .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
+           "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.");
+}
+
+}  // namespace monolith

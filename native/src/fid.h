@@ -1,0 +1,47 @@
+// Feature ids: a slot in the high bits, a signature in the low ones.
+//
+// Strings and numbers become signatures by the one hash of the system, so a word has the same
+// feature id in every process, whoever read it.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <span>
+
+#include "hash.h"
+
+namespace monolith {
+
+// Bits of the signature. Version 1 has 10 bits of slot above it, version 2 has 15 below a zero bit.
+inline constexpr int kSignatureBits[] = {54, 48};
+
+inline std::int64_t make_fid(int version, std::uint32_t slot, std::uint64_t signature) {
+  const int bits = kSignatureBits[version - 1];
+  return static_cast<std::int64_t>(std::uint64_t{slot} << bits | (signature & ((1ULL << bits) - 1)));
+}
+
+// Eight bytes at a time, low byte first; the last ones are filled up with zeros, which the length, where the
+// hash begins, tells from zeros in the text.
+inline std::uint64_t hash_bytes(std::span<const std::byte> text) {
+  std::uint64_t hash = mix(static_cast<std::int64_t>(text.size()));
+  for (std::size_t at = 0; at < text.size(); at += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, text.data() + at, text.size() - at < 8 ? text.size() - at : 8);
+    hash = mix(static_cast<std::int64_t>(hash ^ word));
+  }
+  return hash;
+}
+static_assert(std::endian::native == std::endian::little);
+
+// Equal numbers hash alike: both zeros, and whatever is not a number.
+inline std::uint64_t hash_float(float number) {
+  if (number == 0) number = 0;
+  if (std::isnan(number)) number = std::numeric_limits<float>::quiet_NaN();
+  return mix(static_cast<std::int64_t>(std::bit_cast<std::uint32_t>(number)));
+}
+
+}  // namespace monolith

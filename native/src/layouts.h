@@ -1,0 +1,132 @@
+// Layouts: from looked-up rows to the tensors a model reads, and gradients back.
+//
+// A batch holds its ids cell by cell: feature after feature, and within a feature one
+// cell per example. A shared feature has one cell that stands for every example.
+// Planning a batch finds the distinct ids of each table; gathering pools the rows of
+// every cell and puts stretches of them where each output wants them; scattering
+// brings the outputs' gradients back, summed by distinct id.
+//
+// The outcome does not depend on how many threads there are: a gradient is summed
+// by one thread, in the order in which the id was met.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "workers.h"
+
+namespace monolith {
+
+enum class Pooling : std::uint8_t { kSum, kMean, kMax, kFirstN };
+
+struct FeatureSpec {
+  int table = 0;
+  Pooling pooling = Pooling::kSum;
+  int length = 0;  // kFirstN: positions of an example; 0 otherwise
+};
+
+// One stretch of a feature's rows in one output.
+struct UseSpec {
+  int feature = 0;
+  int start = 0;  // first column of the row
+  int width = 0;
+  int output = 0;
+  std::int64_t offset = 0;  // floats from the beginning of an example's part of the output
+  std::int64_t stride = 0;  // kFirstN: floats from one position to the next
+  bool adds = false;        // adds to what earlier uses put there
+};
+
+// One batch, planned. Never changes.
+class LayoutBatch {
+ public:
+  std::span<const std::int64_t> ids() const { return ids_; }         // distinct, table after table
+  std::span<const std::int64_t> sizes() const { return sizes_; }     // how many of them each table has
+  std::span<const std::uint32_t> counts() const { return counts_; }  // how often each was met
+  std::size_t batch_size() const { return batch_size_; }
+  std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
+
+  // Every place where a feature of the layouts has an id, feature after feature: where its row begins among
+  // the floats, its cell counted from the feature's first, and its position in the cell.
+  struct Occurrences {
+    std::vector<std::int64_t> floats, cells, positions;
+    std::vector<std::int64_t> features;  // how many each feature has
+  };
+  Occurrences occurrences() const;
+
+ private:
+  friend class Layouts;
+
+  // Where a feature's cells are; none when the batch does not have the feature.
+  struct Cells {
+    std::uint32_t begin = 0;
+    std::uint32_t count = 0;
+    bool shared = true;
+    // Of an example; the cell after it begins where this one ends.
+    std::uint32_t at(std::size_t example) const {
+      return begin + (shared ? 0 : static_cast<std::uint32_t>(example));
+    }
+  };
+
+  std::size_t batch_size_ = 0;
+  std::vector<std::int64_t> ids_, sizes_;
+  std::vector<std::uint32_t> counts_;
+  std::vector<std::uint32_t> splits_;  // where each cell begins among the batch's ids, then their number
+  std::vector<std::uint32_t> rows_;  // of each of the batch's ids: its number among its table's distinct ones
+  std::vector<Cells> cells_;         // by feature of the layouts
+  std::vector<std::size_t> first_;   // by table: its first distinct id, then their number
+  std::vector<std::size_t> floats_;  // by table: where its rows begin, then the number of floats
+  std::vector<int> tables_, dims_;   // by feature
+};
+
+// Safe from any thread. What does not fit throws std::invalid_argument before anything is written.
+class Layouts {
+ public:
+  // `table_dims` are the widths of rows; `output_floats` what an example takes in each output. The uses of
+  // an output fill it: what none of them covers is left as it is.
+  Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features, std::vector<UseSpec> uses,
+          std::vector<std::int64_t> output_floats, std::shared_ptr<Workers> workers = nullptr);
+
+  std::size_t outputs() const { return output_floats_.size(); }
+  std::size_t features() const { return features_.size(); }
+  std::int64_t output_floats(std::size_t output) const { return output_floats_[output]; }
+
+  // `splits` says where each cell of the batch begins in `ids`, with the end behind the last; `shared`
+  // which of the batch's features have one cell for all; `where` the place of each feature of the layouts
+  // among those of the batch, or -1 for one that the batch does not have, whose cells are then empty.
+  std::unique_ptr<LayoutBatch> plan(std::span<const std::int64_t> ids, std::span<const std::int64_t> splits,
+                                    std::span<const std::uint8_t> shared, std::span<const std::int64_t> where,
+                                    std::size_t batch_size) const;
+
+  // `rows` has one row per distinct id; each output has batch_size parts.
+  void gather(const LayoutBatch& batch, std::span<const float> rows,
+              std::span<const std::span<float>> outputs) const;
+
+  // Fills `out`, laid out as `rows`, from the gradients of the outputs, times `scale`; an empty one counts
+  // as zeros. `rows` is what was gathered from, and may be empty when nothing pools by maximum.
+  void scatter(const LayoutBatch& batch, std::span<const float> rows,
+               std::span<const std::span<const float>> gradients, float scale, std::span<float> out) const;
+
+ private:
+  struct Peak;
+  struct Back;
+  void check(const LayoutBatch& batch, std::size_t rows, std::size_t outputs) const;
+  template <int kWidth>
+  void gather_use(const LayoutBatch& batch, const UseSpec& use, const float* rows, float* output,
+                  std::size_t begin, std::size_t end) const;
+  template <class Each>
+  void spread(std::size_t count, std::size_t grain, Each&& each) const;
+
+  const std::vector<int> table_dims_;
+  const std::vector<FeatureSpec> features_;
+  const std::vector<UseSpec> uses_;
+  const std::vector<std::int64_t> output_floats_;
+  const std::shared_ptr<Workers> workers_;
+  std::vector<std::vector<int>> features_of_;  // by table
+  std::vector<std::vector<int>> uses_of_;      // by feature
+  bool takes_maximum_ = false;
+};
+
+}  // namespace monolith
