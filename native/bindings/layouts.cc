@@ -24,16 +24,11 @@ using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using AnyOutFloats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 
-// A view of what a batch owns, which keeps the batch alive.
+// A view of what a batch owns, which keeps the batch alive. Not const, because torch takes no other; nobody
+// writes.
 template <class T>
-nb::ndarray<nb::numpy, const T, nb::ndim<1>> view(nb::handle batch, std::span<const T> column) {
-  return {column.data(), {column.size()}, batch};
-}
-
-nb::tuple occurrences(const LayoutBatch& batch) {
-  LayoutBatch::Occurrences found = batch.occurrences();
-  return nb::make_tuple(owned(std::move(found.floats)), owned(std::move(found.cells)),
-                        owned(std::move(found.positions)), owned(std::move(found.features)));
+nb::ndarray<nb::numpy, T, nb::ndim<1>> view(nb::handle batch, std::span<const T> column) {
+  return {const_cast<T*>(column.data()), {column.size()}, batch};
 }
 
 std::unique_ptr<LayoutBatch> plan(const Layouts& layouts, const Ids& ids, const Ids& splits,
@@ -60,6 +55,16 @@ void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::option
     from.push_back(gradient ? as_span(*gradient) : std::span<const float>());
   nb::gil_scoped_release unlocked;
   layouts.scatter(batch, rows ? as_span(*rows) : std::span<const float>(), from, scale, as_span(out));
+}
+
+nb::tuple moves(const Layouts& layouts, const LayoutBatch& batch, const std::vector<int>& uses) {
+  Layouts::Moves found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = layouts.moves(batch, uses);
+  }
+  return nb::make_tuple(owned(std::move(found.from)), owned(std::move(found.to)),
+                        owned(std::move(found.scale)));
 }
 
 Layouts* make(std::vector<int> table_dims, const std::vector<std::tuple<int, Pooling, int>>& features,
@@ -92,13 +97,9 @@ void bind_layouts(nb::module_& m) {
           nb::sig("def sizes(self) -> NDArray[numpy.int64]"), "How many distinct ids each table has.")
       .def_prop_ro(
           "counts", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).counts()); },
-          nb::sig("def counts(self) -> NDArray[numpy.uint32]"), "How often each distinct id was met.")
+          nb::sig("def counts(self) -> NDArray[numpy.int64]"), "How often each distinct id was met.")
       .def_prop_ro("batch_size", &LayoutBatch::batch_size)
-      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.")
-      .def("occurrences", &occurrences,
-           nb::sig("def occurrences(self) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], "
-                   "NDArray[numpy.int64], NDArray[numpy.int64]]"),
-           "(floats, cells, positions) of every id, feature after feature, and how many each feature has.");
+      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.");
 
   nb::class_<Layouts>(m, "Layouts", "From looked-up rows to a model's inputs, and back. Thread-safe.")
       .def(nb::new_(&make), "table_dims"_a, "features"_a, "uses"_a, "output_floats"_a, "workers"_a.none(),
@@ -108,7 +109,11 @@ void bind_layouts(nb::module_& m) {
       .def("gather", &gather, "batch"_a, "rows"_a.noconvert(), "outputs"_a.noconvert(),
            "Fill the outputs from one row per distinct id.")
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
-           "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.");
+           "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
+      .def("moves", &moves, "batch"_a, "uses"_a,
+           nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
+                   "NDArray[numpy.int64], NDArray[numpy.float32]]"),
+           "(from, to, scale): what gathering by these uses moves, for those who move it elsewhere.");
 }
 
 }  // namespace monolith

@@ -2,6 +2,8 @@
 
 NB_MODULE(_core, m) {
   m.doc() = "Monolith's compiled core: tables, filters, touched keys, checksums. See monolith.native.";
+  // A torch graph that lives to the end of the process holds batches of ours, and is never taken apart.
+  nanobind::set_leak_warnings(false);
   monolith::bind_checksum(m);
   monolith::bind_entry_dump(m);
   monolith::bind_admission(m);

@@ -26,7 +26,7 @@ class Distinct {
   explicit Distinct(std::size_t at_most)
       : bits_(std::bit_width(at_most * 2)), cells_(std::size_t{1} << bits_, Cell{0, kFree}) {}
 
-  std::uint32_t number(std::int64_t id, std::vector<std::int64_t>& ids, std::vector<std::uint32_t>& counts) {
+  std::uint32_t number(std::int64_t id, std::vector<std::int64_t>& ids, std::vector<std::int64_t>& counts) {
     for (std::size_t at = mix(id) >> 1 >> (63 - bits_);; at = (at + 1) & (cells_.size() - 1)) {
       Cell& cell = cells_[at];
       if (cell.number == kFree) {
@@ -86,25 +86,6 @@ void add_scaled(float* to, const float* from, float scale, int any_width) {
 }
 
 }  // namespace
-
-LayoutBatch::Occurrences LayoutBatch::occurrences() const {
-  Occurrences found;
-  for (std::size_t f = 0; f < cells_.size(); ++f) {
-    const Cells& cells = cells_[f];
-    const std::size_t before = found.floats.size();
-    for (std::uint32_t c = 0; c < cells.count; ++c) {
-      const std::uint32_t first = splits_[cells.begin + c];
-      for (std::uint32_t at = first; at < splits_[cells.begin + c + 1]; ++at) {
-        found.floats.push_back(
-            static_cast<std::int64_t>(floats_[tables_[f]] + std::size_t{rows_[at]} * dims_[f]));
-        found.cells.push_back(c);
-        found.positions.push_back(at - first);
-      }
-    }
-    found.features.push_back(static_cast<std::int64_t>(found.floats.size() - before));
-  }
-  return found;
-}
 
 Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features, std::vector<UseSpec> uses,
                  std::vector<std::int64_t> output_floats, std::shared_ptr<Workers> workers)
@@ -198,13 +179,10 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
                shared[k] != 0};
     }
     batch->cells_.push_back(cells);
-    batch->tables_.push_back(features_[f].table);
-    batch->dims_.push_back(table_dims_[features_[f].table]);
   }
 
   const std::size_t tables = table_dims_.size();
-  std::vector<std::vector<std::int64_t>> found(tables);
-  std::vector<std::vector<std::uint32_t>> counts(tables);
+  std::vector<std::vector<std::int64_t>> found(tables), counts(tables);
   batch->rows_.resize(ids.size());
   spread(tables, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
@@ -325,6 +303,32 @@ void Layouts::gather(const LayoutBatch& batch, std::span<const float> rows,
   });
 }
 
+Layouts::Moves Layouts::moves(const LayoutBatch& batch, std::span<const int> uses) const {
+  check(batch, batch.floats(), output_floats_.size());
+  Moves found;
+  for (const int u : uses) {
+    if (u < 0 || static_cast<std::size_t>(u) >= uses_.size()) refuse("there is no such use");
+    const UseSpec& use = uses_[u];
+    const FeatureSpec& feature = features_[use.feature];
+    const LayoutBatch::Cells& cells = batch.cells_[use.feature];
+    const std::size_t rows = batch.floats_[feature.table] + use.start;
+    const std::size_t dim = table_dims_[feature.table];
+    for (std::size_t example = 0; example < batch.batch_size_ && cells.count != 0; ++example) {
+      const std::uint32_t first = batch.splits_[cells.at(example)];
+      std::uint32_t last = batch.splits_[cells.at(example) + 1];
+      const float scale = feature.pooling == Pooling::kMean ? 1.0f / static_cast<float>(last - first) : 1.0f;
+      if (feature.length > 0) last = std::min(last, first + static_cast<std::uint32_t>(feature.length));
+      for (std::uint32_t at = first; at < last; ++at) {
+        found.from.push_back(static_cast<std::int64_t>(rows + batch.rows_[at] * dim));
+        found.to.push_back(static_cast<std::int64_t>(example) * output_floats_[use.output] + use.offset +
+                           (feature.length > 0 ? (at - first) * use.stride : 0));
+        found.scale.push_back(scale);
+      }
+    }
+  }
+  return found;
+}
+
 // For a feature that pools by maximum: what the maxima are, and how many ids share each.
 struct Layouts::Peak {
   std::vector<float> value;
@@ -353,7 +357,8 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
 
   // Where distinct ids were met, id after id, each in the order of the features and their cells.
   std::vector<std::uint32_t> starts(batch.ids_.size() + 1);
-  for (std::size_t i = 0; i < batch.ids_.size(); ++i) starts[i + 1] = starts[i] + batch.counts_[i];
+  for (std::size_t i = 0; i < batch.ids_.size(); ++i)
+    starts[i + 1] = starts[i] + static_cast<std::uint32_t>(batch.counts_[i]);
   std::vector<Back> backs(starts.back());
   spread(table_dims_.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
@@ -388,14 +393,14 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
   for (std::size_t f = 0; f < peaks.size(); ++f) {
     if (features_[f].pooling != Pooling::kMax) continue;
     const LayoutBatch::Cells& cells = batch.cells_[f];
-    const std::size_t dim = batch.dims_[f];
+    const std::size_t dim = table_dims_[features_[f].table];
     peaks[f].value.assign(cells.count * dim, -std::numeric_limits<float>::infinity());
     peaks[f].sharers.assign(cells.count * dim, 0.0f);
     spread(cells.count, kExamples, [&](std::size_t begin, std::size_t end) {
       for (std::size_t c = begin; c < end; ++c)
         for (std::uint32_t at = batch.splits_[cells.begin + c]; at < batch.splits_[cells.begin + c + 1]; ++at)
           for (std::size_t i = 0; i < dim; ++i) {
-            const float value = rows[batch.floats_[batch.tables_[f]] + batch.rows_[at] * dim + i];
+            const float value = rows[batch.floats_[features_[f].table] + batch.rows_[at] * dim + i];
             float& peak = peaks[f].value[c * dim + i];
             float& sharers = peaks[f].sharers[c * dim + i];
             if (value > peak) peak = value, sharers = 0;
@@ -419,7 +424,7 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
       from = gradients[use.output].data() + back.cell * output_floats_[use.output] + use.offset +
              (feature.length > 0 ? position * use.stride : 0);
     if (feature.pooling == Pooling::kMax) {
-      const std::size_t at = back.cell * static_cast<std::size_t>(batch.dims_[use.feature]) + use.start;
+      const std::size_t at = back.cell * static_cast<std::size_t>(table_dims_[feature.table]) + use.start;
       for (int i = 0; i < use.width; ++i)
         if (row[use.start + i] == peaks[use.feature].value[at + i])
           to[use.start + i] += from[i] * scale / peaks[use.feature].sharers[at + i];

@@ -42,19 +42,11 @@ struct UseSpec {
 // One batch, planned. Never changes.
 class LayoutBatch {
  public:
-  std::span<const std::int64_t> ids() const { return ids_; }         // distinct, table after table
-  std::span<const std::int64_t> sizes() const { return sizes_; }     // how many of them each table has
-  std::span<const std::uint32_t> counts() const { return counts_; }  // how often each was met
+  std::span<const std::int64_t> ids() const { return ids_; }        // distinct, table after table
+  std::span<const std::int64_t> sizes() const { return sizes_; }    // how many of them each table has
+  std::span<const std::int64_t> counts() const { return counts_; }  // how often each was met
   std::size_t batch_size() const { return batch_size_; }
   std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
-
-  // Every place where a feature of the layouts has an id, feature after feature: where its row begins among
-  // the floats, its cell counted from the feature's first, and its position in the cell.
-  struct Occurrences {
-    std::vector<std::int64_t> floats, cells, positions;
-    std::vector<std::int64_t> features;  // how many each feature has
-  };
-  Occurrences occurrences() const;
 
  private:
   friend class Layouts;
@@ -71,8 +63,7 @@ class LayoutBatch {
   };
 
   std::size_t batch_size_ = 0;
-  std::vector<std::int64_t> ids_, sizes_;
-  std::vector<std::uint32_t> counts_;
+  std::vector<std::int64_t> ids_, sizes_, counts_;
   std::vector<std::uint32_t> splits_;  // where each cell begins among the batch's ids, then their number
   std::vector<std::uint32_t> rows_;  // of each of the batch's ids: its number among its table's distinct ones
   std::vector<Cells> cells_;         // by feature of the layouts
@@ -108,6 +99,15 @@ class Layouts {
   // as zeros. `rows` is what was gathered from, and may be empty when nothing pools by maximum.
   void scatter(const LayoutBatch& batch, std::span<const float> rows,
                std::span<const std::span<const float>> gradients, float scale, std::span<float> out) const;
+
+  // What gathering by `uses` moves, for those who move it elsewhere: for every id of theirs and, where a
+  // feature is shared, for every example, the first float among the rows and in the output, and what to
+  // multiply with before adding up.
+  struct Moves {
+    std::vector<std::int64_t> from, to;
+    std::vector<float> scale;
+  };
+  Moves moves(const LayoutBatch& batch, std::span<const int> uses) const;
 
  private:
   struct Peak;

@@ -148,7 +148,7 @@ class Table {
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
   std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
-                             bool with_times) const;
+                             EventTimes merged) const;
 
   void make_room(Body& body, Partition& part, std::uint32_t newcomers, std::uint32_t time);
   bool take_chunk(Body& body, Partition& part) const;

@@ -109,6 +109,7 @@ struct Table::Batch {
   Scratch<Item> items;
   Scratch<std::uint32_t> next;        // dedup: from one sighting of an id to the one after it
   Scratch<std::uint32_t> times;       // dedup with a time for each id: those times, merged
+  Scratch<std::uint32_t> sightings;   // dedup with a count for each id: those counts, merged
   std::vector<std::uint32_t> starts;  // where each group begins, and one past the last
   std::vector<std::uint32_t> counts;  // chunks x groups, while grouping
 };

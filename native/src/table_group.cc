@@ -129,8 +129,6 @@ void TableGroup::check(const Gradients& gradients, const FusedOffsets& at) const
     refuse("event times must be one, or one per id", ids, gradients.times.size());
   if (!gradients.counts.empty() && gradients.counts.size() != ids)
     refuse("counts must be one per id", ids, gradients.counts.size());
-  if (!gradients.counts.empty() && gradients.dedup)
-    throw std::invalid_argument("counts are for ids that were brought together already, without dedup");
   std::size_t segments = 0;
   for (const auto& table : tables_) {
     const Entry& entry = table->entry();

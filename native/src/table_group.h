@@ -48,7 +48,7 @@ class TableGroup {
     std::int64_t step = 0;
     std::span<const std::uint32_t> times;   // one for all ids, or one for each
     std::span<const std::uint32_t> counts;  // how often each id was seen; empty for once
-    bool dedup = false;                     // not with counts
+    bool dedup = false;
   };
   void apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
                        std::size_t num_shards, const Gradients& gradients) const;

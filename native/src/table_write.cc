@@ -82,7 +82,7 @@ void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) con
 
 // Leaves one item per id in a run of groups, linked to its later sightings; returns where the run now ends.
 std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
-                                  bool with_times) const {
+                                  EventTimes merged) const {
   Item* items = batch.items.data();
   std::uint32_t* next = batch.next.data();
   std::vector<std::uint32_t> heads;
@@ -108,9 +108,12 @@ std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::si
         ++items[first + heads[at]].count;
         next[tails[heads[at]]] = item.position;
         tails[heads[at]] = item.position;
-        if (with_times) {
-          std::uint32_t& time = batch.times.data()[items[first + heads[at]].position];
-          time = std::max(time, batch.times.data()[item.position]);
+        const std::uint32_t head = items[first + heads[at]].position;
+        if (merged.each != nullptr)
+          batch.times.data()[head] = std::max(batch.times.data()[head], batch.times.data()[item.position]);
+        if (merged.counts != nullptr) {
+          const std::uint64_t sum = std::uint64_t{merged.counts[head]} + merged.counts[item.position];
+          batch.sightings.data()[head] = static_cast<std::uint32_t>(std::min<std::uint64_t>(sum, UINT32_MAX));
         }
       }
     }
@@ -132,7 +135,6 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
     if (slots[i] != nullptr) {
       poke(slots[i]->time, time);
     } else if (std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
-      // Equal ids were brought together here, or by the caller, never by both.
       const std::uint32_t seen = times.counts != nullptr ? times.count(items[i].position) : items[i].count;
       if (absent == OnAbsent::kAsk && admission_ != nullptr &&
           admission_->refuses(unmix(items[i].hash), seen)) {
@@ -267,6 +269,11 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
       std::copy_n(times.each, ids.size(), merged);
       times.each = merged;
     }
+    if (times.counts != nullptr) {  // the same, with the sum of their counts
+      std::uint32_t* merged = batch->sightings.ensure(ids.size());
+      std::copy_n(times.counts, ids.size(), merged);
+      times.counts = merged;
+    }
   }
 
   // Tasks are runs of whole groups: an id is met by one thread only, in order.
@@ -279,8 +286,8 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   cuts.push_back(groups);
   const auto run = [&](std::size_t task) {
     const std::size_t begin = batch->starts[cuts[task]];
-    const std::size_t end = dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times.each != nullptr)
-                                  : batch->starts[cuts[task + 1]];
+    const std::size_t end =
+        dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
     write_items(body, *batch, begin, end, times, absent, touch, work);
   };
   spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
@@ -442,8 +449,6 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
     throw std::invalid_argument("apply_gradients: a delay-compensated segment needs latest_values");
   if (entry_.counts_steps() && step < 0)
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
-  if (dedup && times.counts != nullptr)
-    throw std::invalid_argument("apply_gradients: counts are for ids that were brought together already");
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
         Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),

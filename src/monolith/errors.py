@@ -19,6 +19,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── TensorArgumentError     a tensor, structure or shape is not what was asked   (also ValueError)
     ├── FeatureError            a feature, slot, slice or layout makes no sense      (also ValueError)
     │   ├── UnknownFeatureError no feature, slot or layout of that name              (also KeyError)
+    │   ├── EmptySlotError      a slot without slices                                (also RuntimeError)
     │   └── DuplicateNameError  a slot, feature or layout of that name exists        (also NameError)
     ├── LayerArgumentError      a layer, loss or optimizer was given what it cannot take (also ValueError)
     │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
@@ -125,6 +126,10 @@ class UnknownFeatureError(FeatureError, KeyError):
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+class EmptySlotError(FeatureError, RuntimeError):
+    """A slot has no slices, so its rows would have no columns."""
 
 
 class DuplicateNameError(FeatureError, NameError):

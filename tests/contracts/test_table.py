@@ -483,6 +483,30 @@ def test_dedup_tells_the_filter_how_often_an_id_was_seen(
     assert table.lookup(ids(1)).tolist() == [[-1, -1]]
 
 
+def test_an_id_can_stand_for_several_sightings(make: Make, after_sightings: Callable[[int], Any]) -> None:
+    table = make(admission=after_sightings(3))
+    table.apply_gradients(ids(1, 2), torch.ones(2, 2), counts=ids(2, 3))
+    assert (len(table), table.stats().filtered) == (0, 5)
+    table.apply_gradients(ids(1, 2), torch.ones(2, 2), counts=ids(1, 1))
+    assert (sorted(everything(table)), table.stats().filtered) == ([2], 6)
+
+
+def test_counts_add_up_where_equal_ids_are_brought_together(
+    make: Make, after_sightings: Callable[[int], Any]
+) -> None:
+    table = make(admission=after_sightings(5))
+    table.apply_gradients(ids(1, 2, 1), torch.ones(3, 2), dedup=True, counts=ids(2, 1, 3))
+    table.apply_gradients(ids(1, 2), torch.ones(2, 2), dedup=True)
+    assert sorted(everything(table)) == [1]
+
+
+@pytest.mark.parametrize("counts", [ids(1), ids(0, 1), torch.ones(2)])
+def test_counts_that_count_nothing_are_refused(table: Table, counts: Tensor) -> None:
+    with pytest.raises(TableArgumentError, match="counts"):
+        table.apply_gradients(ids(1, 2), torch.ones(2, 2), counts=counts)
+    assert len(table) == 0
+
+
 def test_restored_and_reinitialized_rows_pass_the_filter(
     make: Make, after_sightings: Callable[[int], Any]
 ) -> None:

@@ -525,7 +525,7 @@ class LayoutBatch:
         """How many distinct ids each table has."""
 
     @property
-    def counts(self) -> NDArray[numpy.uint32]:
+    def counts(self) -> NDArray[numpy.int64]:
         """How often each distinct id was met."""
 
     @property
@@ -534,11 +534,6 @@ class LayoutBatch:
     @property
     def floats(self) -> int:
         """Of the distinct ids' rows, one after another."""
-
-    def occurrences(self) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
-        """
-        (floats, cells, positions) of every id, feature after feature, and how many each feature has.
-        """
 
 class Layouts:
     """From looked-up rows to a model's inputs, and back. Thread-safe."""
@@ -556,6 +551,11 @@ class Layouts:
 
     def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Fill `out` with the gradient of each distinct id's row."""
+
+    def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
+        """
+        (from, to, scale): what gathering by these uses moves, for those who move it elsewhere.
+        """
 
 def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per string; string i is text[splits[i]:splits[i + 1]]."""

@@ -100,12 +100,10 @@ def latest_array(latest_values: Tensor | None, config: TableConfig, n: int) -> N
     return None
 
 
-def count_array(counts: Tensor | None, n: int, dedup: bool) -> NDArray[np.uint32] | None:
+def count_array(counts: Tensor | None, n: int) -> NDArray[np.uint32] | None:
     """Return how many sightings each id stands for; None when each stands for itself."""
     if counts is None:
         return None
-    if dedup:
-        raise TableArgumentError("counts are for ids that were brought together already: leave dedup False")
     numbers = id_array(counts, "counts")
     if len(numbers) != n:
         _refuse("counts", f"int64 of shape ({n},)", counts)

@@ -84,18 +84,18 @@ class _Updates:
 
         Of the event times the latest counts, of the latest values the first.
         """
-        _, first, inverse, counts = np.unique(
-            self.ids, return_index=True, return_inverse=True, return_counts=True
-        )
+        _, first, inverse = np.unique(self.ids, return_index=True, return_inverse=True)
         order = np.argsort(first)
         position = np.argsort(order)[inverse]
         gradients = np.zeros((len(first), self.gradients.shape[1]), np.float32)
         np.add.at(gradients, position, self.gradients)
+        counts = np.zeros(len(first), np.int64)
+        np.add.at(counts, position, self.counts)
         times = np.zeros(len(first), np.int64)
         np.maximum.at(times, position, self.event_times)
         first = first[order]
         latest = None if self.latest is None else self.latest[first]
-        return _Updates(self.ids[first], counts[order], times, gradients, latest)
+        return _Updates(self.ids[first], counts, times, gradients, latest)
 
 
 class DictTable:
@@ -215,7 +215,7 @@ class DictTable:
             keys = arguments.id_array(ids)
             latest = arguments.latest_array(latest_values, self._config, len(keys))
             keys, grads, times = self._write_arguments(ids, gradients, event_time, "gradients")
-            seen = arguments.count_array(counts, len(keys), dedup)
+            seen = arguments.count_array(counts, len(keys))
             updates = _Updates(keys, np.ones_like(keys) if seen is None else seen.astype(np.int64), times, grads, latest)
             self._apply(updates.summed() if dedup else updates, rates, step)
 

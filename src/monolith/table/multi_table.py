@@ -24,6 +24,7 @@ from monolith import native
 from monolith.errors import TableArgumentError, UnknownTableError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
+from monolith.table.learning_rates import ConstantRate
 from monolith.table.merging import merge
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Table, TableStats
@@ -56,9 +57,16 @@ class MultiTable:
     Args:
         tables: The tables by name. `close` closes them.
         slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
+        workers: Threads among which fused calls share native tables.
     """
 
-    def __init__(self, tables: Mapping[str, Table], *, slots: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        *,
+        slots: Mapping[str, str] | None = None,
+        workers: native.Workers | None = None,
+    ) -> None:
         self._tables = {name: tables[name] for name in sorted(tables)}
         routes = {name: name for name in tables} if slots is None else slots
         self._slots = {slot: routes[slot] for slot in sorted(routes)}
@@ -66,6 +74,21 @@ class MultiTable:
             if name not in self._tables:
                 raise UnknownTableError(f"slot {slot!r} is to live in table {name!r}, which is not given")
         self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
+        self._workers = workers
+        self._kept: tuple[list[native.Table], _Group] | None = None
+        # Settled once, because fused calls are made every step.
+        configs = [table.config for table in self._tables.values()]
+        segments = [segment for config in configs for segment in config.segments]
+        self._serving = next((config for config in configs if config.serving), None)
+        self._delayed = next(
+            (c for c in configs if any(s.optimizer.delay_compensation is not None for s in c.segments)), None
+        )
+        self._num_rates = len(segments)
+        self._fixed_rates = (
+            np.array([segment.rate(0) for segment in segments], np.float32)
+            if all(isinstance(segment.rate, ConstantRate) for segment in segments)
+            else None
+        )
 
     @classmethod
     def from_configs(
@@ -240,21 +263,20 @@ class MultiTable:
             dedup: Whether equal ids of one table, of whichever shards, become one step with the sum
                 of their gradients and the latest of their event times.
             latest_values: float32, laid out as `gradients`; required by delay-compensated segments only.
-            counts: int64, one per id: how many sightings it stands for; not with `dedup`.
+            counts: int64, one per id: how many sightings it stands for.
         """
-        configs = [table.config for table in self._tables.values()]
         arguments.check_step(step)
-        for config in configs:
-            arguments.check_trainable(config, "fused_apply_gradients")
-            if latest_values is None:
-                arguments.latest_array(None, config, 0)
+        if self._serving is not None:
+            arguments.check_trainable(self._serving, "fused_apply_gradients")
+        if self._delayed is not None and latest_values is None:
+            arguments.latest_array(None, self._delayed, 0)
         keys, pieces = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         shape = (int(self._offsets(pieces, num_shards, len(keys))[-1][-1]),)
-        if learning_rates is None:
-            rates = np.array([rate for config in configs for rate in config.learning_rates(step)], np.float32)
-        else:
-            segments = sum(len(config.segments) for config in configs)
-            rates = arguments.float_array(learning_rates, (segments,), "learning_rates")
+        rates = (
+            self._rates(step)
+            if learning_rates is None
+            else arguments.float_array(learning_rates, (self._num_rates,), "learning_rates")
+        )
         self._group().apply_gradients(
             keys,
             pieces,
@@ -267,7 +289,7 @@ class MultiTable:
             latest=None
             if latest_values is None
             else arguments.float_array(latest_values, shape, "latest_values"),
-            counts=arguments.count_array(counts, len(keys), dedup),
+            counts=arguments.count_array(counts, len(keys)),
         )
 
     # All tables
@@ -289,6 +311,7 @@ class MultiTable:
 
     def close(self) -> None:
         """Close every table. Closing again does nothing."""
+        self._kept = None
         for table in self._tables.values():
             table.close()
 
@@ -352,9 +375,21 @@ class MultiTable:
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
             return _PlainGroup(tables)
-        # Made anew for each call: a group that was kept would keep closed tables alive.
-        group: _Group = native.TableGroup([table.core for table in natives])
-        return group
+        cores = [table.core for table in natives]  # raises where one was closed
+        if self._kept is None or self._kept[0] != cores:
+            self._kept = cores, native.TableGroup(cores, self._workers)
+        return self._kept[1]
+
+    def _rates(self, step: int) -> NDArray[np.float32]:
+        if self._fixed_rates is not None:
+            return self._fixed_rates
+        configs = [table.config for table in self._tables.values()]
+        return np.array([rate for config in configs for rate in config.learning_rates(step)], np.float32)
+
+    @property
+    def delay_compensated(self) -> bool:
+        """Whether `latest_values` must be given with gradients."""
+        return self._delayed is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class NativeTable:
             _seconds(event_time, len(keys)),
             dedup,
             arguments.latest_array(latest_values, self._config, len(keys)),
-            arguments.count_array(counts, len(keys), dedup),
+            arguments.count_array(counts, len(keys)),
         )
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

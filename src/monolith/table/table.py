@@ -145,7 +145,7 @@ class Table(Protocol):
                 latest of their event times.
             latest_values: float32 of shape (n, dim), required by delay-compensated segments only.
             counts: int64 of shape (n,): how many sightings each id stands for, for the admission
-                filter, where equal ids were brought together before the call; not with `dedup`.
+                filter, where equal ids were brought together before the call.
         """
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

@@ -1,0 +1,166 @@
+"""Batches: what the features of a model hold, for a number of examples.
+
+The ids of all features lie in one tensor, feature after feature, so that one call
+into the core reads them all. A cell is what one feature has in one example; a shared
+feature, such as the user of a request with many items, has one cell for all examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from monolith.errors import FeatureError
+from monolith.tensors import RaggedTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureIds:
+    """The ids of many features. The core checks the splits when a batch is used, and refuses nonsense."""
+
+    names: tuple[str, ...]
+    """Features in the order of their ids. Batches of one source should share the tuple."""
+    ids: Tensor
+    """int64 of shape (n,), on the CPU: cell after cell, feature after feature."""
+    splits: Tensor
+    """int64 of shape (cells + 1,), on the CPU: where each cell begins, then n."""
+    batch_size: int
+    """Examples. A feature has this many cells, or one when it is shared."""
+    shared: tuple[bool, ...] = ()
+    """Which features have one cell for all; by default none."""
+    event_time: int = 0
+    """Unix seconds of the newest example, for the expiry of rows."""
+
+    def __post_init__(self) -> None:
+        if not self.shared:
+            object.__setattr__(self, "shared", (False,) * len(self.names))
+        if len(self.shared) != len(self.names):
+            raise FeatureError(f"batch: shared has {len(self.shared)} entries for {len(self.names)} features")
+        for name, column in (("ids", self.ids), ("splits", self.splits)):
+            if column.dtype is not torch.int64 or column.ndim != 1 or column.device.type != "cpu":
+                raise FeatureError(
+                    f"batch: {name} must be int64 of one dimension on the CPU, got "
+                    f"{str(column.dtype).removeprefix('torch.')} {tuple(column.shape)} on {column.device}"
+                )
+
+    @classmethod
+    def pack(
+        cls,
+        features: Mapping[str, RaggedTensor | Tensor],
+        *,
+        shared: Iterable[str] = (),
+        event_time: int = 0,
+        batch_size: int | None = None,
+    ) -> FeatureIds:
+        """Bring features together.
+
+        Args:
+            features: Ragged int64 ids with one row per example; or a tensor of shape (examples,) or
+                (examples, k), whose features then have one id, or k, in each example.
+            shared: Features of one row that stands for every example.
+            batch_size: Needed only when all features are shared.
+        """
+        alone = set(shared)
+        if unknown := alone - features.keys():
+            raise FeatureError(f"batch: shared names features that are not there: {sorted(unknown)}")
+        ragged = {name: _ragged(name, feature) for name, feature in features.items()}
+        sizes = {name: rows.nrows for name, rows in ragged.items() if name not in alone}
+        if batch_size is None:
+            if not sizes:
+                raise FeatureError(
+                    "batch: give batch_size, since no feature says how many examples there are"
+                )
+            batch_size = next(iter(sizes.values()))
+        for name, rows in ragged.items():
+            wanted = 1 if name in alone else batch_size
+            if rows.nrows != wanted:
+                raise FeatureError(f"batch: feature {name!r} has {rows.nrows} rows instead of {wanted}")
+        splits, offset = [torch.zeros(1, dtype=torch.int64)], 0
+        for rows in ragged.values():
+            splits.append(rows.row_splits[1:] + offset)
+            offset += len(rows.flat_values)
+        ids = [rows.flat_values for rows in ragged.values()]
+        return cls(
+            names=tuple(ragged),
+            ids=torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64),
+            splits=torch.cat(splits),
+            batch_size=batch_size,
+            shared=tuple(name in alone for name in ragged),
+            event_time=event_time,
+        )
+
+    @classmethod
+    def one_each(cls, names: Sequence[str], ids: Tensor, *, event_time: int = 0) -> FeatureIds:
+        """Take int64 ids of shape (examples, features): one id of each feature in each example."""
+        if ids.ndim != 2 or ids.shape[1] != len(names):
+            raise FeatureError(f"batch: ids must have shape (examples, {len(names)}), got {tuple(ids.shape)}")
+        return cls(
+            names=tuple(names),
+            ids=ids.t().reshape(-1),
+            splits=torch.arange(ids.numel() + 1),
+            batch_size=len(ids),
+            event_time=event_time,
+        )
+
+    def __getitem__(self, name: str) -> RaggedTensor:
+        """Return one feature's ids, a row per cell, over the same memory."""
+        if name not in self.names:
+            raise FeatureError(f"batch has no feature {name!r}; it has {', '.join(self.names)}")
+        position = self.names.index(name)
+        cells = [1 if one else self.batch_size for one in self.shared]
+        first = sum(cells[:position])
+        splits = self.splits[first : first + cells[position] + 1]
+        return RaggedTensor(self.ids[int(splits[0]) : int(splits[-1])], splits - splits[0])
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Everything a model reads of a number of examples, and what it should have said."""
+
+    ids: FeatureIds
+    floats: Mapping[str, Tensor] = field(default_factory=dict)
+    """Features that are numbers already: float32 of shape (examples, width)."""
+    labels: Mapping[str, Tensor] = field(default_factory=dict)
+    """By task: float32 of shape (examples,)."""
+
+    def __post_init__(self) -> None:
+        for kind, tensors in (("feature", self.floats), ("label", self.labels)):
+            for name, tensor in tensors.items():
+                if not len(tensor) == self.ids.batch_size:
+                    raise FeatureError(
+                        f"batch: {kind} {name!r} has {len(tensor)} rows for {self.ids.batch_size} examples"
+                    )
+
+    @property
+    def label(self) -> Tensor:
+        """The label of a batch with one task."""
+        if len(self.labels) != 1:
+            raise FeatureError(f"batch has {len(self.labels)} labels: choose from `labels`")
+        return next(iter(self.labels.values()))
+
+    def __len__(self) -> int:
+        return self.ids.batch_size
+
+
+def _ragged(name: str, feature: RaggedTensor | Tensor) -> RaggedTensor:
+    if isinstance(feature, RaggedTensor):
+        ragged = feature
+    elif isinstance(feature, Tensor) and feature.ndim in (1, 2):
+        examples, each = len(feature), 1 if feature.ndim == 1 else feature.shape[1]
+        splits = (
+            torch.arange(0, examples * each + 1, max(each, 1))
+            if each
+            else torch.zeros(examples + 1, dtype=torch.int64)
+        )
+        ragged = RaggedTensor(feature.reshape(-1), splits, validate=False)
+    else:
+        raise FeatureError(f"batch: feature {name!r} must be ragged, or a tensor of one or two dimensions")
+    if ragged.ragged_rank != 1 or ragged.dtype is not torch.int64 or ragged.flat_values.ndim != 1:
+        raise FeatureError(f"batch: feature {name!r} must hold int64 ids in rows, got {ragged!r}")
+    return ragged

@@ -1,0 +1,119 @@
+"""Combiners: how the embeddings of one example's ids become one.
+
+A feature has any number of ids in an example. A combiner adds them up, averages them,
+takes the largest of each column, or keeps the first of them in order, for a layer
+that wants a sequence. An example without ids reads as zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from monolith.errors import ConfigError, FeatureError
+from monolith.native import Pooling
+from monolith.tensors import RaggedTensor, gen_seq_mask
+
+
+@dataclass(frozen=True, slots=True)
+class Combiner:
+    """One of the combiners below."""
+
+    pooling: ClassVar[Pooling]
+    length: ClassVar[int] = 0
+    """Positions an example has, where they are kept; 0 where they are combined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Combiner):
+    """Adds the embeddings up. The gradient of the sum is every id's."""
+
+    pooling = Pooling.SUM
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(Combiner):
+    """Averages the embeddings, repeats included; each id has its share of the gradient."""
+
+    pooling = Pooling.MEAN
+
+
+@dataclass(frozen=True, slots=True)
+class Max(Combiner):
+    """Takes the largest value of each column; ids that tie share its gradient evenly."""
+
+    pooling = Pooling.MAX
+
+
+@dataclass(frozen=True, slots=True)
+class FirstN(Combiner):
+    """Keeps the first `n` embeddings in order, zeros behind them when there are fewer."""
+
+    n: int
+    pooling = Pooling.FIRST_N
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or self.n < 1:
+            raise ConfigError(f"FirstN: n must be a whole number, 1 or more, got {self.n!r}")
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return self.n
+
+    def mask(self, ids: RaggedTensor) -> Tensor:
+        """Return int64 of shape (examples, n): 1 where the example has an id, 0 behind its last."""
+        return gen_seq_mask(ids, self.n)
+
+
+COMBINERS: dict[str, type[Combiner]] = {
+    "reduce_sum": Sum,
+    "reduce_mean": Mean,
+    "reduce_max": Max,
+    "first_n": FirstN,
+}
+"""By upstream's names."""
+
+
+def make_combiner(kind: str, max_length: int | None = None) -> Combiner:
+    """Return the combiner of that name; `first_n` needs `max_length`."""
+    if kind not in COMBINERS:
+        raise ConfigError(f"no combiner {kind!r}; there are {', '.join(COMBINERS)}")
+    if kind == "first_n":
+        if max_length is None:
+            raise ConfigError("combiner 'first_n' needs max_length: how many ids of an example to keep")
+        return FirstN(max_length)
+    return COMBINERS[kind]()
+
+
+def combine(combiner: Combiner, row_splits: Tensor, embeddings: Tensor) -> Tensor:
+    """Combine embeddings row by row, by torch operations: on any device, in any float type.
+
+    The layouts of a model do the same for all features at once, in the core; this is for one.
+
+    Args:
+        row_splits: int64 of shape (rows + 1,).
+        embeddings: Shape (n, dim), one for each id.
+
+    Returns:
+        Shape (rows, dim), or (rows, n, dim) for FirstN.
+    """
+    ragged = RaggedTensor(embeddings, row_splits)
+    rows = ragged.value_rowids
+    if isinstance(combiner, FirstN):
+        return ragged.to_padded(combiner.n)
+    shape = (ragged.nrows, *embeddings.shape[1:])
+    if isinstance(combiner, Max):
+        index = rows.view(-1, *[1] * (embeddings.ndim - 1)).expand_as(embeddings)
+        return embeddings.new_zeros(shape).scatter_reduce(0, index, embeddings, "amax", include_self=False)
+    if not isinstance(combiner, Sum | Mean):
+        raise FeatureError(f"cannot combine by {combiner!r}; there are {', '.join(COMBINERS)}")
+    total = torch.zeros(shape, dtype=embeddings.dtype, device=embeddings.device).index_add(
+        0, rows, embeddings
+    )
+    if isinstance(combiner, Sum):
+        return total
+    many = ragged.row_lengths().clamp(min=1).to(embeddings.dtype)
+    return total / many.view(-1, *[1] * (embeddings.ndim - 1))

@@ -1,0 +1,214 @@
+"""Gathering: the rows of a batch become a model's input tensors, with a gradient.
+
+Rows come as one flat tensor, one row per distinct id, table after table. On the CPU the
+core fills every output in one call and brings the gradients back in another. On
+another device the same is done by torch operations, as many as there are ways to
+pool, whatever the number of features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import FeatureError
+from monolith.feature.batches import FeatureIds
+from monolith.feature.combiners import Max
+from monolith.feature.layouts import LayoutPlan
+
+
+class Gatherer:
+    """All layouts of one model, ready for batches. Thread-safe.
+
+    Args:
+        workers: Threads that share large batches; None works on the calling thread alone. The
+            outcome does not depend on how many there are.
+    """
+
+    def __init__(self, plan: LayoutPlan, workers: native.Workers | None = None) -> None:
+        self.plan = plan
+        self.core = plan.core(workers)
+        self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self.groups = _group_uses(plan)
+
+    def read(self, batch: FeatureIds) -> GatheredBatch:
+        """Find the distinct ids of a batch. Features the model does not read are passed over.
+
+        Raises:
+            FeatureError: The splits do not fit the ids, or the number of examples.
+        """
+        where = self._places.get(batch.names)
+        if where is None:
+            where = self._places[batch.names] = self._where(batch.names)
+        shared = np.array(batch.shared, dtype=np.uint8)
+        try:
+            core = self.core.plan(
+                batch.ids.contiguous().numpy(),
+                batch.splits.contiguous().numpy(),
+                shared,
+                where,
+                batch.batch_size,
+            )
+        except ValueError as cause:
+            raise FeatureError(f"batch: {cause}") from cause
+        return GatheredBatch(self, core)
+
+    def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
+        places = {name: place for place, name in enumerate(names)}
+        if len(places) < len(names):
+            raise FeatureError(f"batch: a feature stands twice in {list(names)}")
+        return np.array([places.get(feature.name, -1) for feature in self.plan.features], dtype=np.int64)
+
+
+class GatheredBatch:
+    """One batch: its distinct ids, and the way from their rows to the outputs and back."""
+
+    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch) -> None:
+        self._gatherer = gatherer
+        self._core = core
+
+    @property
+    def batch_size(self) -> int:
+        return self._core.batch_size
+
+    @property
+    def ids(self) -> Tensor:
+        """int64: distinct ids, table after table, in the order they were met. Not to be written to."""
+        return _borrowed(self._core.ids)
+
+    @property
+    def sizes(self) -> Tensor:
+        """int64 of shape (tables,): how many distinct ids each table has."""
+        return _borrowed(self._core.sizes)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64: how often each distinct id was met."""
+        return _borrowed(self._core.counts)
+
+    @property
+    def floats(self) -> int:
+        """Of the distinct ids' rows, one after another."""
+        return self._core.floats
+
+    def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
+
+        Args:
+            rows: float32 of shape (floats,), on any device.
+        """
+        if rows.shape != (self.floats,):
+            raise FeatureError(f"rows must have shape ({self.floats},), got {tuple(rows.shape)}")
+        if rows.device.type == "cpu" and rows.dtype is torch.float32:
+            found: tuple[Tensor, ...] = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
+            return found
+        return self._by_torch(rows)
+
+    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+        """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
+        plan = self._gatherer.plan
+        return {
+            name: [outputs[number] for number in numbers] if name in plan.lists else outputs[numbers[0]]
+            for name, numbers in plan.names.items()
+        }
+
+    # By the core
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
+        shapes = self._gatherer.plan.shapes
+        outputs = tuple(torch.empty((self.batch_size, *shape), dtype=torch.float32) for shape in shapes)
+        self._gatherer.core.gather(
+            self._core, rows.detach().contiguous().numpy(), [output.numpy() for output in outputs]
+        )
+        return outputs
+
+    def scatter(self, rows: Tensor, gradients: tuple[Tensor | None, ...], scale: float = 1.0) -> Tensor:
+        """Return the gradient of `rows` from those of the outputs, of which None is zeros."""
+        out = torch.empty(self.floats, dtype=torch.float32)
+        self._gatherer.core.scatter(
+            self._core,
+            rows.detach().contiguous().numpy(),
+            [
+                None if gradient is None else gradient.to(torch.float32).contiguous().numpy()
+                for gradient in gradients
+            ],
+            scale,
+            out.numpy(),
+        )
+        return out
+
+    # By torch
+
+    def _by_torch(self, rows: Tensor) -> tuple[Tensor, ...]:
+        plan, device = self._gatherer.plan, rows.device
+        outputs = [rows.new_zeros(self.batch_size * math.prod(shape)) for shape in plan.shapes]
+        for group in self._gatherer.groups:
+            moves = self._gatherer.core.moves(self._core, group.uses)
+            begin, to, scale = (_moved(torch.from_numpy(column), device) for column in moves)
+            columns = torch.arange(group.width, device=device)
+            values = rows[begin[:, None] + columns] * scale[:, None].to(rows.dtype)
+            places = (to[:, None] + columns).view(-1)
+            output = outputs[group.output]
+            if group.takes_maximum:
+                peaks = torch.zeros_like(output).scatter_reduce(
+                    0, places, values.reshape(-1), "amax", include_self=False
+                )
+                outputs[group.output] = output + peaks
+            else:
+                outputs[group.output] = output.index_add(0, places, values.reshape(-1))
+        return tuple(
+            output.view(self.batch_size, *shape) for output, shape in zip(outputs, plan.shapes, strict=True)
+        )
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, batch: GatheredBatch) -> tuple[Tensor, ...]:
+        ctx.batch = batch
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows)
+        return batch.gather(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return ctx.batch.scatter(rows, gradients), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Uses that torch moves together: of one width, into one output."""
+
+    uses: list[int]
+    output: int
+    width: int
+    takes_maximum: bool
+
+
+def _group_uses(plan: LayoutPlan) -> list[_Group]:
+    """Bring together what is added up; where maxima are added up, each is taken for itself first."""
+    together: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for number, use in enumerate(plan.uses):
+        is_maximum = isinstance(plan.features[use.feature].combiner, Max)
+        together[use.output, use.width, number if is_maximum else -1].append(number)
+    return [_Group(uses, output, width, alone >= 0) for (output, width, alone), uses in together.items()]
+
+
+def _borrowed(column: NDArray[Any]) -> Tensor:
+    """Return a tensor over memory that the core owns."""
+    return torch.from_numpy(column)
+
+
+def _moved(column: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return column.to(device)
+    return column.pin_memory().to(device, non_blocking=True)

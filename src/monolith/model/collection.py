@@ -1,0 +1,204 @@
+"""EmbeddingCollection: the sparse half of a model, as an `nn.Module`.
+
+It turns a batch of ids into the tensors that the dense half reads. Rows live in a
+store, not in parameters: there is no end to them, and they are born and expire while
+the model trains. So they are not in `state_dict`, and a torch optimizer does not see
+them; `EmbeddingOptimizer` does.
+
+    embeddings = EmbeddingCollection([Layout("vectors", CONCAT, [...])])
+    sparse, dense = EmbeddingOptimizer(embeddings), torch.optim.Adam(mlp.parameters())
+    for batch in batches:
+        loss = loss_of(mlp(embeddings(batch)["vectors"]), batch.label)
+        loss.backward()
+        sparse.step(), dense.step()
+        sparse.zero_grad(), dense.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from monolith import native
+from monolith.errors import FeatureError
+from monolith.feature import (
+    Batch,
+    FeatureColumn,
+    FeatureIds,
+    FeatureSpec,
+    GatheredBatch,
+    Gatherer,
+    Layout,
+    LayoutSpec,
+    SliceSpec,
+    SlotTables,
+    collect_tables,
+    plan_layouts,
+)
+from monolith.store import LocalStore, Store, TableIds
+from monolith.tensors import RaggedTensor
+
+Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedBatch:
+    """A batch whose rows were looked up ahead of the step that uses them."""
+
+    gathered: GatheredBatch
+    keys: TableIds
+    rows: Tensor
+    event_time: int
+
+
+class Watcher(Protocol):
+    """Told of every batch of rows that training may give a gradient."""
+
+    def watch(
+        self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int
+    ) -> None: ...
+
+
+class EmbeddingCollection(nn.Module):
+    """Features over a store.
+
+    Args:
+        layouts: The tensors to make, over columns of slots.
+        store: Where rows live; by default a `LocalStore` with the tables the slots need, made here. It
+            must have those tables.
+        device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
+            pinned memory and combined there.
+        seed: For random initializers.
+        threads: That share a batch, the caller counted; by default as many as torch uses.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        *,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__()
+        columns = _columns(layouts)
+        self.slot_tables: SlotTables = collect_tables((column.slot for column in columns.values()), seed=seed)
+        threads = torch.get_num_threads() if threads is None else threads
+        self.store: Store = store or LocalStore.from_configs(
+            self.slot_tables.configs, thresholds=self.slot_tables.thresholds, threads=threads
+        )
+        _check_store(self.store, self.slot_tables)
+        self._gatherer = Gatherer(
+            plan_layouts(dict(self.store.tables), _features(columns, self.slot_tables), _specs(layouts)),
+            native.Workers(threads),
+        )
+        self.device = torch.device(device)
+        self._watchers: list[Watcher] = []
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features it reads, sorted. A batch may have more; one that it lacks reads as zeros."""
+        return tuple(feature.name for feature in self._gatherer.plan.features)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...] | list[tuple[int, ...]]]:
+        """The shape of each layout, without the examples; a list for one that is NONE."""
+        plan = self._gatherer.plan
+        return {
+            name: [plan.shapes[n] for n in numbers] if name in plan.lists else plan.shapes[numbers[0]]
+            for name, numbers in plan.names.items()
+        }
+
+    def prepare(self, batch: Input) -> PreparedBatch:
+        """Look the rows of a batch up, ahead of the step that uses it; from any thread.
+
+        `forward` takes the result in place of the batch. Rows that change in between are not seen.
+        """
+        ids = _ids(batch)
+        gathered = self._gatherer.read(ids)
+        keys = TableIds(gathered.ids, gathered.sizes, gathered.counts)
+        rows = self.store.lookup(keys)
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        elif self.device.type != "cpu":
+            rows = rows.to(self.device)
+        return PreparedBatch(gathered, keys, rows, ids.event_time)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot hold rows without end
+    def forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
+        """Return a tensor for each layout, of shape (examples, ...); for NONE a list with one per slice.
+
+        In training mode, with gradients on, an attached `EmbeddingOptimizer` will update the rows.
+        """
+        prepared = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
+        rows = prepared.rows
+        if torch.is_grad_enabled():
+            rows = rows.detach().requires_grad_()
+            if self.training:
+                for watcher in self._watchers:
+                    watcher.watch(self, rows, prepared.keys, prepared.event_time)
+        return prepared.gathered.layouts(prepared.gathered.outputs(rows))
+
+    def attach(self, watcher: Watcher) -> None:
+        """Let `watcher` know of every batch of rows from now on. One collection has one optimizer.
+
+        Raises:
+            FeatureError: It has one.
+        """
+        if self._watchers:
+            raise FeatureError("this collection has an optimizer already: two would train its rows twice")
+        self._watchers.append(watcher)
+
+    def extra_repr(self) -> str:
+        return f"features={len(self.features)}, tables={len(self.store.tables)}, layouts={self.shapes}"
+
+
+def _ids(batch: Input) -> FeatureIds:
+    if isinstance(batch, Batch):
+        return batch.ids
+    return batch if isinstance(batch, FeatureIds) else FeatureIds.pack(batch)
+
+
+def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:
+    columns: dict[str, FeatureColumn] = {}
+    for layout in layouts:
+        for use in layout.slices:
+            known = columns.setdefault(use.column.feature, use.column)
+            if known is not use.column:
+                raise FeatureError(
+                    f"layout {layout.name!r}: feature {use.column.feature!r} has two columns; a feature is read "
+                    "from one slot in one way, so make the column once and use it in every layout"
+                )
+    return columns
+
+
+def _features(columns: Mapping[str, FeatureColumn], tables: SlotTables) -> list[FeatureSpec]:
+    return [
+        FeatureSpec(name, tables.table_of[column.slot.name], column.combiner)
+        for name, column in columns.items()
+    ]
+
+
+def _specs(layouts: Sequence[Layout]) -> list[LayoutSpec]:
+    return [
+        LayoutSpec(
+            layout.name,
+            layout.kind,
+            tuple(SliceSpec(use.column.feature, use.start, use.end) for use in layout.slices),
+        )
+        for layout in layouts
+    ]
+
+
+def _check_store(store: Store, tables: SlotTables) -> None:
+    for name, config in tables.configs.items():
+        if store.tables.get(name) != config.dim:
+            found = f"rows of {store.tables[name]}" if name in store.tables else "no such table"
+            raise FeatureError(
+                f"the store does not fit: table {name!r} needs rows of {config.dim} floats, it has {found}"
+            )

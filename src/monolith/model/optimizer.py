@@ -1,0 +1,157 @@
+"""EmbeddingOptimizer: takes the gradients of a collection's rows to the store.
+
+How a row is trained is the business of its slot: each segment has its own optimizer and
+rate. This class only stands where torch expects an optimizer, so that an ordinary
+loop works: `step`, `zero_grad`, several backward passes before a step, a GradScaler,
+clipping by `torch.nn.utils`.
+
+Its parameters are the rows of the batches seen since the last `zero_grad`, so they
+change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import FeatureError, RestoreError, UnknownTableError
+from monolith.model.collection import EmbeddingCollection
+from monolith.store import TableIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    rows: Tensor
+    keys: TableIds
+    event_time: int
+
+
+class EmbeddingOptimizer(torch.optim.Optimizer):
+    """Trains the rows of every `EmbeddingCollection` of a model.
+
+    Args:
+        model: A module with collections in it, or collections.
+        global_step: The step to begin with; learning rates depend on it. `step` counts it up.
+
+    Raises:
+        FeatureError: There is no collection, or one has an optimizer already.
+    """
+
+    def __init__(self, model: nn.Module | Iterable[EmbeddingCollection], *, global_step: int = 0) -> None:
+        modules = model.modules() if isinstance(model, nn.Module) else model
+        collections = [module for module in modules if isinstance(module, EmbeddingCollection)]
+        if not collections:
+            raise FeatureError("there is no EmbeddingCollection to train; pass the model that holds it")
+        super().__init__([{"params": []} for _ in collections], {})
+        self.global_step = global_step
+        self._pending: dict[EmbeddingCollection, list[_Pending]] = {c: [] for c in collections}
+        self._groups = dict(zip(collections, self.param_groups, strict=True))
+        for collection in collections:
+            collection.attach(self)
+
+    def watch(self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int) -> None:
+        """Remember rows that a backward pass may give a gradient; called by the collection."""
+        self._pending[collection].append(_Pending(rows, keys, event_time))
+        self._groups[collection]["params"].append(rows)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply every gradient since the last `zero_grad`, one step for each distinct id.
+
+        Rows without a gradient are left alone. What was applied is forgotten: a second call in a row
+        does nothing but count.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for collection, pending in self._pending.items():
+            trained = [one for one in pending if one.rows.grad is not None]
+            if trained:
+                self._apply(collection, trained)
+        self._forget()
+        self.global_step += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the rows seen so far, with their gradients."""
+        self._forget()
+
+    @torch.no_grad()
+    def zero_below(self, min_norms: Mapping[str, float]) -> None:
+        """Zero the gradients of a table's rows in each batch where, together, they are not longer than a norm.
+
+        Raises:
+            UnknownTableError: No collection has such a table.
+        """
+        for name in min_norms:
+            if not any(name in collection.store.tables for collection in self._pending):
+                raise UnknownTableError(f"min_norms: no collection has a table {name!r}")
+        for collection, pending in self._pending.items() if min_norms else ():
+            for one in pending:
+                if one.rows.grad is None:
+                    continue
+                dims = collection.store.tables
+                floats = [n * dim for n, dim in zip(one.keys.sizes.tolist(), dims.values(), strict=True)]
+                for name, part in zip(dims, torch.split(one.rows.grad, floats), strict=True):
+                    if name in min_norms:
+                        part.mul_(torch.linalg.vector_norm(part) > min_norms[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global step; rows and their state are in the store."""
+        return {"global_step": self.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        step = state_dict.get("global_step")
+        if not isinstance(step, int) or step < 0:
+            raise RestoreError(f"an EmbeddingOptimizer's state is a global_step, got {state_dict!r}")
+        self.global_step = step
+
+    def _apply(self, collection: EmbeddingCollection, trained: list[_Pending]) -> None:
+        store = collection.store
+        gradients = _end_to_end([_on_host(one.rows.grad) for one in trained])
+        latest = _end_to_end([_on_host(one.rows) for one in trained]) if store.delay_compensated else None
+        store.apply_gradients(
+            _joined([one.keys for one in trained]),
+            gradients,
+            step=self.global_step,
+            event_time=_event_times(trained),
+            latest_values=latest,
+        )
+
+    def _forget(self) -> None:
+        for collection, pending in self._pending.items():
+            pending.clear()
+            self._groups[collection]["params"].clear()
+
+
+def _on_host(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.detach().to("cpu", torch.float32)
+
+
+def _end_to_end(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _joined(keys: list[TableIds]) -> TableIds:
+    if len(keys) == 1:
+        return keys[0]
+    counts = [one.counts for one in keys if one.counts is not None]
+    return TableIds(
+        torch.cat([one.ids for one in keys]),
+        torch.cat([one.sizes for one in keys]),
+        torch.cat(counts) if len(counts) == len(keys) else None,
+        parts=sum(one.parts for one in keys),
+    )
+
+
+def _event_times(trained: list[_Pending]) -> int | Tensor:
+    times = {one.event_time for one in trained}
+    if len(times) == 1:
+        return times.pop()
+    return torch.cat([torch.full((len(one.keys.ids),), one.event_time) for one in trained])

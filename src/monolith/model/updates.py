@@ -1,0 +1,97 @@
+"""One training step's gradients, from the loss to dense weights and rows, in the right order.
+
+A plain loop calls `loss.backward()` and two optimizers, and needs none of this. Here is
+what production models ask for on top: one norm over dense and sparse gradients, weight
+decay outside the optimizer, gradients averaged over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from monolith.errors import ConfigError
+from monolith.model.optimizer import EmbeddingOptimizer
+from monolith.nn import GradClipType, clip_gradients
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateConfig:
+    """What is done to gradients before they are applied."""
+
+    clip_type: GradClipType = GradClipType.ClipByGlobalNorm
+    clip_norm: float | None = None
+    """None does not clip."""
+    sparse_clip_norm: float | None = None
+    """The limit of the rows' gradients where it is another; see `clip_gradients`."""
+    sparse_norm_warmup_steps: int | None = None
+    """Steps over which the limit of the rows' gradients grows from 0."""
+    dense_weight_decay: float = 0.0
+    """This times each dense weight is added to its gradient, after clipping."""
+    divide_dense_by: int = 1
+    """For losses that are sums over a batch: its size. Before clipping, so that norms are of the mean."""
+    min_norms: Mapping[str, float] = field(default_factory=dict)
+    """Table to a norm: where the gradient of its rows is not longer, they are not updated in that step."""
+
+    def __post_init__(self) -> None:
+        if self.divide_dense_by < 1:
+            raise ConfigError(f"divide_dense_by must be at least 1, got {self.divide_dense_by}")
+        for name in ("clip_norm", "sparse_clip_norm"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} must be above 0, or None for no limit, got {limit}")
+        if self.dense_weight_decay < 0:
+            raise ConfigError(f"dense_weight_decay must not be negative, got {self.dense_weight_decay}")
+
+
+def apply_gradients(
+    loss: Tensor,
+    sparse: EmbeddingOptimizer,
+    dense: torch.optim.Optimizer | None = None,
+    config: UpdateConfig | None = None,
+    *,
+    average: Callable[[list[Tensor]], None] | None = None,
+) -> Tensor | None:
+    """Differentiate `loss` and take one step of everything; the global step counts up last.
+
+    Gradients that were there before count in, as in a plain loop, and are cleared afterwards.
+
+    Args:
+        average: Averages dense gradients over the ranks that train together, in place.
+
+    Returns:
+        The common norm of all gradients before clipping, where it was needed; else None.
+    """
+    config = UpdateConfig() if config is None else config
+    torch.autograd.backward(loss)
+    weights = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
+    weights = [weight for weight in weights if weight.grad is not None]
+    rows = [p for group in sparse.param_groups for p in group["params"] if p.grad is not None]
+    with torch.no_grad():
+        sparse.zero_below(config.min_norms)
+        gradients = [weight.grad for weight in weights]
+        if config.divide_dense_by > 1:
+            gradients = [gradient / config.divide_dense_by for gradient in gradients]
+        clipped = clip_gradients(
+            gradients,
+            [row.grad for row in rows],
+            config.clip_type,
+            config.clip_norm,
+            sparse_clip_norm=config.sparse_clip_norm,
+            step=sparse.global_step,
+            sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
+        )
+        if average is not None:
+            average(clipped.dense)
+        if config.dense_weight_decay:
+            torch._foreach_add_(clipped.dense, weights, alpha=config.dense_weight_decay)
+        for parameter, gradient in zip([*weights, *rows], [*clipped.dense, *clipped.sparse], strict=True):
+            parameter.grad = gradient
+    if dense is not None:
+        dense.step()
+        dense.zero_grad()
+    sparse.step()
+    return clipped.dense_norm

@@ -1,0 +1,125 @@
+"""LocalStore: rows and dense weights in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from monolith import native
+from monolith.errors import FeatureError
+from monolith.store.store import TableIds
+from monolith.table import (
+    MultiTable,
+    NativeTable,
+    SlotThresholds,
+    Table,
+    TableConfig,
+    TableStats,
+    make_filter,
+)
+
+
+class LocalStore:
+    """A `Store` over tables in this process' memory.
+
+    Args:
+        tables: Table to itself. The store closes them.
+        workers: Threads that share a batch; None works on the calling thread alone.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], *, workers: native.Workers | None = None) -> None:
+        self._multi = MultiTable(tables, workers=workers)
+        self._dims = {name: table.dim for name, table in self._multi.tables.items()}
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    @classmethod
+    def from_configs(
+        cls,
+        configs: Mapping[str, TableConfig],
+        *,
+        thresholds: Mapping[str, SlotThresholds] | None = None,
+        threads: int | None = None,
+        make_table: Callable[..., Table] = NativeTable,
+        filter_kind: str = "sliding_hash_filter",
+        filter_capacity: int = 1 << 22,
+    ) -> LocalStore:
+        """Make the tables of a model.
+
+        Args:
+            thresholds: By table: how often an id must have been seen before it has a row.
+            threads: That share a batch, the caller counted; by default as many as torch uses.
+            filter_kind: How sightings are counted: see `make_filter`.
+            filter_capacity: Ids that a table's filter remembers.
+        """
+        team = native.Workers(torch.get_num_threads() if threads is None else threads)
+        tables: dict[str, Table] = {}
+        for name, config in configs.items():
+            admission = make_filter(filter_kind, (thresholds or {}).get(name), capacity=filter_capacity)
+            if make_table is NativeTable:
+                tables[name] = NativeTable(config, admission=admission, workers=team)
+            else:
+                tables[name] = make_table(config, admission=admission)
+        return cls(tables, workers=team)
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        return self._dims
+
+    @property
+    def delay_compensated(self) -> bool:
+        return self._multi.delay_compensated
+
+    def table(self, name: str) -> Table:
+        """Return one table, to look into or to dump."""
+        return self._multi[name]
+
+    def lookup(self, ids: TableIds) -> Tensor:
+        return self._multi.fused_lookup(ids.ids, ids.sizes, num_shards=ids.parts).embeddings
+
+    def apply_gradients(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        self._multi.fused_apply_gradients(
+            ids.ids,
+            ids.sizes,
+            gradients,
+            num_shards=ids.parts,
+            step=step,
+            event_time=event_time,
+            dedup=ids.parts > 1,
+            latest_values=latest_values,
+            counts=ids.counts,
+        )
+
+    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        if self._optimizer is not None:
+            raise FeatureError("this store has dense variables already; one store serves one model")
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if missing := [name for name, parameter in parameters.items() if id(parameter) not in held]:
+            raise FeatureError(f"the optimizer does not hold {missing[0]!r}: it would never be trained")
+        self._optimizer = optimizer
+
+    def push_dense(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def pull_dense(self) -> None:
+        """Do nothing: the variables are the only copy."""
+
+    def evict(self, now: int | None = None) -> dict[str, int]:
+        return self._multi.evict(now)
+
+    def stats(self) -> dict[str, TableStats]:
+        return self._multi.stats()
+
+    def close(self) -> None:
+        self._multi.close()

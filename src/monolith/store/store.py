@@ -1,0 +1,91 @@
+"""The store seam: where the parameters of one model live.
+
+A model's rows and dense weights may be in this process, on parameter servers, or
+spread over the ranks that train together. A model never knows which: it looks up all
+features of a batch by one call and hands back all gradients by another. Every
+implementation passes `tests/contracts/test_store.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from monolith.table import TableStats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableIds:
+    """Ids of all tables of a store, in one tensor."""
+
+    ids: Tensor
+    """int64: part after part and, within a part, table after table in the order of `Store.tables`.
+    Within one table of one part they are distinct."""
+    sizes: Tensor
+    """int64 of shape (parts * tables,): how many ids each table has in each part."""
+    counts: Tensor | None = None
+    """int64, one per id: how many sightings it stands for; None for one each."""
+    parts: int = 1
+    """Batches laid end to end: more than one where gradients were accumulated."""
+
+
+class Store(Protocol):
+    """The tables and the dense variables of one model. Thread-safe where its tables are."""
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """Table to the width of its rows, sorted by name."""
+
+    @property
+    def delay_compensated(self) -> bool:
+        """Whether gradients must come with the rows they were computed on."""
+
+    def lookup(self, ids: TableIds) -> Tensor:
+        """Return float32 of one dimension: a row for each id in order, zeros where there is none.
+
+        Creates no rows. What is returned belongs to the caller.
+        """
+
+    def apply_gradients(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        """Take one optimizer step for every distinct id, with the sum of its gradients over the parts.
+
+        Args:
+            gradients: float32, laid out as the rows of `lookup`.
+            step: The global step, for learning rates.
+            event_time: Unix seconds: one for all, or int64 with one per id.
+            latest_values: The rows that `lookup` gave, where `delay_compensated`.
+        """
+
+    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        """Take charge of the dense variables; from now on this store decides where they are updated.
+
+        Raises:
+            FeatureError: Variables were attached before.
+        """
+
+    def push_dense(self) -> None:
+        """Apply the gradients the dense variables hold now, by their optimizer, and clear them."""
+
+    def pull_dense(self) -> None:
+        """Make the variables attached here hold the newest values this store promises."""
+
+    def evict(self, now: int | None = None) -> dict[str, int]:
+        """Drop rows that expired; return how many, by table."""
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return what each table holds."""
+
+    def close(self) -> None:
+        """Let go of everything. Closing again does nothing."""
