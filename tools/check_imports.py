@@ -81,7 +81,7 @@ PURE_CALLS = """
 PURE_DECORATORS = """
     dataclass dataclass_transform property setter getter deleter cached_property staticmethod classmethod
     abstractmethod overload override final runtime_checkable unique total_ordering wraps deprecated
-    cache lru_cache disable contextmanager asynccontextmanager no_grad inference_mode once_differentiable
+    cache lru_cache contextmanager asynccontextmanager no_grad inference_mode once_differentiable
 """
 
 

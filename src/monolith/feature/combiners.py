@@ -88,6 +88,16 @@ def make_combiner(kind: str, max_length: int | None = None) -> Combiner:
     return COMBINERS[kind]()
 
 
+def largest(values: Tensor, index: Tensor, zeros: Tensor) -> Tensor:
+    """Return the maximum of the values that go to each place of `zeros`; zero where none does.
+
+    Every maximum starts below all numbers: torch gives what it starts with a share of the gradient.
+    """
+    least = torch.full_like(zeros, -torch.inf)
+    peaks = least.scatter_reduce(0, index, values, "amax")
+    return torch.where(peaks == -torch.inf, zeros, peaks)
+
+
 def combine(combiner: Combiner, row_splits: Tensor, embeddings: Tensor) -> Tensor:
     """Combine embeddings row by row, by torch operations: on any device, in any float type.
 
@@ -107,7 +117,7 @@ def combine(combiner: Combiner, row_splits: Tensor, embeddings: Tensor) -> Tenso
     shape = (ragged.nrows, *embeddings.shape[1:])
     if isinstance(combiner, Max):
         index = rows.view(-1, *[1] * (embeddings.ndim - 1)).expand_as(embeddings)
-        return embeddings.new_zeros(shape).scatter_reduce(0, index, embeddings, "amax", include_self=False)
+        return largest(embeddings, index, embeddings.new_zeros(shape))
     if not isinstance(combiner, Sum | Mean):
         raise FeatureError(f"cannot combine by {combiner!r}; there are {', '.join(COMBINERS)}")
     total = torch.zeros(shape, dtype=embeddings.dtype, device=embeddings.device).index_add(

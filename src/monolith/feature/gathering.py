@@ -21,7 +21,7 @@ from torch import Tensor
 from monolith import native
 from monolith.errors import FeatureError
 from monolith.feature.batches import FeatureIds
-from monolith.feature.combiners import Max
+from monolith.feature.combiners import Max, largest
 from monolith.feature.layouts import LayoutPlan
 
 
@@ -158,9 +158,7 @@ class GatheredBatch:
             places = (to[:, None] + columns).view(-1)
             output = outputs[group.output]
             if group.takes_maximum:
-                peaks = torch.zeros_like(output).scatter_reduce(
-                    0, places, values.reshape(-1), "amax", include_self=False
-                )
+                peaks = largest(values.reshape(-1), places, torch.zeros_like(output))
                 outputs[group.output] = output + peaks
             else:
                 outputs[group.output] = output.index_add(0, places, values.reshape(-1))

@@ -7,7 +7,7 @@ of upstream's `sharding_sparse_fids`:
 
     version  first index                                     second index
     1        table * shards + shard                          row in the block
-    2        a block for each feature: see `_feature_block`  row in the feature's block
+    2        a block for each table, shard and feature       row in the feature's block
     3, 4     as 1                                            float in the block
 
 Version 4 differs from 3 only in how the blocks are laid end to end: shard after shard
@@ -96,7 +96,9 @@ def shard_features(
                 blocks[t, s].append(part)
             width = features[name].dim if version >= 3 else 1
             if version == 2:
-                first = _feature_block(members, tables, t, members[table].index(name), shards, num_shards)
+                # The tables' blocks follow one another; a table's are one per shard and feature.
+                base = sum(len(members[earlier]) for earlier in tables[:t]) * num_shards
+                first = base + shards * len(members[table]) + members[table].index(name)
                 second = row
             else:
                 first = t * num_shards + shards
@@ -114,19 +116,6 @@ def shard_features(
         feature_offsets=firsts,
         batch_size=batch.batch_size,
     )
-
-
-def _feature_block(
-    members: Mapping[str, list[str]],
-    tables: list[str],
-    table: int,
-    feature: int,
-    shards: Tensor,
-    num_shards: int,
-) -> Tensor:
-    """Version 2: the tables' blocks follow one another; a table's are one per shard and feature."""
-    base = sum(max(len(members[name]), 1) * num_shards for name in tables[:table])
-    return base + shards * len(members[tables[table]]) + feature
 
 
 def _cells(batch: FeatureIds, names: list[str]) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class FeatureSlice:
 
 
 class FeatureSlot:
-    """The rows of one kind of id. Slices are added while a model is built, and lie side by side in that order."""
+    """The rows of one kind of id. Slices are added while a model is built, and lie in that order."""
 
     def __init__(self, config: SlotConfig) -> None:
         self.config = config

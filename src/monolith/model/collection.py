@@ -129,12 +129,17 @@ class EmbeddingCollection(nn.Module):
             rows = rows.to(self.device)
         return PreparedBatch(gathered, keys, rows, ids.event_time)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph cannot hold rows without end
     def forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         """Return a tensor for each layout, of shape (examples, ...); for NONE a list with one per slice.
 
         In training mode, with gradients on, an attached `EmbeddingOptimizer` will update the rows.
         """
+        if torch.compiler.is_compiling():  # rows without end are no part of a graph
+            found: dict[str, Any] = torch.compiler.disable(self._forward)(batch)  # type: ignore[no-untyped-call]
+            return found
+        return self._forward(batch)
+
+    def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         prepared = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
         rows = prepared.rows
         if torch.is_grad_enabled():
@@ -171,8 +176,8 @@ def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:
             known = columns.setdefault(use.column.feature, use.column)
             if known is not use.column:
                 raise FeatureError(
-                    f"layout {layout.name!r}: feature {use.column.feature!r} has two columns; a feature is read "
-                    "from one slot in one way, so make the column once and use it in every layout"
+                    f"layout {layout.name!r}: feature {use.column.feature!r} has two columns; a feature is "
+                    "read from one slot in one way, so make the column once and use it in every layout"
                 )
     return columns
 

@@ -77,13 +77,13 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         self.global_step += 1
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Forget the rows seen so far, with their gradients."""
         self._forget()
 
     @torch.no_grad()
     def zero_below(self, min_norms: Mapping[str, float]) -> None:
-        """Zero the gradients of a table's rows in each batch where, together, they are not longer than a norm.
+        """Zero the gradients of a table's rows in each batch where together they are no longer than a norm.
 
         Raises:
             UnknownTableError: No collection has such a table.

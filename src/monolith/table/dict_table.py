@@ -215,8 +215,9 @@ class DictTable:
             keys = arguments.id_array(ids)
             latest = arguments.latest_array(latest_values, self._config, len(keys))
             keys, grads, times = self._write_arguments(ids, gradients, event_time, "gradients")
-            seen = arguments.count_array(counts, len(keys))
-            updates = _Updates(keys, np.ones_like(keys) if seen is None else seen.astype(np.int64), times, grads, latest)
+            met = arguments.count_array(counts, len(keys))
+            seen = np.ones_like(keys) if met is None else met.astype(np.int64)
+            updates = _Updates(keys, seen, times, grads, latest)
             self._apply(updates.summed() if dedup else updates, rates, step)
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:

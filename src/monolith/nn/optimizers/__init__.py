@@ -1,0 +1,14 @@
+"""Dense optimizers: AdaMom, RMSProp and Shampoo, as torch optimizers.
+
+For Adagrad, Adam and the others use torch's own; with `RateSchedule` they follow
+the same schedules.
+"""
+
+from __future__ import annotations
+
+from monolith.nn.optimizers.adamom import Adamom
+from monolith.nn.optimizers.dense_optimizer import DenseOptimizer, Rate
+from monolith.nn.optimizers.rmsprop import RMSprop
+from monolith.nn.optimizers.shampoo import Shampoo, eigen_inverse_root
+
+__all__ = ["Adamom", "DenseOptimizer", "RMSprop", "Rate", "Shampoo", "eigen_inverse_root"]

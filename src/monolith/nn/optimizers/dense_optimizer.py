@@ -1,0 +1,190 @@
+"""What the dense optimizers share: rates, checks, and the walk over parameters.
+
+An optimizer here writes its rule twice: for one parameter, plainly, and for a list
+of them in fused operations. `foreach` of a group says which runs; None takes the
+fused one where it pays, which is on a GPU. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from monolith.errors import LayerArgumentError, SparseGradientError
+from monolith.nn.foreach import fusable_runs
+
+Rate: TypeAlias = float | Tensor | Callable[[int], float]
+"""A learning rate: a number, a tensor of one element, or a function of the step."""
+
+Group: TypeAlias = dict[str, Any]
+State: TypeAlias = dict[str, Any]
+
+
+def rest_of(decay: float, dtype: torch.dtype) -> float:
+    """Return `1 - decay` for the decay that is really applied.
+
+    In single precision that is not 0.999 but 0.99900001: with 0.001 beside it the
+    weights of an average would not sum to 1, and v would settle 13 millionths off.
+    """
+    return 1 - (decay if dtype is torch.float64 else float(np.float32(decay)))
+
+
+class DenseOptimizer(torch.optim.Optimizer, ABC):
+    """A torch optimizer whose rate may also be a function of the step.
+
+    The function gets the number of steps taken before this one, 0 at first: every
+    group counts them as `group["step"]`. A schedule of a table's segment, such as
+    `PolynomialDecay`, can so drive dense and sparse weights alike. With a number
+    in its place, torch's schedulers move `group["lr"]` as they do elsewhere. A
+    tensor is read once per step, so keep it on the CPU: reading from a GPU waits
+    for it.
+
+    Parameters without a gradient are left alone. A step checks all gradients
+    before it touches anything.
+    """
+
+    def __init__(self, params: ParamsT, lr: Rate, foreach: bool | None, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, "foreach": foreach, "step": 0, **settings})
+
+    @abstractmethod
+    def _check_settings(self, group: Group) -> None:
+        """Refuse settings the rule cannot work with."""
+
+    @abstractmethod
+    def _new_state(self, param: Tensor) -> State:
+        """Return the state of a parameter that has seen no gradient."""
+
+    @abstractmethod
+    def _update(self, param: Tensor, grad: Tensor, state: State, group: Group, rate: float) -> None:
+        """Take one step with one parameter."""
+
+    @abstractmethod
+    def _update_together(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, rate: float
+    ) -> None:
+        """Take one step with many parameters of one device and dtype."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters with settings of their own; they count steps on from where the others are."""
+        if self.param_groups:
+            param_group.setdefault("step", self.param_groups[0]["step"])
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except LayerArgumentError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient.
+
+        Args:
+            closure: Evaluated first, with gradients enabled, where given.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            SparseGradientError: A gradient is sparse. No parameter has moved.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        movable = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for params in movable:
+            self._check_gradients(params)
+        for group, params in zip(self.param_groups, movable, strict=True):
+            self._step_group(group, params)
+            group["step"] += 1
+        return loss
+
+    def _step_group(self, group: Group, params: list[Tensor]) -> None:
+        rate = self._rate_of(group)
+        grads = [p.grad for p in params if p.grad is not None]
+        states = [self._state_of(p) for p in params]
+        fused = group["foreach"]
+        if fused is None:
+            fused = all(p.is_cuda for p in params)
+        if not fused:
+            for param, grad, state in zip(params, grads, states, strict=True):
+                self._update(param, grad, state, group, rate)
+            return
+        for run in fusable_runs(params):
+            self._update_together(
+                [params[i] for i in run], [grads[i] for i in run], [states[i] for i in run], group, rate
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and settings. A rate that is a function is given by its value: code is not state."""
+        saved = super().state_dict()
+        for group, packed in zip(self.param_groups, saved["param_groups"], strict=True):
+            packed["lr"] = self._rate_of(group) if callable(group["lr"]) else group["lr"]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume where `state_dict` was taken. A rate that is a function here stays that function."""
+        rates = [group["lr"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if callable(rate):
+                group["lr"] = rate
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _rate_of(self, group: Group) -> float:
+        rate = group["lr"]
+        return float(rate(group["step"]) if callable(rate) else rate)
+
+    def _state_of(self, param: Tensor) -> State:
+        state: State = self.state[param]
+        if "m" not in state:  # which every rule here has; a `step` set before the first stays
+            state.update({**self._new_state(param), **state})
+        return state
+
+    def _check_group(self, group: Group) -> None:
+        for param in group["params"]:
+            if not param.is_floating_point():
+                raise LayerArgumentError(
+                    f"{self._name}: parameters must be real floating-point numbers, got one of "
+                    f"{str(param.dtype).removeprefix('torch.')} and shape {tuple(param.shape)}"
+                )
+        rate = group["lr"]
+        if isinstance(rate, Tensor) and rate.numel() != 1:
+            raise LayerArgumentError(
+                f"{self._name}: a learning rate that is a tensor must have one element, "
+                f"got shape {tuple(rate.shape)}"
+            )
+        if not callable(rate):
+            self._check_range("lr", float(rate))
+        self._check_settings(group)
+
+    def _check_range(self, name: str, value: float, at_most: float = math.inf) -> None:
+        if not 0 <= value <= at_most or value == math.inf:
+            bound = "finite" if at_most == math.inf else f"at most {at_most:g}"
+            raise LayerArgumentError(f"{self._name}: {name} must be at least 0 and {bound}, got {value!r}")
+
+    def _check_gradients(self, params: Sequence[Tensor]) -> None:
+        for param in params:
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise SparseGradientError(
+                    f"{self._name}: a parameter of shape {tuple(param.shape)} has a gradient of layout "
+                    f"{str(param.grad.layout).removeprefix('torch.')}, and only dense ones are taken. "
+                    "Use sparse=False in the layer it comes from, or keep those weights in a table."
+                )

@@ -1,0 +1,123 @@
+"""apply_gradients: everything that happens between a loss and changed parameters, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from monolith.errors import ConfigError, UnknownTableError
+from monolith.feature import CONCAT, FeatureColumn, FeatureSlot, Layout, SlotConfig
+from monolith.model import EmbeddingCollection, EmbeddingOptimizer, UpdateConfig, apply_gradients
+from monolith.nn import GradClipType
+from monolith.store import LocalStore
+from monolith.table import Sgd
+
+
+class Setting:
+    """One weight of 1 and one row of ones, both trained by plain descent with a rate of 1."""
+
+    def __init__(self) -> None:
+        slot = FeatureSlot(SlotConfig(name="f", optimizer=Sgd(), learning_rate=1.0))
+        vector = slot.add_slice(4)
+        self.embeddings = EmbeddingCollection(
+            [Layout("f", CONCAT, [FeatureColumn(slot, "f").lookup(vector)])]
+        )
+        assert isinstance(self.embeddings.store, LocalStore)
+        self.table = self.embeddings.store.table("f")
+        self.table.assign(torch.tensor([1]), torch.ones(1, 4))
+        self.weight = nn.Parameter(torch.tensor(1.0))
+        self.sparse = EmbeddingOptimizer(self.embeddings)
+        self.dense = torch.optim.SGD([self.weight], lr=1.0)
+
+    def run(self, *, dense: bool = True, scale: float = 1.0, average: Any = None, **config: Any) -> Any:
+        row = self.embeddings({"f": torch.tensor([1])})["f"][0]
+        loss = scale * (row[:3].sum() + (self.weight if dense else 0))
+        return apply_gradients(
+            loss, self.sparse, self.dense if dense else None, UpdateConfig(**config), average=average
+        )
+
+    @property
+    def row(self) -> list[float]:
+        found: list[float] = self.table.lookup(torch.tensor([1]))[0].tolist()
+        return found
+
+
+def test_without_settings_it_is_a_plain_step() -> None:
+    setting = Setting()
+    assert setting.run() is None
+    assert (setting.weight.item(), setting.row) == (0, [0, 0, 0, 1])
+    assert (setting.sparse.global_step, setting.weight.grad) == (1, None)
+
+
+def test_one_norm_holds_for_dense_and_sparse_gradients() -> None:
+    setting = Setting()
+    assert setting.run(clip_norm=1.0).item() == 2
+    assert (setting.weight.item(), setting.row) == (0.5, [0.5, 0.5, 0.5, 1])
+
+
+def test_without_dense_weights_rows_are_trained_and_the_step_counts() -> None:
+    setting = Setting()
+    setting.run(dense=False)
+    assert (setting.row, setting.sparse.global_step) == ([0, 0, 0, 1], 1)
+
+
+def test_dense_gradients_are_divided_before_the_norm_is_taken() -> None:
+    setting = Setting()
+    norm = setting.run(divide_dense_by=2, clip_norm=100.0)
+    assert_close(norm, torch.tensor(3.25**0.5))
+    assert setting.weight.item() == 0.5
+
+
+def test_weight_decay_comes_after_clipping() -> None:
+    setting = Setting()
+    setting.run(clip_norm=1.0, dense_weight_decay=0.25)
+    assert setting.weight.item() == 0.25
+
+
+def test_dense_and_sparse_norms_can_be_apart() -> None:
+    setting = Setting()
+    setting.run(clip_type=GradClipType.ClipByDenseAndSparse, clip_norm=0.5, sparse_clip_norm=3**0.5 / 2)
+    assert_close(torch.tensor([setting.weight.item(), *setting.row]), torch.tensor([0.5, 0.5, 0.5, 0.5, 1]))
+
+
+def test_the_sparse_limit_can_warm_up() -> None:
+    setting = Setting()
+    setting.sparse.global_step = 1
+    setting.run(clip_norm=2.0, sparse_norm_warmup_steps=4)
+    assert (setting.weight.item(), setting.row[0]) == (0, 0.75)  # a quarter of the limit, of the norm 2
+
+
+def test_dense_gradients_are_averaged_after_clipping() -> None:
+    setting = Setting()
+    seen = []
+
+    def average(gradients: list[torch.Tensor]) -> None:
+        seen.extend(g.item() for g in gradients)
+        for gradient in gradients:
+            gradient.mul_(4)
+
+    setting.run(clip_norm=1.0, average=average)
+    assert (seen, setting.weight.item()) == ([0.5], -1)
+
+
+def test_a_table_whose_gradient_is_short_is_left_alone() -> None:
+    setting = Setting()
+    setting.run(min_norms={"f": 2.0})
+    assert setting.row == [1, 1, 1, 1]
+    setting.run(min_norms={"f": 1.5})
+    assert setting.row == [0, 0, 0, 1]
+    with pytest.raises(UnknownTableError, match="no collection has a table 'g'"):
+        setting.run(min_norms={"g": 1.0})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"clip_norm": 0.0}, {"sparse_clip_norm": -1.0}, {"divide_dense_by": 0}, {"dense_weight_decay": -0.1}],
+)
+def test_settings_that_make_no_sense_are_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(config))):
+        UpdateConfig(**config)
