@@ -40,7 +40,7 @@ void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, 
   const auto often = counts ? as_span(*counts) : std::span<const std::uint32_t>();
   nb::gil_scoped_release unlocked;
   group.apply_gradients(as_span(ids), as_span(sizes), num_shards,
-                        {as_span(gradients), seen, as_span(rates), step, as_span(times), often, dedup});
+                        {as_span(gradients), seen, as_span(rates), step, as_span(times), dedup, often});
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kExamples = 64;  // worked on together: their outputs stay in the cache
 constexpr std::size_t kRows = 512;     // distinct ids per task of a scatter
+constexpr std::size_t kAhead = 12;     // gradients are fetched this long before they are added
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument(what);
@@ -409,33 +410,55 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
     });
   }
 
-  const auto add_use = [&](const LayoutBatch::Cells& cells, const Back& back, int u, float* to,
-                           const float* row) {
+  // The uses whose gradients are there, by feature, with what does not depend on the id.
+  struct Source {
+    const float* from;  // of the first cell
+    std::int64_t floats, stride;
+    int start, width;
+  };
+  std::vector<std::vector<Source>> sources(features_.size());
+  for (std::size_t u = 0; u < uses_.size(); ++u) {
     const UseSpec& use = uses_[u];
-    const FeatureSpec& feature = features_[use.feature];
-    if (gradients[use.output].empty()) return;
-    const std::uint32_t first = batch.splits_[cells.begin + back.cell];
-    const std::uint32_t position = back.at - first;
-    if (feature.pooling == Pooling::kFirstN && position >= static_cast<std::uint32_t>(feature.length)) return;
-    const float* from;
-    if (cells.shared)
-      from = sums[u].data() + (feature.length > 0 ? position * use.width : 0);
+    if (gradients[use.output].empty() || batch.cells_[use.feature].count == 0) continue;
+    if (batch.cells_[use.feature].shared)
+      sources[use.feature].push_back({sums[u].data(), 0, use.width, use.start, use.width});
     else
-      from = gradients[use.output].data() + back.cell * output_floats_[use.output] + use.offset +
-             (feature.length > 0 ? position * use.stride : 0);
-    if (feature.pooling == Pooling::kMax) {
-      const std::size_t at = back.cell * static_cast<std::size_t>(table_dims_[feature.table]) + use.start;
-      for (int i = 0; i < use.width; ++i)
-        if (row[use.start + i] == peaks[use.feature].value[at + i])
-          to[use.start + i] += from[i] * scale / peaks[use.feature].sharers[at + i];
-      return;
-    }
+      sources[use.feature].push_back({gradients[use.output].data() + use.offset, output_floats_[use.output],
+                                      use.stride, use.start, use.width});
+  }
+  // `row` is null unless something pools by maximum.
+  const auto add_back = [&](const Back& back, float* to, const float* row) {
+    const FeatureSpec& feature = features_[back.feature];
+    std::int64_t position = 0;
     float factor = scale;
-    if (feature.pooling == Pooling::kMean)
-      factor /= static_cast<float>(batch.splits_[cells.begin + back.cell + 1] - first);
-    with_width(use.width, [&](auto width) {
-      add_scaled<decltype(width)::value>(to + use.start, from, factor, use.width);
-    });
+    if (feature.pooling != Pooling::kSum) {
+      const std::uint32_t* const cell = batch.splits_.data() + batch.cells_[back.feature].begin + back.cell;
+      if (feature.pooling == Pooling::kMean) factor /= static_cast<float>(cell[1] - cell[0]);
+      if (feature.pooling == Pooling::kFirstN) {
+        position = back.at - cell[0];
+        if (position >= feature.length) return;
+      }
+    }
+    for (const Source& source : sources[back.feature]) {
+      const float* const from = source.from + back.cell * source.floats + position * source.stride;
+      if (feature.pooling == Pooling::kMax) {
+        const Peak& peak = peaks[back.feature];
+        const std::size_t at =
+            back.cell * static_cast<std::size_t>(table_dims_[feature.table]) + source.start;
+        for (int i = 0; i < source.width; ++i)
+          if (row[source.start + i] == peak.value[at + i])
+            to[source.start + i] += from[i] * factor / peak.sharers[at + i];
+        continue;
+      }
+      with_width(source.width, [&](auto width) {
+        add_scaled<decltype(width)::value>(to + source.start, from, factor, source.width);
+      });
+    }
+  };
+  // Cells that follow one another are a whole example apart, which no processor sees coming.
+  const auto prefetch = [&](const Back& back) {
+    for (const Source& source : sources[back.feature])
+      __builtin_prefetch(source.from + back.cell * source.floats);
   };
   spread(batch.ids_.size(), kRows, [&](std::size_t begin, std::size_t end) {
     auto table = static_cast<std::size_t>(std::upper_bound(batch.first_.begin(), batch.first_.end(), begin) -
@@ -446,10 +469,10 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
       const std::size_t place = batch.floats_[table] + (i - batch.first_[table]) * dim;
       float* const to = out.data() + place;
       std::fill_n(to, dim, 0.0f);
-      for (std::uint32_t b = starts[i]; b < starts[i + 1]; ++b)
-        for (const int u : uses_of_[backs[b].feature])
-          add_use(batch.cells_[backs[b].feature], backs[b], u, to,
-                  takes_maximum_ ? rows.data() + place : nullptr);
+      for (std::uint32_t b = starts[i]; b < starts[i + 1]; ++b) {
+        if (b + kAhead < backs.size()) prefetch(backs[b + kAhead]);
+        add_back(backs[b], to, takes_maximum_ ? rows.data() + place : nullptr);
+      }
     }
   });
 }

@@ -46,9 +46,9 @@ class TableGroup {
     std::span<const float> latest;  // like `values`; empty unless a table is delay-compensated
     std::span<const float> rates;   // one per segment, table after table
     std::int64_t step = 0;
-    std::span<const std::uint32_t> times;   // one for all ids, or one for each
-    std::span<const std::uint32_t> counts;  // how often each id was seen; empty for once
+    std::span<const std::uint32_t> times;  // one for all ids, or one for each
     bool dedup = false;
+    std::span<const std::uint32_t> counts = {};  // how often each id was seen; empty for once
   };
   void apply_gradients(std::span<const std::int64_t> ids, std::span<const std::int64_t> sizes,
                        std::size_t num_shards, const Gradients& gradients) const;

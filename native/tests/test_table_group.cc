@@ -1,6 +1,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -121,6 +122,33 @@ void an_empty_call_is_a_call() {
   TableGroup({table(1)}).apply_gradients({}, Ids{0}, 1, {{}, {}, Floats{1}, 0, Times{3}, true});
 }
 
+// Callers that share a group and its workers, each with tables of many ids.
+void workers_share_tables_among_callers() {
+  const auto workers = std::make_shared<Workers>(3);
+  std::vector<std::shared_ptr<Table>> tables;
+  for (int t = 0; t < 5; ++t) tables.push_back(table(2));
+  const TableGroup group(tables, workers);
+  Ids ids, sizes(5, 200);
+  for (int t = 0; t < 5; ++t)
+    for (int i = 0; i < 200; ++i) ids.push_back(i);
+  const Floats gradients(ids.size() * 2, 1), rates(5, 1);
+  const Times times{1}, counts(ids.size(), 3);
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 4; ++c)
+    callers.emplace_back([&] {
+      group.apply_gradients(ids, sizes, 1, {gradients, {}, rates, 0, times, false, counts});
+      Floats out(ids.size() * 2);
+      group.lookup(ids, sizes, 1, out);
+    });
+  for (auto& caller : callers) caller.join();
+  Floats out(ids.size() * 2);
+  group.lookup(ids, sizes, 1, out);
+  CHECK(out == Floats(ids.size() * 2, -4));
+  const Times few{1, 2};
+  const TableGroup::Gradients wrong{gradients, {}, rates, 0, times, false, few};
+  CHECK_THROWS(std::invalid_argument, "counts", group.apply_gradients(ids, sizes, 1, wrong));
+}
+
 }  // namespace
 
 int main() {
@@ -133,5 +161,6 @@ int main() {
       {"latest values are gathered like gradients", latest_values_are_gathered_like_gradients},
       {"gradients that do not fit touch nothing", gradients_that_do_not_fit_touch_nothing},
       {"an empty call is a call", an_empty_call_is_a_call},
+      {"workers share tables among callers", workers_share_tables_among_callers},
   });
 }

@@ -27,10 +27,18 @@ class LocalStore:
     Args:
         tables: Table to itself. The store closes them.
         workers: Threads that share a batch; None works on the calling thread alone.
+        counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
     """
 
-    def __init__(self, tables: Mapping[str, Table], *, workers: native.Workers | None = None) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        *,
+        workers: native.Workers | None = None,
+        counts_sightings: bool = True,
+    ) -> None:
         self._multi = MultiTable(tables, workers=workers)
+        self._counts_sightings = counts_sightings
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -61,7 +69,8 @@ class LocalStore:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
                 tables[name] = make_table(config, admission=admission)
-        return cls(tables, workers=team)
+        filtered = any(threshold.largest for threshold in (thresholds or {}).values())
+        return cls(tables, workers=team, counts_sightings=filtered)
 
     @property
     def tables(self) -> Mapping[str, int]:
@@ -96,7 +105,7 @@ class LocalStore:
             event_time=event_time,
             dedup=ids.parts > 1,
             latest_values=latest_values,
-            counts=ids.counts,
+            counts=ids.counts if self._counts_sightings else None,
         )
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,160 @@
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fid.h"
+#include "layouts.h"
+
+namespace {
+
+using namespace monolith;
+using Ids = std::vector<std::int64_t>;
+using Floats = std::vector<float>;
+using Bytes = std::vector<std::uint8_t>;
+
+// One table of rows of two, a feature added up and one that keeps its first two ids; what is added up goes
+// to output 0, the sequence to output 1.
+Layouts two_features(std::shared_ptr<Workers> workers = nullptr) {
+  return Layouts({2}, {{0, Pooling::kSum, 0}, {0, Pooling::kFirstN, 2}},
+                 {{0, 0, 2, 0, 0, 0, false}, {1, 1, 1, 1, 0, 1, false}}, {2, 2}, std::move(workers));
+}
+
+std::unique_ptr<LayoutBatch> plan(const Layouts& layouts) {
+  // Feature 0: {5, 6}, {5}; feature 1: {}, {6, 7, 8}.
+  return layouts.plan(Ids{5, 6, 5, 6, 7, 8}, Ids{0, 2, 3, 3, 6}, Bytes{0, 0}, Ids{0, 1}, 2);
+}
+
+void distinct_ids_are_numbered_as_they_come() {
+  const Layouts layouts = two_features();
+  const auto batch = plan(layouts);
+  CHECK(Ids(batch->ids().begin(), batch->ids().end()) == (Ids{5, 6, 7, 8}));
+  CHECK(Ids(batch->counts().begin(), batch->counts().end()) == (Ids{2, 2, 1, 1}));
+  CHECK_EQUAL(batch->floats(), 8u);
+}
+
+void outputs_are_gathered_and_gradients_scattered() {
+  const Layouts layouts = two_features();
+  const auto batch = plan(layouts);
+  const Floats rows{1, 2, 10, 20, 100, 200, 1000, 2000};
+  Floats sums(4), steps(4);
+  layouts.gather(*batch, rows, std::vector<std::span<float>>{sums, steps});
+  CHECK(sums == (Floats{11, 22, 1, 2}));
+  CHECK(steps == (Floats{0, 0, 20, 200}));
+
+  const Floats sum_gradients{1, 2, 3, 4}, step_gradients{5, 6, 7, 8};
+  Floats out(8);
+  layouts.scatter(*batch, {}, std::vector<std::span<const float>>{sum_gradients, step_gradients}, 2, out);
+  CHECK(out == (Floats{8, 12, 2, 18, 0, 16, 0, 0}));
+  layouts.scatter(*batch, {}, std::vector<std::span<const float>>{{}, step_gradients}, 1, out);
+  CHECK(out == (Floats{0, 0, 0, 7, 0, 8, 0, 0}));
+}
+
+void what_does_not_fit_is_refused() {
+  const Layouts layouts = two_features();
+  const auto planned = plan(layouts);
+  const Layouts other({2}, {{0, Pooling::kSum, 0}}, {{0, 0, 2, 0, 0, 0, false}}, {2});
+  Floats few(3), rows(8), two(4);
+  using Outputs = std::vector<std::span<float>>;
+  CHECK_THROWS(std::invalid_argument, "8 floats, got 3", layouts.gather(*planned, few, Outputs{two, two}));
+  CHECK_THROWS(std::invalid_argument, "2 outputs, got 1", layouts.gather(*planned, rows, Outputs{two}));
+  CHECK_THROWS(std::invalid_argument, "output 1", layouts.gather(*planned, rows, Outputs{two, few}));
+  CHECK_THROWS(std::invalid_argument, "other layouts", other.gather(*planned, rows, Outputs{two}));
+  CHECK_THROWS(std::invalid_argument, "one entry per cell",
+               layouts.plan(Ids{1}, Ids{0, 1}, Bytes{0, 0}, Ids{0, 1}, 1));
+  CHECK_THROWS(std::invalid_argument, "not fall",
+               layouts.plan(Ids{1, 2}, Ids{0, 2, 1, 2, 2}, Bytes{0, 0}, Ids{0, 1}, 2));
+  CHECK_THROWS(std::invalid_argument, "each once",
+               layouts.plan(Ids{}, Ids{0, 0, 0}, Bytes{0, 0}, Ids{1, 1}, 1));
+  CHECK_THROWS(std::invalid_argument, "one entry per feature",
+               layouts.plan(Ids{}, Ids{0, 0, 0}, Bytes{0, 0}, Ids{0}, 1));
+}
+
+void layouts_that_reach_beyond_are_refused() {
+  const std::vector<FeatureSpec> sum{{0, Pooling::kSum, 0}}, first{{0, Pooling::kFirstN, 3}};
+  const auto make = [](std::vector<FeatureSpec> features, UseSpec use, std::int64_t floats) {
+    Layouts({2}, std::move(features), {use}, {floats});
+  };
+  CHECK_THROWS(std::invalid_argument, "columns", make(sum, {0, 1, 2, 0, 0, 0, false}, 4));
+  CHECK_THROWS(std::invalid_argument, "beyond", make(sum, {0, 0, 2, 0, 1, 0, false}, 2));
+  CHECK_THROWS(std::invalid_argument, "beyond", make(first, {0, 0, 2, 0, 0, 2, false}, 5));
+  CHECK_THROWS(std::invalid_argument, "added up", make(first, {0, 0, 2, 0, 0, 2, true}, 6));
+  CHECK_THROWS(std::invalid_argument, "not there", make(sum, {1, 0, 2, 0, 0, 0, false}, 2));
+  CHECK_THROWS(std::invalid_argument, "length", make({{0, Pooling::kSum, 3}}, {0, 0, 2, 0, 0, 0, false}, 2));
+}
+
+// Many features over shared tables, by every way to pool, on threads that share layouts.
+void threads_give_the_same_bits() {
+  std::mt19937_64 random(1);
+  constexpr int kFeatures = 6;
+  constexpr std::size_t kExamples = 500;
+  const std::vector<int> dims{5, 16, 33};
+  std::vector<FeatureSpec> features;
+  std::vector<UseSpec> uses;
+  std::vector<std::int64_t> floats;
+  Ids ids, splits{0}, where;
+  Bytes shared;
+  for (int f = 0; f < kFeatures; ++f) {
+    const auto pooling = static_cast<Pooling>(f % 4);
+    features.push_back({f % 3, pooling, pooling == Pooling::kFirstN ? 2 : 0});
+    uses.push_back({f, 1, 4, f, 0, 4, false});
+    floats.push_back(pooling == Pooling::kFirstN ? 8 : 4);
+    shared.push_back(f == 4);
+    where.push_back(f);
+    for (std::size_t cell = 0; cell < (f == 4 ? 1 : kExamples); ++cell) {
+      for (std::uint64_t i = random() % 4; i > 0; --i)
+        ids.push_back(static_cast<std::int64_t>(random() % 200));
+      splits.push_back(static_cast<std::int64_t>(ids.size()));
+    }
+  }
+  std::vector<std::vector<Floats>> results;
+  for (const int threads : {1, 4}) {
+    const Layouts layouts(dims, features, uses, floats, std::make_shared<Workers>(threads));
+    const auto work = [&] {
+      const auto batch = layouts.plan(ids, splits, shared, where, kExamples);
+      std::mt19937 draw(2);
+      Floats rows(batch->floats());
+      for (float& value : rows) value = static_cast<float>(draw() % 7) - 3;
+      std::vector<Floats> outputs;
+      std::vector<std::span<float>> to;
+      for (const std::int64_t n : floats) outputs.emplace_back(kExamples * n);
+      for (Floats& output : outputs) to.emplace_back(output);
+      layouts.gather(*batch, rows, to);
+      Floats out(batch->floats());
+      layouts.scatter(*batch, rows, std::vector<std::span<const float>>(to.begin(), to.end()), 0.5f, out);
+      outputs.push_back(std::move(out));
+      return outputs;
+    };
+    std::vector<std::vector<Floats>> found(3);
+    std::vector<std::thread> team;
+    for (auto& one : found) team.emplace_back([&] { one = work(); });
+    for (auto& thread : team) thread.join();
+    results.insert(results.end(), found.begin(), found.end());
+  }
+  for (const auto& result : results) CHECK(result == results[0]);
+}
+
+void fids_have_slot_and_signature() {
+  CHECK_EQUAL(make_fid(2, 1, 100), 281474976710756);
+  CHECK_EQUAL(make_fid(1, 1023, 1ULL << 54), static_cast<std::int64_t>(18428729675200069632ULL));
+  CHECK_EQUAL(hash_float(0.0f), hash_float(-0.0f));
+  const std::byte zeros[9] = {};
+  CHECK(hash_bytes({zeros, 8}) != hash_bytes({zeros, 9}));
+  CHECK(hash_bytes({}) != hash_bytes({zeros, 1}));
+}
+
+}  // namespace
+
+int main() {
+  return check::run({
+      {"distinct ids are numbered as they come", distinct_ids_are_numbered_as_they_come},
+      {"outputs are gathered and gradients scattered", outputs_are_gathered_and_gradients_scattered},
+      {"what does not fit is refused", what_does_not_fit_is_refused},
+      {"layouts that reach beyond are refused", layouts_that_reach_beyond_are_refused},
+      {"threads give the same bits", threads_give_the_same_bits},
+      {"fids have slot and signature", fids_have_slot_and_signature},
+  });
+}
