@@ -58,10 +58,17 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
           spec.compressor.kind == CompressorKind::kFixedR8 || spec.compressor.kind == CompressorKind::kOneBit;
     }
   }
+  // With no state, or one float of it for each value, segments side by side are as good as one: a bias and a
+  // vector that differ in how they are born, say.
   const OptimizerSpec& first = parts_[0].spec.optimizer;
-  if (parts_.size() == 1 && !serving && parts_[0].spec.compressor.kind != CompressorKind::kOneBit &&
+  const bool by_element = state_floats(first.kind, 2) == 0 || state_floats(first.kind, 2) == 2;
+  const bool alike = std::all_of(parts_.begin(), parts_.end(), [&](const Part& part) {
+    return part.spec.optimizer == first && part.spec.compressor.kind != CompressorKind::kOneBit;
+  });
+  if (!serving && alike &&
+      (parts_.size() == 1 || (by_element && first.kind != OptimizerKind::kBatchSoftmax)) &&
       !first.delay_compensated && !first.stochastic_rounding)
-    plain_ = parts_[0].kernel;
+    plain_ = step_kernel(first.kind, dim_);
   row_bytes_ = serving ? byte : (dim_ + state_dim_) * sizeof(float);
   row_bytes_ = (row_bytes_ + 15) / 16 * 16;
 }

@@ -6,10 +6,12 @@
 // no row itself.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "optimizers.h"
@@ -74,8 +76,10 @@ class Entry {
   void step(std::byte* row, std::int64_t id, const float* gradient, const float* latest, const float* rates,
             std::int64_t step, float* scratch) const;
 
-  // The kernel that is the whole of `step`, or null when there is more to it than one.
-  StepKernel plain_kernel() const { return plain_; }
+  // The kernel that is the whole of `step` at these rates, or null when there is more to it than one.
+  StepKernel plain_kernel(std::span<const float> rates) const {
+    return std::equal(rates.begin() + 1, rates.end(), rates.begin()) ? plain_ : nullptr;
+  }
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
 
   // Called once before the rows of a step: renews the scales of one-bit segments that are due.
@@ -104,7 +108,7 @@ class Entry {
   bool delay_compensated_ = false;
   bool counts_steps_ = false;
   bool has_view_ = false;
-  StepKernel plain_ = nullptr;
+  StepKernel plain_ = nullptr;  // steps all segments as one, where they are trained alike
 };
 
 }  // namespace monolith

@@ -15,42 +15,46 @@ namespace {
 
 constexpr std::size_t kExamples = 64;  // worked on together: their outputs stay in the cache
 constexpr std::size_t kRows = 512;     // distinct ids per task of a scatter
-constexpr std::size_t kAhead = 12;     // gradients are fetched this long before they are added
+constexpr std::uint32_t kAhead = 12;   // gradients are fetched this long before they are added
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument(what);
 }
 
-// Numbers distinct ids in the order they come.
+// Numbers distinct ids in the order they come. It writes each to `ids`, and how often it came to `counts`.
 class Distinct {
  public:
-  explicit Distinct(std::size_t at_most)
-      : bits_(std::bit_width(at_most * 2)), cells_(std::size_t{1} << bits_, Cell{0, kFree}) {}
+  Distinct(std::size_t at_most, std::int64_t* ids, std::int64_t* counts)
+      : bits_(std::bit_width(at_most + at_most / 2)),
+        numbers_(std::size_t{1} << bits_, kFree),
+        ids_(ids),
+        counts_(counts) {}
 
-  std::uint32_t number(std::int64_t id, std::vector<std::int64_t>& ids, std::vector<std::int64_t>& counts) {
-    for (std::size_t at = mix(id) >> 1 >> (63 - bits_);; at = (at + 1) & (cells_.size() - 1)) {
-      Cell& cell = cells_[at];
-      if (cell.number == kFree) {
-        cell = {id, static_cast<std::uint32_t>(ids.size())};
-        ids.push_back(id);
-        counts.push_back(1);
-        return cell.number;
+  std::uint32_t number(std::int64_t id) {
+    const std::size_t mask = numbers_.size() - 1;
+    for (std::size_t at = mix(id) >> 1 >> (63 - bits_);; at = (at + 1) & mask) {
+      const std::uint32_t number = numbers_[at];
+      if (number == kFree) {
+        ids_[size_] = id;
+        counts_[size_] = 1;
+        return numbers_[at] = size_++;
       }
-      if (cell.id == id) {
-        ++counts[cell.number];
-        return cell.number;
+      if (ids_[number] == id) {
+        ++counts_[number];
+        return number;
       }
     }
   }
 
+  std::size_t size() const { return size_; }
+
  private:
   static constexpr std::uint32_t kFree = UINT32_MAX;
-  struct Cell {
-    std::int64_t id;
-    std::uint32_t number;
-  };
   const int bits_;
-  std::vector<Cell> cells_;
+  std::vector<std::uint32_t> numbers_;  // by hash, a third of them free at least
+  std::int64_t* const ids_;
+  std::int64_t* const counts_;
+  std::uint32_t size_ = 0;
 };
 
 // The usual widths spelled out, so that a stretch is moved in a few instructions; 0 is any.
@@ -178,44 +182,54 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
         refuse("where must name features of the batch, each once");
       cells = {static_cast<std::uint32_t>(begins[k]), static_cast<std::uint32_t>(begins[k + 1] - begins[k]),
                shared[k] != 0};
+      const std::uint32_t* const first = batch->splits_.data() + cells.begin;
+      cells.one_each = std::adjacent_find(first, first + cells.count + 1, [](auto before, auto after) {
+                         return after - before != 1;
+                       }) == first + cells.count + 1;
     }
     batch->cells_.push_back(cells);
   }
 
+  // Each table works in a part of its own, as large as if no id came twice.
   const std::size_t tables = table_dims_.size();
-  std::vector<std::vector<std::int64_t>> found(tables), counts(tables);
+  const auto range = [&](int f) {
+    const LayoutBatch::Cells& cells = batch->cells_[f];
+    return std::pair{batch->splits_[cells.begin], batch->splits_[cells.begin + cells.count]};
+  };
+  std::vector<std::size_t> parts{0};
+  for (std::size_t t = 0; t < tables; ++t) {
+    parts.push_back(parts.back());
+    for (const int f : features_of_[t]) parts.back() += range(f).second - range(f).first;
+  }
+  const auto found = std::make_unique_for_overwrite<std::int64_t[]>(parts.back());
+  const auto counts = std::make_unique_for_overwrite<std::int64_t[]>(parts.back());
   batch->rows_.resize(ids.size());
+  batch->sizes_.resize(tables);
   spread(tables, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
-      std::size_t many = 0;
-      const auto range = [&](int f) {
-        const LayoutBatch::Cells& cells = batch->cells_[f];
-        return std::pair{batch->splits_[cells.begin], batch->splits_[cells.begin + cells.count]};
-      };
-      for (const int f : features_of_[t]) many += range(f).second - range(f).first;
-      found[t].reserve(many);
-      counts[t].reserve(many);
-      Distinct distinct(many);
+      Distinct distinct(parts[t + 1] - parts[t], found.get() + parts[t], counts.get() + parts[t]);
       for (const int f : features_of_[t]) {
         const auto [first, last] = range(f);
-        for (std::size_t i = first; i < last; ++i)
-          batch->rows_[i] = distinct.number(ids[i], found[t], counts[t]);
+        for (std::size_t i = first; i < last; ++i) batch->rows_[i] = distinct.number(ids[i]);
       }
+      batch->sizes_[t] = static_cast<std::int64_t>(distinct.size());
     }
   });
 
   batch->first_.push_back(0);
   batch->floats_.push_back(0);
   for (std::size_t t = 0; t < tables; ++t) {
-    batch->sizes_.push_back(static_cast<std::int64_t>(found[t].size()));
-    batch->first_.push_back(batch->first_.back() + found[t].size());
-    batch->floats_.push_back(batch->floats_.back() + found[t].size() * table_dims_[t]);
+    const auto size = static_cast<std::size_t>(batch->sizes_[t]);
+    batch->first_.push_back(batch->first_.back() + size);
+    batch->floats_.push_back(batch->floats_.back() + size * table_dims_[t]);
   }
-  batch->ids_.resize(batch->first_.back());
-  batch->counts_.resize(batch->first_.back());
+  batch->ids_.reserve(batch->first_.back());
+  batch->counts_.reserve(batch->first_.back());
   for (std::size_t t = 0; t < tables; ++t) {
-    std::copy(found[t].begin(), found[t].end(), batch->ids_.begin() + batch->first_[t]);
-    std::copy(counts[t].begin(), counts[t].end(), batch->counts_.begin() + batch->first_[t]);
+    const std::int64_t* const ids_of = found.get() + parts[t];
+    const std::int64_t* const counts_of = counts.get() + parts[t];
+    batch->ids_.insert(batch->ids_.end(), ids_of, ids_of + batch->sizes_[t]);
+    batch->counts_.insert(batch->counts_.end(), counts_of, counts_of + batch->sizes_[t]);
   }
   return batch;
 }
@@ -239,8 +253,21 @@ void Layouts::gather_use(const LayoutBatch& batch, const UseSpec& use, const flo
   const std::size_t dim = table_dims_[feature.table];
   const float* const rows = all_rows + batch.floats_[feature.table] + use.start;
   const auto row = [&](std::uint32_t at) { return rows + batch.rows_[at] * dim; };
-  std::vector<float> pooled(width);
 
+  if (cells.one_each && !cells.shared &&
+      feature.length == 0) {  // as most features are, and as good as pooled
+    const std::uint32_t first = batch.splits_[cells.begin];
+    for (std::size_t example = begin; example < end; ++example) {
+      float* const to = output + example * floats + use.offset;
+      const float* const from = row(first + static_cast<std::uint32_t>(example));
+      if (use.adds)
+        add<kWidth>(to, from, width);
+      else
+        std::memcpy(to, from, width * sizeof(float));
+    }
+    return;
+  }
+  std::vector<float> pooled(width);
   for (std::size_t example = begin; example < end; ++example) {
     float* const to = output + example * floats + use.offset;
     std::uint32_t first = 0;
@@ -356,24 +383,6 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
       refuse("the gradient of output " + std::to_string(o) + " must have " +
              std::to_string(output_floats_[o]) + " floats per example");
 
-  // Where distinct ids were met, id after id, each in the order of the features and their cells.
-  std::vector<std::uint32_t> starts(batch.ids_.size() + 1);
-  for (std::size_t i = 0; i < batch.ids_.size(); ++i)
-    starts[i + 1] = starts[i] + static_cast<std::uint32_t>(batch.counts_[i]);
-  std::vector<Back> backs(starts.back());
-  spread(table_dims_.size(), 1, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t t = begin; t < end; ++t) {
-      std::vector<std::uint32_t> next(starts.begin() + batch.first_[t], starts.begin() + batch.first_[t + 1]);
-      for (const int f : features_of_[t]) {
-        const LayoutBatch::Cells& cells = batch.cells_[f];
-        for (std::uint32_t c = 0; c < cells.count; ++c)
-          for (std::uint32_t at = batch.splits_[cells.begin + c]; at < batch.splits_[cells.begin + c + 1];
-               ++at)
-            backs[next[batch.rows_[at]]++] = {at, c, static_cast<std::uint32_t>(f)};
-      }
-    }
-  });
-
   // A shared cell takes the gradients of all examples.
   std::vector<std::vector<float>> sums(uses_.size());
   for (std::size_t u = 0; u < uses_.size(); ++u) {
@@ -460,6 +469,49 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
     for (const Source& source : sources[back.feature])
       __builtin_prefetch(source.from + back.cell * source.floats);
   };
+  const std::size_t threads = workers_ != nullptr ? workers_->threads() : 1;
+  if (table_dims_.size() >= 2 * threads || threads == 1) {
+    // Tables enough for all threads: each goes through its own cells.
+    spread(table_dims_.size(), 1, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t t = begin; t < end; ++t) {
+        const std::size_t dim = table_dims_[t];
+        std::fill(out.begin() + batch.floats_[t], out.begin() + batch.floats_[t + 1], 0.0f);
+        for (const int f : features_of_[t]) {
+          const LayoutBatch::Cells& cells = batch.cells_[f];
+          const auto feature = static_cast<std::uint32_t>(f);
+          for (std::uint32_t c = 0; c < cells.count; ++c) {
+            if (c + kAhead < cells.count) prefetch({0, c + kAhead, feature});
+            const std::uint32_t* const cell = batch.splits_.data() + cells.begin + c;
+            for (std::uint32_t at = cell[0]; at < cell[1]; ++at) {
+              const std::size_t place = batch.floats_[t] + batch.rows_[at] * dim;
+              add_back({at, c, feature}, out.data() + place, takes_maximum_ ? rows.data() + place : nullptr);
+            }
+          }
+        }
+      }
+    });
+    return;
+  }
+
+  // Few tables: threads share the distinct ids. Where each was met, in the order of features and cells, so
+  // that sums are the same as above.
+  std::vector<std::uint32_t> starts(batch.ids_.size() + 1);
+  for (std::size_t i = 0; i < batch.ids_.size(); ++i)
+    starts[i + 1] = starts[i] + static_cast<std::uint32_t>(batch.counts_[i]);
+  std::vector<Back> backs(starts.back());
+  spread(table_dims_.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      std::vector<std::uint32_t> next(starts.begin() + batch.first_[t], starts.begin() + batch.first_[t + 1]);
+      for (const int f : features_of_[t]) {
+        const LayoutBatch::Cells& cells = batch.cells_[f];
+        for (std::uint32_t c = 0; c < cells.count; ++c)
+          for (std::uint32_t at = batch.splits_[cells.begin + c]; at < batch.splits_[cells.begin + c + 1];
+               ++at)
+            backs[next[batch.rows_[at]]++] = {at, c, static_cast<std::uint32_t>(f)};
+      }
+    }
+  });
+
   spread(batch.ids_.size(), kRows, [&](std::size_t begin, std::size_t end) {
     auto table = static_cast<std::size_t>(std::upper_bound(batch.first_.begin(), batch.first_.end(), begin) -
                                           batch.first_.begin() - 1);

@@ -56,6 +56,7 @@ class LayoutBatch {
     std::uint32_t begin = 0;
     std::uint32_t count = 0;
     bool shared = true;
+    bool one_each = false;  // every cell has exactly one id
     // Of an example; the cell after it begins where this one ends.
     std::uint32_t at(std::size_t example) const {
       return begin + (shared ? 0 : static_cast<std::uint32_t>(example));

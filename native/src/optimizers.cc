@@ -238,6 +238,8 @@ StepKernel of_width(int dim) {
       return Kernel::template step<8>;
     case 16:
       return Kernel::template step<16>;
+    case 17:  // a bias and a vector, trained alike
+      return Kernel::template step<17>;
     case 32:
       return Kernel::template step<32>;
     case 64:

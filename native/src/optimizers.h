@@ -30,6 +30,8 @@ struct OptimizerSpec {
   bool decouple_weight_decay = false;
   bool delay_compensated = false;    // first g += lambda * g^2 * (w - latest)
   bool stochastic_rounding = false;  // afterwards w is rounded to a half-precision neighbour
+
+  bool operator==(const OptimizerSpec&) const = default;
 };
 
 // One step of values `w` and state `state` by gradient `g`, `dim` floats each. A rate of zero, as at

@@ -120,6 +120,9 @@ void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte*
       case 64:
         read_block_of<64>(body, ids, out, bytes, found, times);
         break;
+      case 68:
+        read_block_of<68>(body, ids, out, bytes, found, times);  // a bias and a vector of 16
+        break;
       case 128:
         read_block_of<128>(body, ids, out, bytes, found, times);
         break;

@@ -339,7 +339,7 @@ struct Train {
   const float* rates;
   std::int64_t step;
   std::size_t dim;
-  StepKernel plain;  // the whole step, when there is one segment and nothing around it
+  StepKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
   void prefetch(std::uint32_t position) const {
     prefetch_for_read(gradients + position * dim, dim * sizeof(float));
   }
@@ -452,7 +452,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
         Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),
-              entry_.plain_kernel()});
+              entry_.plain_kernel(rates)});
 }
 
 void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status) {

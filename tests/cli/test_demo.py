@@ -1,62 +1,64 @@
-"""`monolith demo`: the tour ends well, tells what it did, and leaves nothing behind."""
+"""`monolith demo`: it trains, says how it goes, and ends with what was learned."""
 
 from __future__ import annotations
 
 import io
-import tempfile
-from pathlib import Path
+import itertools
+import re
 
 import pytest
-import torch
 from rich.console import Console
 
 from monolith.cli import demo
 from monolith.cli.commands import DemoOptions
 from monolith.cli.main import main
-from monolith.table import Rows
+from monolith.data import ClickLog, ClickLogConfig
+from monolith.model import DeepFM
 
-STOPS = ["Insert", "Look up", "Train", "Admit", "Expire", "Save", "Refuse damage", "Restore"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+SMALL = DemoOptions(seconds=300.0, users=200, items=50, dim=4, batch=256)
 
 
-def test_the_tour_makes_all_its_stops_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--rows", "2000", "--dim", "4"]) == 0
+def small_model() -> tuple[DeepFM, ClickLog]:
+    log = ClickLog(ClickLogConfig(users=SMALL.users, items=SMALL.items))
+    return DeepFM(["user", "item", "context", "history"], dim=4), log
+
+
+def test_the_demo_trains_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--seconds", "1", "--users", "200", "--items", "50", "--batch", "256"]) == 0
     printed = capsys.readouterr().out
-    places = [printed.index(f"─ {stop} ─") for stop in STOPS]
-    assert places == sorted(places)
-    assert "corrupt at byte" in printed
-    assert "every bit of every row" in printed
-    assert list(folder.iterdir()) == []
+    lines = re.findall(
+        r"s  examples [\d,]+  examples/s [\d,]+  loss \d.\d+  AUC 0.\d+  rows [\d,]+  memory", printed
+    )
+    assert 2 <= len(lines) <= demo.LINES + 1
+    assert "AUC at the end" in printed
+    assert "the probabilities themselves have 0." in printed
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_a_handful_of_rows_will_do(rows: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
-    assert main(["demo", "--rows", str(rows), "--dim", "1"]) == 0
-    assert "All as told" in capsys.readouterr().out
+def test_predictions_are_made_before_training_and_get_better() -> None:
+    model, log = small_model()
+    clock = itertools.count(0.0)  # a second for each batch
+    windows = list(demo.train(model, log, SMALL, clock.__next__))
+    assert len(windows) == demo.LINES
+    assert 0.4 < windows[0].auc < 0.7  # of the first 30 batches, mostly untrained
+    assert windows[-1].auc > windows[0].auc + 0.05
+    assert windows[-1].loss < windows[0].loss
+    assert windows[-1].examples == 300 * SMALL.batch
+    assert windows[-1].rows > windows[0].rows > 0
 
 
-def test_no_rows_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--rows", "0"]) == 2
-    assert "--rows and --dim must be at least 1" in capsys.readouterr().err
+def test_on_a_terminal_a_table_grows() -> None:
+    screen = io.StringIO()
+    windows = [
+        demo.Window(1.0, 1000, 500.0, 0.69, 0.5, 10, 2048),
+        demo.Window(2.0, 2000, 500.0, 0.6, 0.6, 20, 4096),
+    ]
+    console = Console(file=screen, force_terminal=True, width=100)
+    assert list(demo.draw(console, iter(windows))) == windows
+    assert "AUC before training" in screen.getvalue()
+    assert "0.6000" in screen.getvalue()
 
 
-def test_rows_are_equal_only_bit_by_bit() -> None:
-    tour = demo.Tour(DemoOptions(dim=2), Console(file=io.StringIO()), demo.native.Workers(1))
-    table = tour.new_table("item")
-    ids = torch.tensor([5])
-    rows = Rows(ids, torch.tensor([9]), torch.tensor([[0.0, torch.nan]]), torch.tensor([[1.0, 2.0]]))
-    table.restore(rows)
-    assert demo.equal_rows(table, rows)
-    assert not demo.equal_rows(table, Rows(ids, rows.event_times + 1, rows.values, rows.state))
-    assert not demo.equal_rows(table, Rows(ids, rows.event_times, -rows.values, rows.state))
-    assert not demo.equal_rows(table, Rows(ids + 1, rows.event_times, rows.values, rows.state))
-
-
-def test_a_curve_is_drawn_from_its_highest_to_its_lowest_point() -> None:
-    assert demo.spark([2.0, 1.0, 0.0]) == "█▅▁"
-    assert demo.spark([3.0, 3.0]) == "▁▁"
+@pytest.mark.parametrize("flag", ["seconds", "users", "items", "dim", "batch"])
+def test_nothing_to_do_is_refused_in_one_line(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", f"--{flag}", "0"]) == 2
+    assert f"--{flag} must be above 0" in capsys.readouterr().err

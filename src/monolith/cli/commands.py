@@ -31,6 +31,24 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
+    """Train a DeepFM on a generated click log, and watch it learn."""
+
+    seconds: float = 20.0
+    """How long to train."""
+    users: int = 50_000
+    """Different users in the log."""
+    items: int = 5_000
+    """Different items in the log."""
+    dim: int = 8
+    """Floats per vector."""
+    batch: int = 1024
+    """Examples in a batch."""
+    seed: int = 0
+    """The same seed gives the same log and the same first weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TourOptions:
     """Take a short tour of the table: insert, look up, train, expire, save, restore."""
 
     rows: int = 1_000_000
@@ -69,6 +87,32 @@ class BenchTableOptions:
     """The same seed gives the same ids."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTrainOptions:
+    """Measure training: a DeepFM on our rows beside the same model on torch's and FBGEMM's."""
+
+    ids: int = 10_000_000
+    """Ids of all features together."""
+    features: int = 26
+    """Features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 2048
+    """Examples in a batch."""
+    threads: int = 2
+    """Threads, at most the machine's cores."""
+    repeats: int = 8
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What `monolith NAME` reads and where it goes."""
@@ -85,6 +129,8 @@ class Command:
 
 COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
+    "tour": Command(TourOptions, "monolith.cli.tour"),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
+    "bench train": Command(BenchTrainOptions, "monolith.cli.bench.train"),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

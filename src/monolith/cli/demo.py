@@ -1,384 +1,178 @@
-"""`monolith demo`: a short tour of the table, with sizes and speeds of this machine.
+"""`monolith demo`: a DeepFM learns a click log while one looks on.
 
-Every stop does for real what it tells of, and checks it: a tour that ends well
-has shown that rows come back from disk bit by bit.
+Every example is predicted before it is trained on, so the AUC shown is one on data the
+model has not seen. The log is made up, and says itself how well one can do.
 """
 
 from __future__ import annotations
 
-import tempfile
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
-import numpy as np
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich import box
+from rich.console import Console
+from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table as Grid
-from torch import Tensor, nn
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from monolith import filesystem, native
-from monolith.cli.bench.ids import id_of, zipf
-from monolith.cli.bench.report import cores
 from monolith.cli.commands import DemoOptions
 from monolith.cli.doctor import size
-from monolith.errors import ConfigError, CorruptFileError
-from monolith.observe import progress
-from monolith.table import (
-    Adagrad,
-    Expiry,
-    NativeTable,
-    RandomUniform,
-    Rows,
-    Segment,
-    Sgd,
-    SlidingFilter,
-    SlotThresholds,
-    TableConfig,
-    dump,
-    iterate,
-    load,
-)
+from monolith.cli.tour import bars, facts, spark
+from monolith.data import ClickLog, ClickLogConfig
+from monolith.errors import ConfigError
+from monolith.feature import Batch, Mean
+from monolith.model import DeepFM, EmbeddingOptimizer, Feature
+from monolith.nn import auc
+from monolith.tensors import prefetch
 
-BATCH = 65536
-NOW = 1_700_000_000
-DAY = 86_400
-STEPS = 25
-THRESHOLD = 3
-FILES, SHARDS = 4, 3
-"""Files a table is saved into, and shards it is restored to: any number goes into any other."""
+LINES = 10
+"""Lines that are drawn in the course of a demo."""
+TEST = 50_000
+"""Examples that are never trained on, to measure the end."""
+FAR = 1 << 40
+"""Where they begin: further than any demo comes."""
 
-
-def run(options: DemoOptions) -> int:
-    """Take the tour; return 0 if every stop did what it says."""
-    if options.rows < 1 or options.dim < 1:
-        raise ConfigError(f"demo: --rows and --dim must be at least 1, got {options.rows} and {options.dim}")
-    began = time.perf_counter()
-    tour = Tour(options, Console(), native.Workers(cores()))
-    table, ids = insert(tour)
-    look_up(tour, table, ids)
-    train(tour, table, ids)
-    admit(tour)
-    expire(tour)
-    with tempfile.TemporaryDirectory(prefix="monolith-demo-") as folder:
-        saved = save(tour, table, folder)
-        good = refuse_damage(tour, saved) and restore(tour, table, saved)
-    table.close()
-    elapsed = time.perf_counter() - began
-    outcome = "[green]All as told[/]" if good else "[bold red]Not as told[/]"
-    tour.console.print(f"{outcome}, in {elapsed:.1f} s. The folder the tour worked in is gone.")
-    return 0 if good else 1
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Tour:
-    """What every stop needs: the options, a place to draw, threads to work with."""
+class Window:
+    """What happened since the last line."""
 
-    options: DemoOptions
-    console: Console
-    workers: native.Workers
-
-    def stop(self, title: str, shows: str, *drawings: RenderableType) -> None:
-        """Draw one stop: its name, what it shows in one line, and the finds."""
-        body = Group(f"[italic]{shows}[/]", "", *drawings)
-        self.console.print(
-            Panel(
-                body,
-                title=f"[bold cyan]{title}[/]",
-                title_align="left",
-                padding=(0, 2),
-                width=min(self.console.width, 88),
-            )
-        )
-
-    def new_table(self, name: str, *, admission: SlidingFilter | None = None) -> NativeTable:
-        segment = Segment(
-            dim=self.options.dim, optimizer=Adagrad(learning_rate=0.1), initializer=RandomUniform()
-        )
-        config = TableConfig(name=name, segments=(segment,), seed=self.options.seed)
-        return NativeTable(config, admission=admission, workers=self.workers)
+    seconds: float
+    examples: int
+    speed: float
+    loss: float
+    auc: float
+    rows: int
+    bytes: int
 
 
-# The stops
-
-
-def insert(tour: Tour) -> tuple[NativeTable, Tensor]:
-    table = tour.new_table("item")
-    ids = id_of(np.arange(tour.options.rows))
-    zeros = torch.zeros(BATCH, table.dim)
-    began = time.perf_counter()
-    with progress("Inserting", total=len(ids), unit="rows") as bar:
-        for batch in torch.split(ids, BATCH):
-            table.assign_add(batch, zeros[: len(batch)], event_time=NOW)
-            bar.advance(len(batch))
-    elapsed = time.perf_counter() - began
-    stats = table.stats()
-    raw = len(table) * (table.dim + table.state_dim) * 4
-    tour.stop(
-        "Insert",
-        "An empty table grows: one id, one row. Ids are any int64.",
-        facts(
-            {
-                "rows": f"{len(table):,}, of {table.dim} floats and {table.state_dim} of Adagrad state",
-                "speed": per_second(len(ids), elapsed),
-                "memory": f"{size(stats.bytes_total)}, {stats.bytes_total / len(table):.0f} bytes a row",
-            }
-        ),
-        "",
-        bars({"rows": raw, "all the rest": stats.bytes_total - raw}, size),
+def run(options: DemoOptions) -> int:
+    """Train for as long as asked; return 0 if the model learned."""
+    for name in ("seconds", "users", "items", "dim", "batch"):
+        if not getattr(options, name) > 0:
+            raise ConfigError(f"demo: --{name} must be above 0, got {getattr(options, name)}")
+    console = Console()
+    log = ClickLog(ClickLogConfig(users=options.users, items=options.items, seed=options.seed))
+    model = DeepFM(
+        ["user", "item", "context", Feature(name="history", shares="item", combiner=Mean())],
+        dim=options.dim,
+        seed=options.seed,
     )
-    return table, ids
-
-
-def look_up(tour: Tour, table: NativeTable, ids: Tensor) -> None:
-    order = np.random.default_rng(tour.options.seed).integers(0, len(ids), (16, min(BATCH, len(ids))))
-    batches = [ids[torch.from_numpy(batch)] for batch in order]
-    out = torch.empty(len(batches[0]), table.dim)
-    table.lookup(batches[0], out)
-    elapsed = best_seconds(lambda: [table.lookup(batch, out) for batch in batches])
-    stranger = id_of(np.array([len(ids)]))
-    absent = table.lookup(stranger)
-    tour.stop(
-        "Look up",
-        "Rows are found by id. An id without a row reads as zeros and gets none.",
-        facts(
-            {
-                "speed": f"{per_second(order.size, elapsed)} at random, threads: {tour.workers.threads}",
-                f"id {ids[-1]}": vector(table.lookup(ids[-1:])[0]),
-                f"id {stranger[0]}": f"{vector(absent[0])}  never seen",
-            }
-        ),
+    best = log.best_auc(TEST, first=FAR)
+    console.print(
+        f"A DeepFM over {options.users:,} users and {options.items:,} items; the items of a history share "
+        f"their rows. Clicks are thrown with known probabilities, whose own AUC is [bold]{best:.3f}[/].\n",
+        width=88,
     )
+    windows = list(draw(console, train(model, log, options, time.perf_counter)))
+    with torch.no_grad():
+        test = log.batch(FAR, TEST)
+        final = auc(model.eval()(test), test.label)
+    console.print(summary(windows, final, best))
+    learned = final > (windows[0].auc + best) / 2 if windows else False
+    return 0 if learned or options.seconds < DemoOptions.seconds else 1
 
 
-def train(tour: Tour, table: NativeTable, ids: Tensor) -> None:
-    """Learn a bit of each id that only its own embedding can hold."""
-    some = ids[: min(50_000, len(ids))]
-    liked = torch.from_numpy(np.random.default_rng(tour.options.seed).random(len(some)) < 0.5).float()
-    watched = some[-1:]
-    before = table.lookup(watched)[0]
+def train(model: DeepFM, log: ClickLog, options: DemoOptions, clock: Clock) -> Iterator[Window]:
+    """Train until the time is up; yield what happened at even times."""
+    sparse = EmbeddingOptimizer(model)
+    dense = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scores: list[Tensor] = []
+    labels: list[Tensor] = []
     losses: list[float] = []
-    began = time.perf_counter()
-    for step in range(STEPS):
-        embeddings = table.lookup(some).requires_grad_()
-        loss = nn.functional.binary_cross_entropy_with_logits(embeddings.sum(1), liked, reduction="sum")
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert embeddings.grad is not None
-        table.apply_gradients(some, embeddings.grad, step=step, event_time=NOW + step)
-        losses.append(loss.item() / len(some))
-    elapsed = time.perf_counter() - began
-    tour.stop(
-        "Train",
-        "Torch computes gradients of a toy task; the table takes the steps.",
-        facts(
-            {
-                "task": f"was an id liked? a coin said so for each of {len(some):,}",
-                "loss": f"{losses[0]:.3f} {spark(losses)} {losses[-1]:.3f} in {STEPS} steps",
-                "speed": f"{per_second(STEPS * len(some), elapsed)}, torch's part of the work included",
-                f"id {watched[0]}": f"{vector(before)}  before",
-                "": f"{vector(table.lookup(watched)[0])}  {'liked' if liked[-1] else 'not liked'}",
-            }
-        ),
-    )
+    examples = 0
+    began = last = clock()
+    with prefetch(endless(log, options.batch), capacity=4) as batches:
+        for batch in batches:
+            logits = model(batch)
+            loss = binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
+            loss.backward()  # type: ignore[no-untyped-call]
+            sparse.step()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= len(batch)  # rows learn from sums, weights from means
+            dense.step()
+            dense.zero_grad()
+            scores.append(logits.detach())
+            labels.append(batch.label)
+            losses.append(loss.item() / len(batch))
+            examples += len(batch)
+            now = clock()
+            done = now - began >= options.seconds
+            if done or now - last >= options.seconds / LINES:
+                stats = model.embeddings.store.stats().values()
+                yield Window(
+                    seconds=now - began,
+                    examples=examples,
+                    speed=sum(map(len, labels)) / (now - last),
+                    loss=sum(losses) / len(losses),
+                    auc=auc(torch.cat(scores), torch.cat(labels)),
+                    rows=sum(table.rows for table in stats),
+                    bytes=sum(table.bytes_total for table in stats),
+                )
+                scores, labels, losses, last = [], [], [], now
+            if done:
+                return
 
 
-def admit(tour: Tour) -> None:
-    sightings = min(tour.options.rows, 500_000)
-    stream = id_of(zipf(sightings, sightings, np.random.default_rng(tour.options.seed)))
-    admission = SlidingFilter(capacity=max(2 * sightings, 1000), thresholds=SlotThresholds(THRESHOLD))
-    table = tour.new_table("word", admission=admission)
-    for batch in torch.split(stream, BATCH):
-        table.apply_gradients(batch, torch.ones(len(batch), table.dim), event_time=NOW)
-    stats = table.stats()
-    distinct = len(np.unique(stream.numpy()))
-    named, frequent = stats.rows / distinct, int(table.contains(stream).sum()) / sightings
-    table.close()
-    tour.stop(
-        "Admit",
-        f"Most ids hardly ever come. Only one seen {THRESHOLD} times before gets a row.",
-        facts(
-            {
-                "stream": f"{sightings:,} sightings of {distinct:,} ids, Zipf-distributed",
-                "turned away": f"{stats.filtered:,} sightings, all of them counted",
-                "given a row": f"{named:.0%} of the ids, which make up {frequent:.0%} of the sightings",
-            }
-        ),
-        "",
-        bars({"rows without a filter": distinct, "rows with it": stats.rows}, "{:,}".format),
-    )
+def endless(log: ClickLog, batch_size: int) -> Iterator[Batch]:
+    """Yield the log from its beginning on."""
+    for stretch in itertools.count():
+        yield from log.batches(256, batch_size, first=stretch * 256 * batch_size)
 
 
-def expire(tour: Tour) -> None:
-    slots = {"news": (1, 2), "users": (2, 30)}
-    count = min(tour.options.rows, 300_000) // len(slots) or 1
-    lifetimes = {slot: timedelta(days=days) for slot, days in slots.values()}
-    config = TableConfig(
-        name="mixed",
-        segments=(Segment(dim=tour.options.dim, optimizer=Sgd()),),
-        expiry=Expiry(per_slot=lifetimes),
-    )
-    table = NativeTable(config, workers=tour.workers)
-    ids = {name: torch.arange(count) + (slot << 48) for name, (slot, _) in slots.items()}
-    ages = torch.arange(count) * (10 * DAY) // count
-    for slot_ids in ids.values():
-        table.assign(slot_ids, torch.zeros(count, table.dim), event_time=NOW - ages)
-    began = time.perf_counter()
-    gone = table.evict(NOW)
-    elapsed = time.perf_counter() - began
-    left = {name: int(table.contains(slot_ids).sum()) for name, slot_ids in ids.items()}
-    stats = table.stats()
-    table.close()
-    tour.stop(
-        "Expire",
-        "Rows that no event has updated for as long as their slot allows go.",
-        facts(
-            {
-                "rows": f"{2 * count:,}, last updated evenly over 10 days",
-                "evicted": f"{gone:,} in {elapsed * 1e3:.0f} ms; {stats.rows:,} are left",
-            }
-        ),
-        "",
-        bars(
-            {f"{name}, kept {days} days": left[name] for name, (_, days) in slots.items()},
-            "{:,}".format,
-            whole=count,
-        ),
-    )
+def draw(console: Console, windows: Iterator[Window]) -> Iterator[Window]:
+    """Draw each window as it comes: a table that grows on a terminal, lines in a log."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("time", "examples", "examples/s", "loss", "AUC before training", "rows", "memory"):
+        table.add_column(heading, justify="right")
+    if not console.is_terminal:
+        for window in windows:
+            console.print("  ".join(cells(window, words=True)), highlight=False, soft_wrap=True)
+            yield window
+        return
+    with Live(table, console=console, auto_refresh=False) as live:
+        for window in windows:
+            table.add_row(*cells(window, words=False))
+            live.update(table, refresh=True)
+            yield window
 
 
-def save(tour: Tour, table: NativeTable, folder: str) -> str:
-    basename = filesystem.join(folder, "saved", "item")
-    began = time.perf_counter()
-    report = dump(table, basename, num_shards=FILES)
-    elapsed = time.perf_counter() - began
-    tour.stop(
-        "Save",
-        "Embeddings, optimizer state, event times: every byte under a checksum.",
-        facts(
-            {
-                "files": f"{len(report.files)}, and a manifest that is put in place last",
-                "size": f"{size(report.bytes)}, {report.bytes / report.rows:.0f} bytes a row",
-                "speed": f"{per_second(report.rows, elapsed)}, {size(int(report.bytes / elapsed))}/s",
-            }
-        ),
-    )
-    return basename
+def cells(window: Window, *, words: bool) -> list[str]:
+    """Return the numbers of a window; with their names where no heading has them."""
+    named = {
+        "": f"{window.seconds:4.1f} s",
+        "examples": f"{window.examples:,}",
+        "examples/s": f"{window.speed:,.0f}",
+        "loss": f"{window.loss:.4f}",
+        "AUC": f"{window.auc:.4f}",
+        "rows": f"{window.rows:,}",
+        "memory": size(window.bytes),
+    }
+    return [f"{name} {text}".strip() for name, text in named.items()] if words else list(named.values())
 
 
-def refuse_damage(tour: Tour, saved: str) -> bool:
-    copy = filesystem.join(filesystem.parent(filesystem.parent(saved)), "damaged")
-    filesystem.copy_tree(filesystem.parent(saved), copy)
-    victim = max(Path(copy).iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(victim.read_bytes())
-    place = len(content) // 2
-    content[place] ^= 1
-    victim.write_bytes(content)
-    table = tour.new_table("item")
-    found = "nothing: it was loaded"
-    refused = False
-    try:
-        load(table, filesystem.join(copy, filesystem.base_name(saved)))
-    except CorruptFileError as error:
-        found = f"corrupt at byte {error.offset:,}: {error.reason}"
-        refused = error.path == str(victim)
-    tour.stop(
-        "Refuse damage",
-        "One bit of a copy is flipped: loading refuses it and says where.",
-        facts(
-            {
-                "file": escape(victim.name),
-                "flipped": f"bit 0 of byte {place:,} of {len(content):,}",
-                "found": f"{escape(found)}; the table is {'empty' if len(table) == 0 else 'changed'}",
-            }
-        ),
-    )
-    table.close()
-    return refused
-
-
-def restore(tour: Tour, table: NativeTable, saved: str) -> bool:
-    shards = [tour.new_table("item") for _ in range(SHARDS)]
-    began = time.perf_counter()
-    rows = [load(shard, saved, keep=(number, SHARDS)).rows for number, shard in enumerate(shards)]
-    elapsed = time.perf_counter() - began
-    same = sum(map(len, shards)) == len(table) and all(
-        equal_rows(table, chunk) for shard in shards for chunk in iterate(shard)
-    )
-    tour.stop(
-        "Restore",
-        f"{FILES} files go into {SHARDS} tables, each of which keeps the ids that are its own.",
-        facts(
-            {
-                "speed": f"{per_second(sum(rows), elapsed)}, all checksums first",
-                "equal": "[green]every bit of every row[/]" if same else "[bold red]no[/]",
-            }
-        ),
-        "",
-        bars({f"shard {number}": count for number, count in enumerate(rows)}, "{:,}".format),
-    )
-    for shard in shards:
-        shard.close()
-    return same
-
-
-def equal_rows(table: NativeTable, rows: Rows) -> bool:
-    """Whether the table has these rows, bit by bit: NaN equals itself, 0 is not -0."""
-    found, mine = table.lookup_rows(rows.ids)
-    pairs = ((mine.values, rows.values), (mine.state, rows.state))
-    return (
-        bool(found.all())
-        and torch.equal(mine.event_times, rows.event_times)
-        and all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
-    )
-
-
-# How it is drawn
-
-
-def facts(lines: Mapping[str, str]) -> Grid:
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for name, text in lines.items():
-        grid.add_row(name, text)
-    return grid
-
-
-def bars(amounts: Mapping[str, int], show: Callable[[int], str], *, whole: int | None = None) -> Grid:
-    """Draw amounts side by side; full width is `whole`, or the greatest of them."""
-    full = max(whole or 0, *amounts.values(), 1)
-    grid = Grid.grid(padding=(0, 2, 0, 0))
-    for name, amount in amounts.items():
-        filled = round(32 * amount / full)
-        drawn = f"[cyan]{'█' * filled}[/][dim]{'░' * (32 - filled)}[/]"
-        grid.add_row(f"[dim]{name}[/]", drawn, show(amount))
-    return grid
-
-
-def spark(values: Iterable[float]) -> str:
-    """Draw a curve in one line of text."""
-    points = list(values)
-    low, high = min(points), max(points)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (point - low) / ((high - low) or 1))] for point in points)
-
-
-def vector(values: Tensor) -> str:
-    """Show the head of an embedding."""
-    return " ".join(f"{value:+.3f}" for value in values[:4].tolist()) + (" …" if len(values) > 4 else "")
-
-
-def per_second(rows: int, seconds: float) -> str:
-    return f"{rows / seconds / 1e6:.1f} M rows/s"
-
-
-def best_seconds(work: Callable[[], object], tries: int = 3) -> float:
-    def once() -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
-    return min(once() for _ in range(tries))
+def summary(windows: list[Window], final: float, best: float) -> Panel:
+    last = windows[-1]
+    curve = spark([window.auc for window in windows])
+    lines = {
+        "learned from": f"{last.examples:,} examples in {last.seconds:.0f} s, "
+        f"{last.examples / last.seconds:,.0f} a second",
+        "AUC on the way": f"{windows[0].auc:.3f} {curve} {last.auc:.3f}",
+        "AUC at the end": f"[bold]{final:.3f}[/] on {TEST:,} examples that come later; chance is 0.5, "
+        f"the probabilities themselves have {best:.3f}",
+        "rows": f"{last.rows:,} in {size(last.bytes)}, made as their ids were met",
+    }
+    grid = Table.grid()
+    grid.add_row(facts(lines))
+    grid.add_row("")
+    shares = {"learned": round(1000 * (final - 0.5)), "all there is": round(1000 * (best - 0.5))}
+    grid.add_row(bars(shares, lambda points: f"{points / 1000:.3f} above chance"))
+    return Panel(grid, title="[bold cyan]DeepFM[/]", title_align="left", padding=(0, 2), width=88)
