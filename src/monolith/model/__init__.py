@@ -1,7 +1,33 @@
 """Models: plain `nn.Module`s over embeddings without end."""
 
 from monolith.model.collection import EmbeddingCollection, PreparedBatch
+from monolith.model.dcn import DCNv2
+from monolith.model.deepfm import DeepFM
+from monolith.model.dlrm import DLRM
+from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
+from monolith.model.mmoe import MMoE, TaskLogits
 from monolith.model.optimizer import EmbeddingOptimizer
+from monolith.model.ready import ReadyModel
 from monolith.model.updates import UpdateConfig, apply_gradients
 
-__all__ = ["EmbeddingCollection", "EmbeddingOptimizer", "PreparedBatch", "UpdateConfig", "apply_gradients"]
+__all__ = [
+    "DLRM",
+    "FFM",
+    "ROW_OPTIMIZER",
+    "DCNv2",
+    "DeepFM",
+    "EmbeddingCollection",
+    "EmbeddingOptimizer",
+    "Feature",
+    "FeatureSet",
+    "MMoE",
+    "PreparedBatch",
+    "ReadyModel",
+    "TaskLogits",
+    "UpdateConfig",
+    "apply_gradients",
+    "ffm_examples",
+    "ffm_loss",
+    "ffm_sample",
+]
