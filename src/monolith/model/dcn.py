@@ -1,0 +1,126 @@
+"""DCNv2: a cross network and an MLP, side by side on the same embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from monolith.errors import ConfigError
+from monolith.feature import CONCAT, Layout
+from monolith.model.collection import EmbeddingCollection
+from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower, watch
+from monolith.nn import DCN, Dense
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
+
+
+class DCNv2Dense(nn.Module):
+    """The dense half of `DCNv2`: what the crosses and the MLP found, weighed together."""
+
+    def __init__(
+        self,
+        in_features: int,
+        cross_layers: int,
+        hidden: Sequence[int],
+        *,
+        cross: str = "matrix",
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if not hidden:
+            raise ConfigError("DCNv2: hidden must have at least one width")
+        self.cross = DCN(in_features, cross_layers, dcn_type=cross, kernel_norm=kernel_norm)
+        self.mlp = tower(in_features, hidden, None, dropout=dropout, kernel_norm=kernel_norm)
+        self.head = Dense(in_features + hidden[-1], 1)
+
+    @property
+    def first(self) -> Dense:
+        """The layer that sees the features."""
+        layer = self.mlp[0]
+        assert isinstance(layer, Dense)
+        return layer
+
+    def forward(self, vectors: Tensor, floats: Tensor | None = None) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            vectors: float of shape (examples, features * dim).
+            floats: float of shape (examples, width), or None.
+        """
+        x = vectors if floats is None else torch.cat([vectors, floats], 1)
+        logits: Tensor = self.head(torch.cat([self.cross(x), self.mlp(x)], 1))
+        return logits.squeeze(1)
+
+
+class DCNv2(ReadyModel):
+    """Explicit crosses of ever higher order beside an MLP.
+
+    Args:
+        features: Inputs of ids; a plain name is a `Feature` of that name.
+        dim: Width of each feature's vector.
+        cross_layers: Each multiplies what it is given with the first input once more.
+        cross: "matrix" or, cheaper for wide inputs, "mixed"; see `nn.DCN`.
+        hidden: Widths of the MLP's hidden layers.
+        floats: Inputs of numbers: name to width. They stand beside the vectors.
+        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
+        initializer: Of vectors; by default even within 0.05 of 0.
+        store, device, threads: See `EmbeddingCollection`.
+        seed: For the first values of rows and weights.
+        dropout: Of the MLP's hidden units in training.
+        kernel_norm: Normalise the kernels of crosses and MLP; see `nn.MLP`.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str],
+        *,
+        dim: int = 16,
+        cross_layers: int = 2,
+        cross: str = "matrix",
+        hidden: Sequence[int] = (128, 64),
+        floats: Mapping[str, int] | None = None,
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        check_combined("DCNv2", chosen)
+        numbers = FloatFeatures(floats)
+        with seeded(seed):
+            dense = DCNv2Dense(
+                len(chosen) * dim + numbers.width,
+                cross_layers,
+                hidden,
+                cross=cross,
+                dropout=dropout,
+                kernel_norm=kernel_norm,
+            )
+        layout = Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim))
+        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
+        super().__init__(embeddings, dense, ("vectors",), numbers)
+        self._segments = dict.fromkeys(chosen.names, dim) | numbers.widths
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        logits: Tensor = self.dense(*self.read(batch, floats))
+        return logits
+
+    def watch_features(self, report: Callable[[dict[str, Tensor]], None]) -> RemovableHandle:
+        """Report what each feature brings to the MLP, on each training step; see `ready.watch`."""
+        first = self.dense.first
+        assert isinstance(first, Dense)
+        return watch(first, self._segments, report)

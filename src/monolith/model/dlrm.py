@@ -1,0 +1,111 @@
+"""DLRM: numbers become one more vector, and an MLP reads the dot products of all vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import ConfigError
+from monolith.feature import STACK, Layout
+from monolith.model.collection import EmbeddingCollection
+from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
+
+
+class DLRMDense(nn.Module):
+    """The dense half of `DLRM`."""
+
+    pairs: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        dim: int,
+        floats: int,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.bottom = tower(floats, (*bottom, dim), None, kernel_norm=kernel_norm)
+        # Which of all products, laid out flat, are of two different vectors; each pair once.
+        vectors = features + 1
+        left, right = torch.tril_indices(vectors, vectors, -1)
+        self.register_buffer("pairs", left * vectors + right, persistent=False)
+        self.top = tower(dim + len(left), top, dropout=dropout, kernel_norm=kernel_norm)
+
+    def forward(self, vectors: Tensor, floats: Tensor) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            vectors: float of shape (examples, features, dim).
+            floats: float of shape (examples, width).
+        """
+        numbers: Tensor = self.bottom(floats)
+        together = torch.cat([numbers.unsqueeze(1), vectors], 1)
+        products = torch.bmm(together, together.transpose(1, 2)).flatten(1)
+        logits: Tensor = self.top(torch.cat([numbers, products.index_select(1, self.pairs)], 1))
+        return logits.squeeze(1)
+
+
+class DLRM(ReadyModel):
+    """Numbers through a bottom MLP, dot products of all pairs, and a top MLP over both.
+
+    Args:
+        features: Inputs of ids; a plain name is a `Feature` of that name.
+        floats: Inputs of numbers: name to width. There must be some; `DeepFM` does without.
+        dim: Width of each feature's vector, and of what the bottom MLP makes of the numbers.
+        bottom: Widths of the bottom MLP's hidden layers, before the last, which has `dim`.
+        top: Widths of the top MLP's hidden layers.
+        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
+        initializer: Of vectors; by default even within 0.05 of 0.
+        store, device, threads: See `EmbeddingCollection`.
+        seed: For the first values of rows and weights.
+        dropout: Of the top MLP's hidden units in training.
+        kernel_norm: Normalise the MLPs' kernels; see `nn.MLP`.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str],
+        *,
+        floats: Mapping[str, int],
+        dim: int = 16,
+        bottom: Sequence[int] = (64,),
+        top: Sequence[int] = (128, 64),
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        check_combined("DLRM", chosen)
+        numbers = FloatFeatures(floats)
+        if not numbers.width:
+            raise ConfigError("DLRM: needs float features for its bottom MLP; without any, use DeepFM")
+        with seeded(seed):
+            dense = DLRMDense(
+                len(chosen), dim, numbers.width, bottom, top, dropout=dropout, kernel_norm=kernel_norm
+            )
+        layout = Layout("vectors", STACK, chosen.slices(chosen.names, "vector", dim))
+        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
+        super().__init__(embeddings, dense, ("vectors",), numbers)
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        logits: Tensor = self.dense(*self.read(batch, floats))
+        return logits

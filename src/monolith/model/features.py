@@ -1,0 +1,267 @@
+"""Feature and FeatureSet: a list of features becomes slots, columns and slices.
+
+Slots and columns say everything there is to say about rows, and a model of thirty
+features would say it thirty times. A `Feature` is a name with what is special about it;
+a `FeatureSet` gives the rest, and hands out slices by name:
+
+    features = FeatureSet(["user", "item", Feature(name="clicked", shares="item", combiner=Mean())])
+    vectors = features.slices(["user", "item", "clicked"], "vector", 16)
+    embeddings = EmbeddingCollection([Layout("vectors", CONCAT, vectors)])
+
+A feature that shares another's rows shares its slices too: here "item" and "clicked" read
+the same sixteen columns of the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from difflib import get_close_matches
+
+from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
+from monolith.feature import (
+    NONE,
+    Combiner,
+    FeatureColumn,
+    FeatureSlice,
+    FeatureSlot,
+    Layout,
+    LayoutKind,
+    SliceUse,
+    SlotConfig,
+    Sum,
+)
+from monolith.table import Adagrad, Fp16, Initializer, LearningRate, Optimizer, RandomUniform
+from monolith.table.compressors import Compressor
+
+ROW_OPTIMIZER = Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
+"""What trains rows where nothing else is said. Meant for losses that are summed over a batch: the mean
+over a thousand examples has gradients a thousandth as large, which are lost beside the first accumulator."""
+
+_OF_ROWS = (
+    "slot",
+    "occurrence_threshold",
+    "expire_after",
+    "slot_id",
+    "optimizer",
+    "initializer",
+    "learning_rate",
+    "capacity_bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    """One input of a model, and what is special about its rows; None is the model's default."""
+
+    name: str
+    combiner: Combiner = field(default_factory=Sum)
+    """How the embeddings of one example's ids become one."""
+    shares: str | None = None
+    """The feature whose rows this one reads; everything below is then said there."""
+    slot: str | None = None
+    """What its rows are called, as in checkpoints; by default as the feature."""
+    occurrence_threshold: int = 0
+    """Sightings after which an id is given a row on the next; 0 at once."""
+    expire_after: timedelta | None = None
+    """Time without an update after which a row may go; None keeps it for good."""
+    slot_id: int | None = None
+    """The slot in the high bits of the ids, when they are fids."""
+    optimizer: Optimizer | None = None
+    initializer: Initializer | None = None
+    learning_rate: float | LearningRate | None = None
+    capacity_bytes: int | None = None
+    """A ceiling on the memory of the feature's table; None for no ceiling."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("feature: needs a name")
+        if self.shares is not None:
+            said = [name for name in _OF_ROWS if getattr(self, name) not in (None, 0)]
+            if said:
+                raise ConfigError(
+                    f"feature {self.name!r} shares the rows of {self.shares!r}, and sets {', '.join(said)}: "
+                    f"set it on {self.shares!r}, whose rows they are"
+                )
+        elif self.capacity_bytes is not None and self.capacity_bytes < 1:
+            raise ConfigError(
+                f"feature {self.name!r}: capacity_bytes must be at least 1 or None, got {self.capacity_bytes}"
+            )
+        else:
+            self.slot_config(SlotConfig(name=self.name))  # refuses what is out of range
+
+    def slot_config(self, default: SlotConfig) -> SlotConfig:
+        """Return the slot of this feature's rows: what it says, and the rest from `default`."""
+        return SlotConfig(
+            name=self.name if self.slot is None else self.slot,
+            slot_id=self.slot_id,
+            has_bias=default.has_bias,
+            bias_initializer=default.bias_initializer,
+            bias_optimizer=default.bias_optimizer,
+            bias_compressor=default.bias_compressor,
+            bias_learning_rate=default.bias_learning_rate,
+            initializer=default.initializer if self.initializer is None else self.initializer,
+            optimizer=default.optimizer if self.optimizer is None else self.optimizer,
+            compressor=default.compressor,
+            learning_rate=default.learning_rate if self.learning_rate is None else self.learning_rate,
+            occurrence_threshold=self.occurrence_threshold,
+            expire_after=default.expire_after if self.expire_after is None else self.expire_after,
+            capacity_bytes=self.capacity_bytes,
+        )
+
+
+class FeatureSet:
+    """The slots and columns of a model's features.
+
+    Args:
+        features: In the order a model reads them; a plain name is a `Feature` of that name.
+        bias: Whether rows begin with one number for a model's linear part: of all features, of none, or
+            of those named. A feature that shares rows is named by, and has the bias of, its rows' owner.
+        optimizer, initializer, compressor: Of slices, where neither feature nor slice says.
+        bias_optimizer: Of biases, which begin at 0.
+
+    Raises:
+        DuplicateNameError: Two features have one name.
+        UnknownFeatureError: A feature shares the rows of one that is not there.
+        ConfigError: Features share each other's rows in a circle, so that nobody owns them.
+    """
+
+    def __init__(
+        self,
+        features: Iterable[Feature | str],
+        *,
+        bias: bool | Collection[str] = False,
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        compressor: Compressor | None = None,
+        bias_optimizer: Optimizer = ROW_OPTIMIZER,
+    ) -> None:
+        self._features: dict[str, Feature] = {}
+        for given in features:
+            feature = Feature(name=given) if isinstance(given, str) else given
+            if feature.name in self._features:
+                raise DuplicateNameError(f"two features are named {feature.name!r}")
+            self._features[feature.name] = feature
+        owners = {name: self._owner(name) for name in self._features}
+        biased = self._features.keys() if bias is True else bias or ()
+        with_bias = {owners[self._known(name)] for name in biased}
+        slots = {
+            owner: FeatureSlot(
+                self._features[owner].slot_config(
+                    SlotConfig(
+                        name=owner,
+                        has_bias=owner in with_bias,
+                        bias_optimizer=bias_optimizer,
+                        optimizer=optimizer,
+                        initializer=RandomUniform() if initializer is None else initializer,
+                        compressor=Fp16() if compressor is None else compressor,
+                    )
+                )
+            )
+            for owner in dict.fromkeys(owners.values())
+        }
+        self._columns = {
+            name: FeatureColumn(slots[owners[name]], name, feature.combiner)
+            for name, feature in self._features.items()
+        }
+        self._slices: dict[tuple[str, str], FeatureSlice] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The features, in the order given."""
+        return tuple(self._features)
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._features[self._known(name)]
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def column(self, name: str) -> FeatureColumn:
+        """Return the one column of a feature."""
+        return self._columns[self._known(name)]
+
+    def bias(self, features: Sequence[str] | None = None) -> list[SliceUse]:
+        """Return the combined bias of each feature; of all by default."""
+        return [self.column(name).bias() for name in (self.names if features is None else features)]
+
+    def slices(
+        self,
+        features: Sequence[str],
+        name: str,
+        dim: int,
+        *,
+        initializer: Initializer | None = None,
+        optimizer: Optimizer | None = None,
+        compressor: Compressor | None = None,
+        learning_rate: float | LearningRate | None = None,
+    ) -> list[SliceUse]:
+        """Return one slice of each feature, combined: `dim` columns that are added to its rows on first use.
+
+        The same name on a feature, or on one that shares its rows, gives the same columns again; how
+        they are trained is settled by the first use.
+
+        Raises:
+            FeatureError: The slice is there with another width.
+        """
+        uses = []
+        for feature in features:
+            column = self.column(feature)
+            slot = column.slot
+            found = self._slices.get((slot.name, name))
+            if found is None:
+                found = self._slices[slot.name, name] = slot.add_slice(
+                    dim,
+                    initializer=initializer,
+                    optimizer=optimizer,
+                    compressor=compressor,
+                    learning_rate=learning_rate,
+                )
+            elif found.dim != dim:
+                raise FeatureError(
+                    f"feature {feature!r}: slice {name!r} of slot {slot.name!r} has {found.dim} columns, "
+                    f"and {dim} are asked for; give the other slice a name of its own"
+                )
+            uses.append(column.lookup(found))
+        return uses
+
+    def lookup_embedding_slice(
+        self, features: Sequence[str], slice_name: str, slice_dim: int, kind: LayoutKind = NONE
+    ) -> Layout:
+        """Return a layout of one slice of each feature, named by the slice and a digest of the features.
+
+        The name is upstream's, `<slice_name>_<md5 of the sorted features, comma-joined>`, so that layouts
+        can be matched with those of a model that was trained there.
+        """
+        digest = hashlib.md5(",".join(sorted(map(str, features))).encode(), usedforsecurity=False)
+        return Layout(
+            f"{slice_name}_{digest.hexdigest()}", kind, self.slices(features, slice_name, slice_dim)
+        )
+
+    def _known(self, name: str) -> str:
+        if name not in self._features:
+            near = get_close_matches(str(name), self._features, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._features) or 'none'}"
+            )
+            raise UnknownFeatureError(f"there is no feature {name!r}; {hint}")
+        return name
+
+    def _owner(self, name: str) -> str:
+        """Return the feature whose rows `name` reads, over any number of steps."""
+        path = [name]
+        while (shares := self._features[path[-1]].shares) is not None:
+            if shares not in self._features:
+                raise UnknownFeatureError(
+                    f"feature {path[-1]!r} shares the rows of {shares!r}, which is not a feature here; "
+                    f"there are {', '.join(self._features)}"
+                )
+            if shares in path:
+                raise ConfigError(
+                    f"features share rows in a circle, {' -> '.join([*path, shares])}: "
+                    "let one of them have rows of its own"
+                )
+            path.append(shares)
+        return path[-1]

@@ -1,0 +1,151 @@
+"""MMoE: several tasks on the same embeddings, each mixing shared experts in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import ConfigError
+from monolith.feature import CONCAT, Layout
+from monolith.model.collection import EmbeddingCollection
+from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
+from monolith.nn import MMoE as MixtureOfExperts
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
+
+
+class TaskLogits(NamedTuple):
+    """What `MMoEDense` returns."""
+
+    logits: dict[str, Tensor]
+    """Task to float of shape (examples,)."""
+    load_loss: Tensor
+    """Scalar, 0 when every expert is used alike; see `nn.MMoEOutput`."""
+
+
+class MMoEDense(nn.Module):
+    """The dense half of `MMoE`: experts, a gate per task, and a tower per task."""
+
+    def __init__(
+        self,
+        in_features: int,
+        tasks: Sequence[str],
+        num_experts: int,
+        experts: Sequence[int],
+        hidden: Sequence[int],
+        *,
+        gate_type: str = "softmax",
+        top_k: int = 1,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tasks = tuple(tasks)
+        self.mixture = MixtureOfExperts(
+            in_features,
+            len(self.tasks),
+            num_experts,
+            experts,
+            expert_activations=["relu"] * len(experts),
+            gate_type=gate_type,
+            top_k=top_k,
+            kernel_norm=kernel_norm,
+        )
+        self.towers = nn.ModuleList(
+            tower(experts[-1], hidden, dropout=dropout, kernel_norm=kernel_norm) for _ in self.tasks
+        )
+
+    def forward(self, vectors: Tensor, floats: Tensor | None = None) -> TaskLogits:
+        """Return the logits of each task.
+
+        Args:
+            vectors: float of shape (examples, features * dim).
+            floats: float of shape (examples, width), or None.
+        """
+        mixed = self.mixture(vectors if floats is None else torch.cat([vectors, floats], 1))
+        logits = {
+            task: head(output).squeeze(1)
+            for task, head, output in zip(self.tasks, self.towers, mixed.outputs, strict=True)
+        }
+        return TaskLogits(logits, mixed.load_loss)
+
+
+class MMoE(ReadyModel):
+    """Multi-gate mixture of experts for several tasks; the layer of that name is in `monolith.nn`.
+
+    Args:
+        features: Inputs of ids; a plain name is a `Feature` of that name.
+        tasks: Names of the tasks, as in the labels of a batch.
+        dim: Width of each feature's vector.
+        num_experts: MLPs that all tasks share.
+        experts: Widths of each expert's layers.
+        hidden: Widths of the hidden layers of each task's tower.
+        gate_type, top_k: Which experts a task mixes; see `nn.MMoE`. With gates that keep only some, add
+            a little of `load_loss` to the loss: see `forward_with_load`.
+        floats: Inputs of numbers: name to width. They stand beside the vectors.
+        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
+        initializer: Of vectors; by default even within 0.05 of 0.
+        store, device, threads: See `EmbeddingCollection`.
+        seed: For the first values of rows and weights.
+        dropout: Of the towers' hidden units in training.
+        kernel_norm: Normalise the kernels of experts and towers; see `nn.MLP`.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str],
+        *,
+        tasks: Sequence[str],
+        dim: int = 16,
+        num_experts: int = 4,
+        experts: Sequence[int] = (128, 64),
+        hidden: Sequence[int] = (32,),
+        gate_type: str = "softmax",
+        top_k: int = 1,
+        floats: Mapping[str, int] | None = None,
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        if not tasks or len(set(tasks)) < len(tasks):
+            raise ConfigError(f"MMoE: tasks must be one or more different names, got {list(tasks)}")
+        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        check_combined("MMoE", chosen)
+        numbers = FloatFeatures(floats)
+        with seeded(seed):
+            dense = MMoEDense(
+                len(chosen) * dim + numbers.width,
+                tasks,
+                num_experts,
+                experts,
+                hidden,
+                gate_type=gate_type,
+                top_k=top_k,
+                dropout=dropout,
+                kernel_norm=kernel_norm,
+            )
+        layout = Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim))
+        embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
+        super().__init__(embeddings, dense, ("vectors",), numbers)
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return, for each task, logits of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        return self.forward_with_load(batch, floats).logits
+
+    def forward_with_load(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> TaskLogits:
+        """Return the logits and how unevenly the experts were used, to be kept small."""
+        out: TaskLogits = self.dense(*self.read(batch, floats))
+        return out

@@ -1,0 +1,163 @@
+"""What the ready models have in common: embeddings below, a dense half above.
+
+A ready model is a plain `nn.Module` of two parts. `embeddings` turns ids into tensors;
+`dense` is an ordinary module over those tensors and the float features, so that
+`model.dense = torch.compile(model.dense)` does what one expects, and a dense optimizer
+takes `model.parameters()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from monolith.errors import ConfigError, FeatureError
+from monolith.feature import Batch
+from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
+from monolith.model.features import FeatureSet
+from monolith.nn import Dense, watch_segments
+
+ModelInput = Input | PreparedBatch
+"""What a model reads: a batch, its ids alone, or rows that were looked up ahead."""
+
+
+class FloatFeatures:
+    """The features of a model that are numbers already, side by side.
+
+    Args:
+        widths: Feature to how many numbers it has in each example.
+    """
+
+    def __init__(self, widths: Mapping[str, int] | None) -> None:
+        self.widths = dict(widths or {})
+        for name, width in self.widths.items():
+            if width < 1:
+                raise ConfigError(f"float feature {name!r}: width must be at least 1, got {width}")
+
+    @property
+    def width(self) -> int:
+        """Of all features together."""
+        return sum(self.widths.values())
+
+    def read(
+        self, batch: ModelInput, floats: Mapping[str, Tensor] | None, device: torch.device
+    ) -> Tensor | None:
+        """Return float32 of shape (examples, width), or None where the model has no float features.
+
+        Args:
+            floats: Those of the batch, where it does not hold them itself; of a `Batch` they may be left out.
+        """
+        if not self.widths:
+            return None
+        found = batch.floats if floats is None and isinstance(batch, Batch) else floats or {}
+        columns = []
+        for name, width in self.widths.items():
+            if name not in found:
+                raise FeatureError(
+                    f"the model reads float feature {name!r}, which the batch does not have; "
+                    f"it has {', '.join(found) or 'none'}. Without a Batch, pass `floats`."
+                )
+            column = found[name]
+            if column.ndim != 2 or column.shape[1] != width:
+                raise FeatureError(
+                    f"float feature {name!r} must have shape (examples, {width}), got {tuple(column.shape)}"
+                )
+            columns.append(column.to(device, torch.float32, non_blocking=True))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw the first weights from `seed`, and leave torch's own random numbers as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def tower(
+    in_features: int,
+    hidden: Sequence[int],
+    out_features: int | None = 1,
+    *,
+    dropout: float = 0.0,
+    kernel_norm: bool = False,
+) -> nn.Sequential:
+    """Return dense layers with relu and dropout between them, then a linear one.
+
+    Args:
+        out_features: Of the linear layer; None ends with the last hidden layer.
+        kernel_norm: Normalise the kernels of the layers, as `nn.MLP` does by default; it costs time.
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be from 0 to below 1, got {dropout}")
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers.append(Dense(in_features, width, activation="relu", kernel_norm=kernel_norm))
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+        in_features = width
+    if out_features is not None:
+        layers.append(Dense(in_features, out_features, kernel_norm=kernel_norm))
+    return nn.Sequential(*layers)
+
+
+def check_combined(model: str, features: FeatureSet) -> None:
+    """Refuse features without embeddings of their own width: none at all, or sequences."""
+    if not features.names:
+        raise ConfigError(f"{model}: needs at least one feature")
+    for name in features.names:
+        if features[name].combiner.length:
+            raise ConfigError(
+                f"{model}: feature {name!r} keeps its first ids, and this model reads one embedding "
+                "for each feature; combine them with Sum, Mean or Max"
+            )
+
+
+def watch(
+    first: Dense, segments: Mapping[str, int], report: Callable[[dict[str, Tensor]], None]
+) -> RemovableHandle:
+    """Report what each feature brings to a first layer, after each of its training steps.
+
+    Args:
+        segments: Feature to its width, in the order in which they lie in the layer's input.
+        report: Given, by feature, float of shape (examples,): the square of its part of the layer's
+            output, before the activation. A feature that stays near 0 is not used.
+    """
+    names = list(segments)
+
+    def named(parts: Tensor) -> None:
+        report(dict(zip(names, parts.unbind(1), strict=True)))
+
+    return watch_segments(first, list(segments.values()), named)
+
+
+class ReadyModel(nn.Module):
+    """Embeddings, and a dense half over them.
+
+    Args:
+        inputs: Layouts in the order in which `dense` takes them; the float features come last.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingCollection,
+        dense: nn.Module,
+        inputs: Sequence[str],
+        floats: FloatFeatures,
+    ) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = dense.to(embeddings.device)
+        self.floats = floats
+        self._inputs = tuple(inputs)
+
+    def read(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """Return what `dense` takes: a tensor for each layout, and the float features if there are any."""
+        layouts = self.embeddings(batch)
+        numbers = self.floats.read(batch, floats, self.embeddings.device)
+        inputs = [layouts[name] for name in self._inputs]
+        return inputs if numbers is None else [*inputs, numbers]

@@ -1,0 +1,54 @@
+"""The examples run as they stand, and come to what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str) -> str:
+    """Run an example and return what it printed. It takes some 8 s; the limit is for busy machines."""
+    # One thread, since tests share their cores, and threads of torch wait for each other busily.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def aucs(printed: str) -> tuple[float, float]:
+    """Return the AUC that was reached, and the best there is."""
+    (found,) = re.findall(r"test AUC (0\.\d+), and the log's own probabilities reach (0\.\d+)", printed)
+    return float(found[0]), float(found[1])
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ten_lines.py", "own_model.py"}
+
+
+def test_ten_lines() -> None:
+    printed = run("ten_lines.py")
+    reached, best = aucs(printed)
+    assert printed.startswith("2600 rows; ")  # 2000 users, 500 items, 100 contexts
+    assert best - 0.04 < reached < best + 0.005  # 0.827 and 0.842
+
+
+def test_own_model() -> None:
+    printed = run("own_model.py")
+    reached, best = aucs(printed)
+    assert best - 0.06 < reached < best + 0.005  # 0.817 and 0.845
+    assert "table item: 300 rows of 17 floats" in printed
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
