@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE) | $(BIN)/python
 	PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup  ## A short tour in the terminal
+demo: setup  ## Train a model and watch it learn
 	$(BIN)/monolith demo
 
 test: setup  ## The tests, without the slow ones
@@ -45,8 +45,9 @@ check: setup  ## Lint, format, types, import direction
 services:  ## Install the servers that the tests talk to
 	tools/services.sh
 
-bench: setup  ## Measure the table against the machine's limits
+bench: setup  ## Measure the table against the machine's limits, and training against torch
 	$(BIN)/monolith bench table
+	$(BIN)/monolith bench train
 
 soak: setup soak-plain soak-thread soak-address,undefined  ## C++ tests under sanitizers, then the slow Python tests
 	$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]  # 5: no test is marked soak

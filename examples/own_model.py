@@ -7,8 +7,6 @@ relates to the item at hand.
     python examples/own_model.py
 """
 
-# ruff: noqa: T201
-
 import torch
 from torch import Tensor, nn
 

@@ -3,8 +3,6 @@
 python examples/ten_lines.py
 """
 
-# ruff: noqa: T201
-
 import torch
 
 from monolith.data import ClickLog, ClickLogConfig

@@ -218,3 +218,22 @@ def test_a_model_reads_at_least_one_feature_and_no_sequences(name: str) -> None:
 def test_dropout_is_a_share() -> None:
     with pytest.raises(ConfigError, match="dropout must be from 0 to below 1, got 1"):
         DeepFM(["a"], dropout=1.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_with_its_dense_half_on_a_gpu_a_model_learns_the_same(make: Callable[..., ReadyModel]) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = make(device=device)
+        sparse = EmbeddingOptimizer(model)
+        for _ in range(5):
+            out = model(batch())
+            outputs = list(out.values()) if isinstance(out, dict) else [out]
+            assert {output.device.type for output in outputs} == {device}
+            torch.stack([(output - 1).square().sum() for output in outputs]).sum().backward()
+            sparse.step()
+        assert isinstance(model.embeddings.store, LocalStore)
+        rows = model.embeddings.store.table("item").lookup(torch.tensor([10, 11, 12]))
+        assert rows.abs().sum() > 0
+        found.append([rows, *(output.detach().cpu() for output in outputs)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,42 @@
+"""The code of the README and of the guides runs as it stands, block after block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert blocks
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), names)
+    CLAIMS[page.name](names)
+
+
+def check_readme(names: dict[str, Any]) -> None:
+    stats = names["model"].embeddings.store.stats()
+    assert set(stats) == {"user", "item", "context"}  # the history shares the rows of items
+    assert names["sparse"].global_step == 100
+
+
+def check_table(names: dict[str, Any]) -> None:
+    assert tuple(names["embeddings"].shape) == (3, 16)
+    assert len(names["item"]) == 0  # all expired
+
+
+def check_models(names: dict[str, Any]) -> None:
+    assert tuple(names["logits"].shape) == (3,)
+    assert names["mine"].embeddings.features == ("history", "item")
+    assert [tuple(scores.shape) for scores in names["scores"]] == [(512,)] * 10
+
+
+CLAIMS = {"README.md": check_readme, "table.md": check_table, "models.md": check_models}
