@@ -129,6 +129,7 @@ class Table {
   struct Directory;
   struct Body;
   struct Batch;
+  struct Aim;
   class Writing;
   enum class OnAbsent { kAsk, kCreate };
 
@@ -161,11 +162,17 @@ class Table {
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
   bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
 
-  // Copies the first `bytes` bytes of each row to `out`, one after another, zeros where there is none.
-  void read_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
-                  std::uint8_t* found, std::uint32_t* times) const;
+  // Copies the first `bytes` bytes of each row, block after block `step` bytes further on, zeros where there
+  // is none, and calls done(first, count) after each block.
+  template <class Done>
+  void read_blocks(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
+                   std::size_t step, std::uint8_t* found, std::uint32_t* times, Done&& done) const;
+  void read_block(Body& body, const Aim& aim, std::size_t count, Aim& next_aim,
+                  std::span<const std::int64_t> next, std::byte* out, std::size_t bytes, std::uint8_t* found,
+                  std::uint32_t* times) const;
   template <std::size_t kBytes>
-  void read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t any_bytes,
+  void read_block_of(Body& body, const Aim& aim, std::size_t count, Aim& next_aim,
+                     std::span<const std::int64_t> next, std::byte* out, std::size_t any_bytes,
                      std::uint8_t* found, std::uint32_t* times) const;
   void recheck_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
                      std::uint8_t* found, std::uint32_t* times) const;

@@ -8,7 +8,7 @@ namespace monolith {
 namespace {
 
 constexpr std::size_t kBlock = 256;  // ids read together
-constexpr std::size_t kAhead = 16;  // index lines are fetched this long before rows, and rows before the copy
+constexpr std::size_t kAhead = 6;    // rows are fetched this long before the copy; more at once are dropped
 constexpr std::size_t kLine = 64;
 constexpr std::size_t kGrain = 4096;  // ids per task
 
@@ -31,33 +31,37 @@ inline
 
 }  // namespace
 
-// One block while nobody writes, in passes that each keep many cache misses in flight: where the ids belong,
-// their index lines, what those say, and the rows. The passes are apart because a processor can look only
-// some hundred instructions ahead, and a short loop fits that window many times. kBytes is the usual widths
-// spelled out, so that a row is copied in a few instructions; 0 is any.
-template <std::size_t kBytes>
-void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::byte* out,
-                          std::size_t any_bytes, std::uint8_t* found, std::uint32_t* times) const {
-  const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
-  const std::size_t count = ids.size();
+// Where the ids of a block belong, found out while the block before it is copied.
+struct Table::Aim {
+  std::uint64_t begun;  // calls that had begun to write before
+  const Directory* directory;
   std::uint64_t hashes[kBlock];
   const Slot* buckets[kBlock];
+
+  void start(const Table& table, const Body& body) {
+    begun = table.writes_begun_.load();
+    directory = body.directory.load(std::memory_order_acquire);
+  }
+  void take(std::size_t i, std::int64_t id) {
+    const std::uint64_t hash = mix(id);
+    hashes[i] = hash;
+    buckets[i] = directory->at(hash).index.load(kFollowed).bucket_of(hash);
+  }
+};
+
+// One block while nobody writes: what its index lines say, then the rows. Two streams of cache misses are
+// kept in flight meanwhile, those rows and the index lines of the next block, which will be there when it is
+// looked through. Finding out where the next ids belong also keeps the prefetches apart, of which a burst is
+// partly dropped. kBytes is the usual widths spelled out, so that a row is copied in a few instructions; 0 is
+// any.
+template <std::size_t kBytes>
+void Table::read_block_of(Body& body, const Aim& aim, std::size_t count, Aim& next_aim,
+                          std::span<const std::int64_t> next, std::byte* out, std::size_t any_bytes,
+                          std::uint8_t* found, std::uint32_t* times) const {
+  const std::size_t bytes = kBytes != 0 ? kBytes : any_bytes;
   const std::byte* rows[kBlock];
   std::uint8_t late[kBlock];
   std::size_t late_count = 0;
-
-  const Directory& directory = *body.directory.load(std::memory_order_acquire);
-  const Directory::Cell* const cells = directory.cells.get();
-  const int shift = 63 - directory.depth;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint64_t hash = mix(ids[i]);
-    hashes[i] = hash;
-    buckets[i] = cells[hash >> 1 >> shift].index.load(kFollowed).bucket_of(hash);
-  }
-  // Loads rather than prefetches: a burst of prefetches is partly dropped, a burst of loads is not.
-  std::uint64_t touched = 0;
-  for (std::size_t i = 0; i < count; ++i) touched |= peek(buckets[i]->hash);
-  asm volatile("" : : "r"(touched));
 
   const RowArenas::Finder row_at(body.rows);
   const std::byte* const zeros = zeros_.data();
@@ -67,26 +71,30 @@ void Table::read_block_of(Body& body, std::span<const std::int64_t> ids, std::by
     if (times != nullptr) times[i] = time;
   };
   for (std::size_t i = 0; i < count; ++i) {
-    const Index::Seen seen = Index::look(buckets[i], hashes[i]);
+    const Index::Seen seen = Index::look(aim.buckets[i], aim.hashes[i]);
     note(i, seen.row, seen.time);
     if (seen.row == 0 && seen.full) [[unlikely]] {
       // Not in its home line, but that line is full. The next one is fetched while the others go on.
-      __builtin_prefetch(buckets[i] + kBucketSlots);
+      __builtin_prefetch(aim.buckets[i] + kBucketSlots);
       late[late_count++] = static_cast<std::uint8_t>(i);
     }
   }
   for (std::size_t l = 0; l < late_count; ++l) {
-    const std::uint64_t hash = hashes[late[l]];
-    const Slot* slot = directory.at(hash).index.load(kFollowed).find(hash);
+    const std::uint64_t hash = aim.hashes[late[l]];
+    const Slot* slot = aim.directory->at(hash).index.load(kFollowed).find(hash);
     note(late[l], slot != nullptr ? peek(slot->row) : 0, slot != nullptr ? peek(slot->time) : 0);
   }
   const auto fetch = [&](std::size_t i) {
     for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(rows[i] + line);
   };
-  if (bytes == 0) return;
+  next_aim.start(*this, body);
   for (std::size_t i = 0; i < std::min(count, kAhead); ++i) fetch(i);
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kAhead < count) fetch(i + kAhead);
+    if (i < next.size()) {
+      next_aim.take(i, next[i]);
+      __builtin_prefetch(next_aim.buckets[i]);
+    }
     copy_racing(out + i * bytes, rows[i], bytes);
   }
 }
@@ -104,38 +112,58 @@ void Table::recheck_block(Body& body, std::span<const std::int64_t> ids, std::by
   }
 }
 
-void Table::read_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
-                       std::uint8_t* found, std::uint32_t* times) const {
-  // Whoever reads alone need not look at versions. Calls that write are counted when they begin, before they
-  // change anything, so an unchanged count says that this block met none.
-  const std::uint64_t begun = writes_begun_.load();
-  if (writes_ended_.load() == begun) {
-    switch (bytes) {
-      case 16:
-        read_block_of<16>(body, ids, out, bytes, found, times);
-        break;
-      case 32:
-        read_block_of<32>(body, ids, out, bytes, found, times);
-        break;
-      case 64:
-        read_block_of<64>(body, ids, out, bytes, found, times);
-        break;
-      case 68:
-        read_block_of<68>(body, ids, out, bytes, found, times);  // a bias and a vector of 16
-        break;
-      case 128:
-        read_block_of<128>(body, ids, out, bytes, found, times);
-        break;
-      case 256:
-        read_block_of<256>(body, ids, out, bytes, found, times);
-        break;
-      default:
-        read_block_of<0>(body, ids, out, bytes, found, times);
+template <class Done>
+void Table::read_blocks(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
+                        std::size_t step, std::uint8_t* found, std::uint32_t* times, Done&& done) const {
+  Aim aims[2];
+  Aim* aim = &aims[0];
+  Aim* next_aim = &aims[1];
+  aim->start(*this, body);
+  const std::size_t first = std::min(kBlock, ids.size());
+  for (std::size_t i = 0; i < first; ++i) aim->take(i, ids[i]);
+  // Nothing was copied before, so nothing was fetched. Loads are not dropped, however many there are.
+  std::uint64_t touched = 0;
+  for (std::size_t i = 0; i < first; ++i) touched |= peek(aim->buckets[i]->hash);
+  asm volatile("" : : "r"(touched));
+  for (std::size_t at = 0; at < ids.size(); at += kBlock, out += step) {
+    const std::size_t count = std::min(kBlock, ids.size() - at);
+    const auto next = ids.subspan(at + count, std::min(kBlock, ids.size() - at - count));
+    // Whoever reads alone need not look at versions. Calls that write are counted when they begin, before
+    // they change anything, so an unchanged count says that this block met none.
+    bool alone = writes_ended_.load() == aim->begun;
+    if (alone) {
+      read_block(body, *aim, count, *next_aim, next, out, bytes, found, times);
+      std::atomic_thread_fence(std::memory_order_acquire);
+      alone = writes_begun_.load(std::memory_order_relaxed) == aim->begun;
+    } else {
+      next_aim->start(*this, body);
+      for (std::size_t i = 0; i < next.size(); ++i) next_aim->take(i, next[i]);
     }
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (writes_begun_.load(std::memory_order_relaxed) == begun) return;
+    if (!alone) recheck_block(body, ids.subspan(at, count), out, bytes, found, times);
+    done(at, count);
+    std::swap(aim, next_aim);
   }
-  recheck_block(body, ids, out, bytes, found, times);
+}
+
+void Table::read_block(Body& body, const Aim& aim, std::size_t count, Aim& next_aim,
+                       std::span<const std::int64_t> next, std::byte* out, std::size_t bytes,
+                       std::uint8_t* found, std::uint32_t* times) const {
+  switch (bytes) {
+    case 16:
+      return read_block_of<16>(body, aim, count, next_aim, next, out, bytes, found, times);
+    case 32:
+      return read_block_of<32>(body, aim, count, next_aim, next, out, bytes, found, times);
+    case 64:
+      return read_block_of<64>(body, aim, count, next_aim, next, out, bytes, found, times);
+    case 68:  // a bias and a vector of 16
+      return read_block_of<68>(body, aim, count, next_aim, next, out, bytes, found, times);
+    case 128:
+      return read_block_of<128>(body, aim, count, next_aim, next, out, bytes, found, times);
+    case 256:
+      return read_block_of<256>(body, aim, count, next_aim, next, out, bytes, found, times);
+    default:
+      return read_block_of<0>(body, aim, count, next_aim, next, out, bytes, found, times);
+  }
 }
 
 // One id among writers: a few tries by version, then the lock.
@@ -181,23 +209,23 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
     std::uint8_t found[kBlock];
     std::vector<std::byte> compressed(entry_.serving() ? kBlock * bytes : 0);
     std::size_t hit = 0;
-    for (std::size_t at = begin; at < end; at += kBlock) {
-      const std::size_t count = std::min(kBlock, end - at);
-      float* values = out + at * dim;
-      auto* to = entry_.serving() ? compressed.data() : reinterpret_cast<std::byte*>(values);
-      read_block(body, ids.subspan(at, count), to, bytes, found, nullptr);
-      for (std::size_t i = 0; i < count; ++i) {
-        hit += found[i];
-        if (entry_.serving()) {
-          if (found[i])
-            entry_.read(compressed.data() + i * bytes, values + i * dim);
-          else
-            std::fill_n(values + i * dim, dim, 0.0f);
-        } else if (entry_.has_view() && found[i]) {
-          entry_.view(values + i * dim);
-        }
-      }
-    }
+    auto* const to = entry_.serving() ? compressed.data() : reinterpret_cast<std::byte*>(out + begin * dim);
+    const std::size_t step = entry_.serving() ? 0 : kBlock * bytes;
+    read_blocks(body, ids.subspan(begin, end - begin), to, bytes, step, found, nullptr,
+                [&](std::size_t first, std::size_t count) {
+                  float* const values = out + (begin + first) * dim;
+                  for (std::size_t i = 0; i < count; ++i) {
+                    hit += found[i];
+                    if (entry_.serving()) {
+                      if (found[i])
+                        entry_.read(compressed.data() + i * bytes, values + i * dim);
+                      else
+                        std::fill_n(values + i * dim, dim, 0.0f);
+                    } else if (entry_.has_view() && found[i]) {
+                      entry_.view(values + i * dim);
+                    }
+                  }
+                });
     hits.fetch_add(hit, std::memory_order_relaxed);
   });
   return hits;
@@ -214,23 +242,24 @@ void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, 
     std::uint8_t there[kBlock];
     std::uint32_t seen[kBlock];
     std::vector<std::byte> rows(std::max<std::size_t>(kBlock * bytes, 1));  // somewhere to point to, at least
-    for (std::size_t at = begin; at < end; at += kBlock) {
-      const std::size_t count = std::min(kBlock, end - at);
-      read_block(body, ids.subspan(at, count), rows.data(), bytes, there, seen);
-      for (std::size_t i = 0; i < count; ++i) {
-        const std::byte* row = rows.data() + i * bytes;
-        if (found != nullptr) found[at + i] = there[i];
-        if (times != nullptr) times[at + i] = seen[i];
-        if (values != nullptr) {
-          if (there[i])
-            entry_.read(row, values + (at + i) * dim);
-          else
-            std::fill_n(values + (at + i) * dim, dim, 0.0f);
-        }
-        if (state != nullptr)
-          std::memcpy(state + (at + i) * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
-      }
-    }
+    read_blocks(body, ids.subspan(begin, end - begin), rows.data(), bytes, 0, there, seen,
+                [&](std::size_t first, std::size_t count) {
+                  const std::size_t at = begin + first;
+                  for (std::size_t i = 0; i < count; ++i) {
+                    const std::byte* row = rows.data() + i * bytes;
+                    if (found != nullptr) found[at + i] = there[i];
+                    if (times != nullptr) times[at + i] = seen[i];
+                    if (values != nullptr) {
+                      if (there[i])
+                        entry_.read(row, values + (at + i) * dim);
+                      else
+                        std::fill_n(values + (at + i) * dim, dim, 0.0f);
+                    }
+                    if (state != nullptr)
+                      std::memcpy(state + (at + i) * state_dim, row + dim * sizeof(float),
+                                  state_dim * sizeof(float));
+                  }
+                });
   });
 }
 
