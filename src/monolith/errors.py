@@ -21,6 +21,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── UnknownFeatureError no feature, slot or layout of that name              (also KeyError)
     │   ├── EmptySlotError      a slot without slices                                (also RuntimeError)
     │   └── DuplicateNameError  a slot, feature or layout of that name exists        (also NameError)
+    ├── DataError               records, columns or a source are not what was asked (also ValueError)
+    │   └── TooManyBadRecordsError  more records were malformed than the run may bear
     ├── LayerArgumentError      a layer, loss or optimizer was given what it cannot take (also ValueError)
     │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
     │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
@@ -134,6 +136,14 @@ class EmptySlotError(FeatureError, RuntimeError):
 
 class DuplicateNameError(FeatureError, NameError):
     """A slot, feature or layout of that name exists already."""
+
+
+class DataError(MonolithError, ValueError):
+    """Records, columns or a source are not what was asked for."""
+
+
+class TooManyBadRecordsError(DataError):
+    """More records were malformed than the run was told to bear."""
 
 
 class LayerArgumentError(MonolithError, ValueError):
