@@ -166,7 +166,7 @@ class BatchSpec:
     ids: tuple[str, ...]
     """Features of ids: int64 columns. One that records lack reads as no ids."""
     floats: Mapping[str, int] = field(default_factory=dict)
-    """Features of numbers: float32 column to its width. Shorter rows are filled with zeros, longer ones cut."""
+    """Features of numbers: float32 column to its width. Short rows are filled with zeros, long ones cut."""
     labels: Mapping[str, tuple[str, int]] = field(default_factory=lambda: {LABEL: (LABEL, 0)})
     """Task to the column it reads and the position in it; NaN where a record has none there."""
     event_time: str | None = LINE_ID + "req_time"
@@ -186,7 +186,9 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
             ids, shared=records.shared & ids.keys(), batch_size=records.size, event_time=max(newest, 0)
         ),
         {
-            name: records[name].to_padded(width) if name in records.columns else torch.zeros(records.size, width)
+            name: records[name].to_padded(width)
+            if name in records.columns
+            else torch.zeros(records.size, width)
             for name, width in spec.floats.items()
         },
         {

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from monolith.data.records import Records
 
 Position = dict[str, Any]
-"""Where a source stands: plain values that survive JSON. Opaque to all but the kind of source it came from."""
+"""Where a source stands: plain values that survive JSON, for a source of the same kind to go on from."""
 
 
 class Source(Protocol):

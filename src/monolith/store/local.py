@@ -25,7 +25,7 @@ class LocalStore:
     """A `Store` over tables in this process' memory.
 
     Args:
-        tables: Table to itself. The store closes them.
+        tables: Table to itself. The store closes them; nobody else may.
         workers: Threads that share a batch; None works on the calling thread alone.
         counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
     """
@@ -37,7 +37,7 @@ class LocalStore:
         workers: native.Workers | None = None,
         counts_sightings: bool = True,
     ) -> None:
-        self._multi = MultiTable(tables, workers=workers)
+        self._multi = MultiTable(tables, workers=workers, exclusive=True)
         self._counts_sightings = counts_sightings
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
         self._optimizer: torch.optim.Optimizer | None = None

@@ -58,6 +58,7 @@ class MultiTable:
         tables: The tables by name. `close` closes them.
         slots: Slot to the name of the table it lives in; by default each table is a slot of its own.
         workers: Threads among which fused calls share native tables.
+        exclusive: Whether tables are closed by `close` alone, so that a fused call need not ask each.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class MultiTable:
         *,
         slots: Mapping[str, str] | None = None,
         workers: native.Workers | None = None,
+        exclusive: bool = False,
     ) -> None:
+        self._exclusive = exclusive
         self._tables = {name: tables[name] for name in sorted(tables)}
         routes = {name: name for name in tables} if slots is None else slots
         self._slots = {slot: routes[slot] for slot in sorted(routes)}
@@ -371,6 +374,8 @@ class MultiTable:
             ) from cause
 
     def _group(self) -> _Group:
+        if self._exclusive and self._kept is not None:
+            return self._kept[1]
         tables = list(self._tables.values())
         natives = [table for table in tables if isinstance(table, NativeTable)]
         if len(natives) < len(tables):
