@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -336,7 +337,10 @@ def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     `total` is the sum of the lengths; where it is not given, a CUDA device is asked.
     """
     total = int(lengths.sum()) if total is None else total
-    shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths, output_size=total)
+    first = starts - (lengths.cumsum(0) - lengths)
+    if first.is_cpu:  # numpy's has no threads to wake, which costs more than the work where cores are busy
+        return torch.from_numpy(np.repeat(first.numpy(), lengths.numpy())) + torch.arange(total)
+    shift = torch.repeat_interleave(first, lengths, output_size=total)
     return shift + torch.arange(total, device=starts.device)
 
 

@@ -1,0 +1,228 @@
+"""The trainer's side of the data service: a source of the chunks whose turn is this trainer's."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from monolith.data.records import Records
+from monolith.data.service.codec import from_batch
+from monolith.data.service.flight import POLL, Address, Caller, Clock, StoppedError, UnreachableError
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, RestoreError
+
+_KIND = "data_service"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    address: Address
+    trainer: str
+    token: str | None
+    prefetch: int
+    patience: timedelta
+    clock: Clock
+
+    def caller(self, address: Address, stop: threading.Event | None, patience: timedelta) -> Caller:
+        return Caller(address, token=self.token, patience=patience, stop=stop, clock=self.clock)
+
+
+class DataServiceSource:
+    """Yields this trainer's share of a job, chunk by chunk.
+
+    Each chunk of an epoch goes to one trainer. A position is the number of the trainer's turn: restored
+    to it, the very same chunks come again, in the same order, then what is still free. A trainer that
+    begins without a position begins at turn 0, with the first chunk that was ever given to its name.
+
+    Args:
+        dispatcher: host:port, or a function that finds it.
+        trainer: Its name, the same after a restart. No two trainers of a job have the same.
+        token: The shared one, if dispatcher and data workers want it.
+        prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
+        patience: How long the dispatcher, or every data worker, may be away.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Address,
+        trainer: str,
+        *,
+        token: str | None = None,
+        prefetch: int = 4,
+        patience: timedelta = timedelta(minutes=5),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if not trainer or prefetch < 1:
+            raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
+        self._settings = _Settings(
+            address=dispatcher,
+            trainer=trainer,
+            token=token,
+            prefetch=prefetch,
+            patience=patience,
+            clock=clock,
+        )
+        self._trainer = trainer
+        self._job: str | None = None
+        self._turn = 0
+
+    def __iter__(self) -> Iterator[Records]:
+        share = _Share(self._settings, self._job, self._turn)
+        try:
+            self._job = share.job
+            for records in share:
+                self._turn += 1
+                yield records
+        finally:
+            share.close()
+
+    def position(self) -> Position:
+        return {"kind": _KIND, "job": self._job, "trainer": self._trainer, "turn": self._turn}
+
+    def restore(self, position: Position) -> None:
+        if position.get("kind") != _KIND:
+            raise RestoreError(f"cannot restore a data service source: {position!r} is not a position of one")
+        if position["trainer"] != self._trainer:
+            raise RestoreError(
+                f"cannot restore trainer {self._trainer!r}: the position is of {position['trainer']!r}. "
+                "Give each trainer the position that was saved under its own name."
+            )
+        self._job, self._turn = position["job"], position["turn"]
+
+    def acknowledge(self, position: Position) -> None:
+        """Tell the dispatcher that a position was saved for good: all before it need not come again.
+
+        Call it after the checkpoint that holds the position is complete. It lets the dispatcher forget
+        old chunks, and hand only what came later to others if this trainer is given up.
+        """
+        if position["job"] is None:
+            return
+        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
+        try:
+            with caller:
+                caller.call("acknowledge", trainer=self._trainer, turn=position["turn"])
+        except UnreachableError as cause:
+            raise DataError(f"data service: cannot acknowledge to the dispatcher: {cause}") from cause
+
+    def close(self) -> None:
+        """Does nothing: connections live as long as an iteration."""
+
+
+class _Share:
+    """One iteration: a thread that fetches ahead, and what it has fetched."""
+
+    def __init__(self, settings: _Settings, job: str | None, turn: int) -> None:
+        self._settings = settings
+        self._trainer = settings.trainer
+        self._turn = turn
+        self._prefetch = settings.prefetch
+        self._patience = settings.patience.total_seconds()
+        self._clock = settings.clock
+        self._stop = threading.Event()
+        self._ready: queue.Queue[Records | Exception | None] = queue.Queue(settings.prefetch)
+        self._workers: dict[str, Caller] = {}
+        self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)
+        try:
+            answer = self._ask("attach", job=job, turn=turn)
+        except BaseException:
+            self._dispatcher.close()
+            raise
+        self.job = str(answer["job"])
+        self._session = answer["session"]
+        self._thread = threading.Thread(target=self._run, name=f"fetch-{settings.trainer}")
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Records]:
+        while (one := self._ready.get()) is not None:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        for caller in (self._dispatcher, *self._workers.values()):
+            caller.close()
+
+    def _run(self) -> None:
+        end: Exception | None = None
+        try:
+            self._fetch_all()
+        except StoppedError:
+            return
+        except Exception as error:  # raised again by whoever iterates
+            end = error
+        while not self._stop.is_set():
+            with suppress(queue.Full):
+                self._ready.put(end, timeout=POLL)
+                break
+
+    def _fetch_all(self) -> None:
+        while not self._stop.is_set():
+            most = max(1, self._prefetch - self._ready.qsize())
+            answer = self._ask("turns", session=self._session, turn=self._turn, most=most, wait=POLL)
+            if answer["over"]:
+                return
+            for chunk in answer["chunks"]:
+                self._put(self._fetch(chunk, answer["workers"]))
+                self._turn += 1
+
+    def _put(self, records: Records) -> None:
+        while not self._stop.is_set():
+            try:
+                self._ready.put(records, timeout=POLL)
+                return
+            except queue.Full:  # the trainer takes its time; the dispatcher should know that it lives
+                self._ask("turns", session=self._session, turn=self._turn, most=0, wait=0.0)
+        raise StoppedError
+
+    def _fetch(self, chunk: dict[str, Any], workers: list[str]) -> Records:
+        """Return a chunk from the worker that has it, or from any other, which then reads it again."""
+        ticket = {"job": self.job, **chunk}
+        give_up: float | None = None
+        while True:
+            failure: Exception | None = None
+            for worker in dict.fromkeys([chunk["worker"], *workers]):
+                try:
+                    records = from_batch(self._worker(worker).fetch(ticket))
+                except ConfigError:
+                    raise
+                except DataError as error:  # gone, or it cannot read the split: perhaps another can
+                    failure = error
+                    self._workers.pop(worker).close()
+                    continue
+                if records.size != chunk["size"]:
+                    raise DataError(
+                        f"data service: {worker} sent {records.size} records of {chunk['split']!r}, "
+                        f"not {chunk['size']}"
+                    )
+                return records
+            give_up = self._clock() + self._patience if give_up is None else give_up
+            if self._clock() >= give_up:
+                raise DataError(
+                    f"data service: no data worker has chunk {chunk['sequence']} of {chunk['split']!r}; "
+                    f"{len(workers)} are alive: {failure}"
+                ) from failure
+            # Nothing is asked of the dispatcher but who is alive by now.
+            self._stop.wait(min(POLL, self._patience))
+            workers = self._ask("turns", session=self._session, turn=self._turn, most=0, wait=0.0)["workers"]
+
+    def _worker(self, address: str) -> Caller:
+        if address not in self._workers:
+            self._workers[address] = self._settings.caller(address, self._stop, timedelta())
+        return self._workers[address]
+
+    def _ask(self, name: str, **body: Any) -> dict[str, Any]:
+        try:
+            return self._dispatcher.call(name, trainer=self._trainer, **body)
+        except UnreachableError as cause:
+            raise DataError(
+                f"data service: trainer {self._trainer!r} lost the dispatcher: {cause}. Start it again with "
+                "its folder; the trainer goes on from its last checkpoint."
+            ) from cause

@@ -1,0 +1,156 @@
+"""The dispatcher: the one process that knows the job, and tells the others what to do.
+
+It moves no records. Its calls are those of `Job`, as JSON; those that wait for something
+to happen are answered when it does, or after a moment with nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+from monolith.data.service.flight import Call, Clock, Server
+from monolith.data.service.job import Job, JobConfig, Place
+
+_LOOK_AGAIN = 0.25
+"""Seconds after which a waiting call looks for leases that have expired: nobody announces these."""
+
+
+class Dispatcher:
+    """Runs a job until it is closed. Thread-safe.
+
+    Args:
+        folder: Of the job's state, on a local disk. A dispatcher that is started again with the same
+            folder and config goes on where the last one was, at the same port or another.
+        host: Where to listen; only this machine by default.
+        port: 0 lets the system choose.
+        token: What data workers and trainers must present.
+
+    Raises:
+        ListenError: The port is taken.
+        RestoreError: The folder is of a job with other splits.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        folder: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._changed = threading.Condition()  # guards _job and _closing
+        self._closing = False
+        self._job = Job(config, folder, clock=clock)
+        calls: dict[str, Call] = {
+            "register": self._locked(lambda body: self._job.register(body["worker"])),
+            "deregister": self._locked(lambda body: self._job.deregister(body["worker"])),
+            "lease": self._lease,
+            "renew": self._locked(lambda body: self._renewed(body["worker"], body["leases"])),
+            "announce": self._locked(self._announced),
+            "finish": self._locked(lambda body: {"held": self._job.finish(body["lease"])}),
+            "fail": self._locked(lambda body: self._job.fail(body["lease"], body["error"])),
+            "attach": self._locked(self._attached),
+            "turns": self._turns,
+            "acknowledge": self._locked(lambda body: self._job.acknowledge(body["trainer"], body["turn"])),
+            "release": self._locked(lambda body: {"chunks": self._job.release(body["trainer"])}),
+            "status": self._locked(lambda _: self._job.status()),
+        }
+        try:
+            self._server = Server(calls, host=host, port=port, token=token)
+        except BaseException:
+            self._job.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """host:port, for data workers and trainers."""
+        return self._server.address
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def status(self) -> dict[str, Any]:
+        """Return how far the job has come, and who is there: JSON-able."""
+        with self._changed:
+            return self._job.status()
+
+    def release(self, trainer: str) -> int:
+        """Hand what a trainer has not acknowledged to others, for it will not come back; return how much."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._job.release(trainer)
+
+    def close(self) -> None:
+        """Answer those who wait, stop listening and let go of the folder. Closing again does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._server.close()
+        self._job.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _locked(self, do: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Call:
+        def call(body: dict[str, Any]) -> dict[str, Any]:
+            with self._changed:
+                answer = do(body)
+                self._changed.notify_all()
+                return answer or {}
+
+        return call
+
+    def _lease(self, body: dict[str, Any]) -> dict[str, Any]:
+        def look() -> dict[str, Any] | None:
+            lease = self._job.lease(body["worker"])
+            return None if lease is None else asdict(lease)
+
+        with self._changed:
+            every = self._job.config.lease.total_seconds() / 3
+            return {"job": self._job.id, "renew_every": every, "lease": self._wait(look, body["wait"])}
+
+    def _turns(self, body: dict[str, Any]) -> dict[str, Any]:
+        def look() -> list[dict[str, Any]] | None:
+            chunks = self._job.turns(body["trainer"], body["session"], body["turn"], body["most"])
+            return [asdict(chunk) for chunk in chunks] if chunks or self._job.is_over() else None
+
+        with self._changed:
+            chunks = self._wait(look, body["wait"])
+            over = chunks is not None and not chunks and body["most"] > 0
+            return {"chunks": chunks or [], "over": over, "workers": self._job.workers()}
+
+    def _wait(self, look: Callable[[], Any], seconds: float) -> Any:
+        """Return what `look` finds, as soon as it finds something; None after so many seconds."""
+        until = time.monotonic() + seconds
+        while True:
+            found = look()
+            left = until - time.monotonic()
+            if found is not None or left <= 0 or self._closing:
+                return found
+            self._changed.wait(min(left, _LOOK_AGAIN))
+
+    def _renewed(self, worker: str, leases: list[int]) -> dict[str, Any]:
+        lost, waiting = self._job.renew(worker, leases)
+        return {"lost": lost, "waiting": waiting}
+
+    def _announced(self, body: dict[str, Any]) -> dict[str, Any]:
+        place, after = Place(**body["place"]), Place(**body["after"])
+        return {"held": self._job.announce(body["lease"], body["sequence"], place, body["size"], after)}
+
+    def _attached(self, body: dict[str, Any]) -> dict[str, Any]:
+        session = self._job.attach(body["trainer"], body["job"], body["turn"])
+        return {"job": self._job.id, "session": session}

@@ -1,0 +1,503 @@
+"""The job: who reads which split, which chunks there are, and whose turn each of them is.
+
+All that must survive is in one SQLite file and changes in transactions, so a dispatcher
+that was killed goes on as if nothing had happened. What is only about liveness (who was
+heard of when) is in memory and starts anew. See the package for the protocol.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from monolith import filesystem
+from monolith.data.service.flight import Clock
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, RestoreError
+
+_SCHEMA = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE splits (
+    epoch INTEGER, number INTEGER, split TEXT, done INTEGER DEFAULT 0,
+    place TEXT, chunks INTEGER DEFAULT 0, records INTEGER DEFAULT 0,
+    lease INTEGER, worker TEXT, failures INTEGER DEFAULT 0, error TEXT,
+    PRIMARY KEY (epoch, number)
+);
+CREATE INDEX splits_by_lease ON splits (lease) WHERE lease IS NOT NULL;
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    epoch INTEGER, number INTEGER, sequence INTEGER, split TEXT,
+    place TEXT, size INTEGER, worker TEXT, trainer TEXT, turn INTEGER,
+    UNIQUE (epoch, number, sequence)
+);
+CREATE INDEX chunks_without_trainer ON chunks (id) WHERE trainer IS NULL;
+CREATE UNIQUE INDEX chunks_by_turn ON chunks (trainer, turn) WHERE trainer IS NOT NULL;
+CREATE TABLE trainers (
+    trainer TEXT PRIMARY KEY, session TEXT, turns INTEGER DEFAULT 0,
+    acknowledged INTEGER DEFAULT 0, forgotten INTEGER DEFAULT 0
+);
+"""
+_CHUNK = "epoch, number, sequence, split, place, size, worker, turn"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """What is to be read, and when somebody is taken for dead."""
+
+    splits: tuple[str, ...]
+    """Files, or shards of a source: what the workers' `open_split` understands. Handed out in this order."""
+    epochs: int = 1
+    """How often each is read."""
+    lease: timedelta = timedelta(seconds=10)
+    """How long a data worker may stay silent before its splits go to others."""
+    trainer_timeout: timedelta | None = None
+    """How long a trainer may stay silent before what it has not acknowledged goes to others; None for ever,
+    which is right where it will be started again from its checkpoint."""
+    attempts: int = 3
+    """How often reading a split may fail before the job does."""
+    keep_acknowledged: int = 100_000
+    """How many chunks a trainer can go back behind what it has acknowledged."""
+
+    def __post_init__(self) -> None:
+        if not self.splits:
+            raise ConfigError("data service: a job needs at least one split")
+        if len(set(self.splits)) < len(self.splits):
+            raise ConfigError("data service: a split is given twice; each would be read once more per epoch")
+        if self.epochs < 1 or self.attempts < 1 or self.keep_acknowledged < 0:
+            raise ConfigError(
+                "data service: epochs and attempts must be at least 1, keep_acknowledged 0 or more"
+            )
+        if self.lease <= timedelta() or (self.trainer_timeout or self.lease) <= timedelta():
+            raise ConfigError("data service: lease and trainer_timeout must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some records after a position of a source: a position is only known where the source yielded."""
+
+    position: Position
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to cut a split into chunks, from a place on."""
+
+    lease: int
+    """No two have the same number; a later one makes an earlier one worthless."""
+    epoch: int
+    number: int
+    """Of the split in the job."""
+    split: str
+    place: Place | None
+    """None for the beginning."""
+    sequence: int
+    """Of the next chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some records of a split that one trainer reads: the same ones, whoever reads them and when."""
+
+    epoch: int
+    number: int
+    sequence: int
+    split: str
+    place: Place
+    size: int
+    worker: str
+    """Who has it at hand."""
+    turn: int
+    """Of the trainer."""
+
+
+class Job:
+    """The state of a job. Not thread-safe.
+
+    Args:
+        folder: On a local disk; one dispatcher at a time. What is there goes on.
+
+    Raises:
+        RestoreError: The folder is of a job with other splits.
+        DataError: Another dispatcher uses the folder.
+    """
+
+    def __init__(self, config: JobConfig, folder: str, *, clock: Clock = time.monotonic) -> None:
+        self.config = config
+        self._clock = clock
+        filesystem.make_dirs(folder)
+        path = Path(folder) / "job.sqlite"
+        # Whoever calls holds the dispatcher's lock, on whatever thread.
+        self._db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._open(str(path))
+        except sqlite3.OperationalError as cause:
+            self._db.close()
+            raise DataError(
+                f"data service: cannot use {path}: {cause}. If another dispatcher runs this job, stop "
+                "it first."
+            ) from cause
+        except RestoreError:
+            self._db.close()
+            raise
+        now = clock()
+        self._leases = {
+            lease: now for (lease,) in self._db.execute("SELECT lease FROM splits WHERE lease > 0")
+        }
+        self._workers: dict[str, float] = {
+            worker: now
+            for (worker,) in self._db.execute("SELECT DISTINCT worker FROM splits WHERE lease > 0")
+        }
+        self._trainers: dict[str, float] = {
+            trainer: now for (trainer,) in self._db.execute("SELECT trainer FROM trainers WHERE session > ''")
+        }
+
+    def _open(self, path: str) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        known = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone()
+        self._db.execute("COMMIT")
+        if not known:
+            with _Transaction(self._db):
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._tell("id", secrets.token_hex(8))
+                self._tell("last_lease", 0)
+                self._begin_epoch(0)
+        self.id = str(self._told("id"))
+        splits = tuple(
+            split for (split,) in self._db.execute("SELECT split FROM splits WHERE epoch = 0 ORDER BY number")
+        )
+        if splits != self.config.splits:
+            raise RestoreError(
+                f"cannot go on with the job in {path}: it has {len(splits)} splits, the first {splits[0]!r}; "
+                f"this one has {len(self.config.splits)}, the first {self.config.splits[0]!r}. "
+                "Another job needs another folder."
+            )
+
+    def close(self) -> None:
+        """Let go of the file. Closing again does nothing."""
+        self._db.close()
+
+    # Data workers
+
+    def register(self, worker: str) -> None:
+        """Note a worker that begins; what one at the same address had leased before is free again."""
+        with _Transaction(self._db):
+            self._db.execute("UPDATE splits SET lease = NULL, worker = NULL WHERE worker = ?", (worker,))
+        self._workers[worker] = self._clock()
+
+    def deregister(self, worker: str) -> None:
+        """Note a worker that ends."""
+        self.register(worker)
+        del self._workers[worker]
+
+    def lease(self, worker: str) -> Lease | None:
+        """Lease a split that nobody reads; None where there is none now."""
+        self._workers[worker] = self._clock()
+        self._expire()
+        with _Transaction(self._db):
+            row = self._db.execute(
+                "SELECT epoch, number, split, place, chunks FROM splits "
+                "WHERE lease IS NULL AND NOT done AND failures < ? ORDER BY epoch, number LIMIT 1",
+                (self.config.attempts,),
+            ).fetchone()
+            if row is None:
+                return None
+            epoch, number, split, place, chunks = row
+            lease = int(self._told("last_lease")) + 1
+            self._tell("last_lease", lease)
+            self._db.execute(
+                "UPDATE splits SET lease = ?, worker = ? WHERE epoch = ? AND number = ?",
+                (lease, worker, epoch, number),
+            )
+        self._leases[lease] = self._clock()
+        return Lease(lease, epoch, number, split, _place(place), chunks)
+
+    def renew(self, worker: str, leases: Iterable[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Keep leases from expiring.
+
+        Returns:
+            Those that are lost all the same, and the worker's chunks (epoch, split, sequence) that no
+            trainer was given yet.
+        """
+        self._workers[worker] = now = self._clock()
+        lost = []
+        for lease in leases:
+            if self._leased(lease) is None:
+                lost.append(lease)
+            else:
+                self._leases[lease] = now
+        self._expire()
+        waiting = self._db.execute(
+            "SELECT epoch, number, sequence FROM chunks WHERE trainer IS NULL AND worker = ?", (worker,)
+        )
+        return lost, waiting.fetchall()
+
+    def announce(self, lease: int, sequence: int, place: Place, size: int, after: Place) -> bool:
+        """Note the next chunk of a leased split, for good; False if the lease is lost, and nothing was noted.
+
+        Announcing the last one again changes nothing.
+        """
+        with _Transaction(self._db):
+            row = self._leased(lease)
+            if row is None:
+                return False
+            epoch, number, split, worker, chunks = row
+            if sequence == chunks - 1:
+                return True
+            if sequence != chunks:
+                raise DataError(
+                    f"data service: chunk {sequence} of {split!r} was announced, {chunks} is next"
+                )
+            self._db.execute(
+                "INSERT INTO chunks (epoch, number, sequence, split, place, size, worker) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (epoch, number, sequence, split, _text(place), size, worker),
+            )
+            self._db.execute(
+                "UPDATE splits SET chunks = chunks + 1, records = records + ?, place = ?, failures = 0 "
+                "WHERE lease = ?",
+                (size, _text(after), lease),
+            )
+        return True
+
+    def finish(self, lease: int) -> bool:
+        """Note that a leased split has no more records; False if the lease is lost."""
+        with _Transaction(self._db):
+            row = self._leased(lease)
+            if row is None:
+                return False
+            epoch = int(row[0])
+            self._db.execute(
+                "UPDATE splits SET done = 1, lease = NULL, worker = NULL WHERE lease = ?", (lease,)
+            )
+            left = self._db.execute("SELECT 1 FROM splits WHERE NOT done LIMIT 1").fetchone()
+            if left is None and epoch + 1 < self.config.epochs:
+                self._begin_epoch(epoch + 1)
+        return True
+
+    def fail(self, lease: int, error: str) -> None:
+        """Note that a leased split could not be read; another worker may try."""
+        with _Transaction(self._db):
+            self._db.execute(
+                "UPDATE splits SET failures = failures + 1, error = ?, lease = NULL, worker = NULL "
+                "WHERE lease = ?",
+                (error, lease),
+            )
+
+    def workers(self) -> list[str]:
+        """Return the addresses of the data workers that were heard of lately."""
+        oldest = self._clock() - self.config.lease.total_seconds()
+        return sorted(worker for worker, heard in self._workers.items() if heard >= oldest)
+
+    # Trainers
+
+    def attach(self, trainer: str, job: str | None, turn: int) -> str:
+        """Let a trainer go on from a turn, and return what it must show from now on.
+
+        Another process of the same name is shut out by that.
+
+        Raises:
+            RestoreError: There is no such turn: of another job, not given yet, or given to others since.
+        """
+        if job is not None and job != self.id:
+            raise RestoreError(
+                f"data service: trainer {trainer!r} has a position in job {job}, but the dispatcher runs job "
+                f"{self.id}. Start it with the folder of that job, or the trainer without a position."
+            )
+        turns, _, forgotten = self._trainer(trainer)
+        if not forgotten <= turn <= turns:
+            why = "its chunks were forgotten" if turn < forgotten else "what came after was handed to others"
+            raise RestoreError(
+                f"data service: trainer {trainer!r} cannot go on from turn {turn}: the dispatcher has turns "
+                f"{forgotten} to {turns} of it; {why}. See keep_acknowledged and trainer_timeout."
+            )
+        session = secrets.token_hex(8)
+        with _Transaction(self._db):
+            self._db.execute(
+                "INSERT INTO trainers (trainer, session) VALUES (?, ?) "
+                "ON CONFLICT (trainer) DO UPDATE SET session = excluded.session",
+                (trainer, session),
+            )
+        self._trainers[trainer] = self._clock()
+        return session
+
+    def turns(self, trainer: str, session: str, turn: int, most: int) -> list[Chunk]:
+        """Return a trainer's chunks from a turn on: those it was given before, then others that are free.
+
+        Asking again gives the same ones, so an answer that was lost does no harm.
+
+        Raises:
+            DataError: Another process attached as this trainer, or the trainer was taken for dead; or a
+                split could not be read and nothing else is left.
+        """
+        self._expire()
+        turns, held, _ = self._trainer(trainer)
+        if held != session:
+            raise DataError(
+                f"data service: trainer {trainer!r} was shut out: another process attached under its name, "
+                "or it was silent for longer than trainer_timeout. Restore from a checkpoint."
+            )
+        self._trainers[trainer] = self._clock()
+        if turn + most > turns:
+            self._give(trainer, turns, turn + most - turns)
+        rows = self._db.execute(
+            f"SELECT {_CHUNK} FROM chunks WHERE trainer = ? AND turn >= ? ORDER BY turn LIMIT ?",
+            (trainer, turn, most),
+        ).fetchall()
+        if not rows and most:
+            self._check_failures()
+        return [
+            Chunk(epoch, number, sequence, split, Place(*json.loads(place)), size, worker, at)
+            for epoch, number, sequence, split, place, size, worker, at in rows
+        ]
+
+    def is_over(self) -> bool:
+        """Whether every split was read as often as wanted, and every chunk was given to a trainer."""
+        left = self._db.execute(
+            "SELECT (SELECT 1 FROM splits WHERE NOT done LIMIT 1), "
+            "(SELECT 1 FROM chunks WHERE trainer IS NULL LIMIT 1)"
+        ).fetchone()
+        return bool(left == (None, None))
+
+    def acknowledge(self, trainer: str, turn: int) -> None:
+        """Note that a trainer has saved all before `turn`. Never goes back."""
+        turns, _, _ = self._trainer(trainer)
+        if turn > turns:
+            raise DataError(f"data service: trainer {trainer!r} acknowledged turn {turn} of {turns}")
+        oldest = turn - self.config.keep_acknowledged
+        with _Transaction(self._db):
+            self._db.execute(
+                "UPDATE trainers SET acknowledged = max(acknowledged, ?), forgotten = max(forgotten, ?) "
+                "WHERE trainer = ?",
+                (turn, oldest, trainer),
+            )
+            self._db.execute("DELETE FROM chunks WHERE trainer = ? AND turn < ?", (trainer, oldest))
+
+    def release(self, trainer: str) -> int:
+        """Hand what a trainer has not acknowledged to others; return how many chunks that were."""
+        with _Transaction(self._db):
+            freed = self._db.execute(
+                "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "
+                "(SELECT acknowledged FROM trainers WHERE trainer = ?1)",
+                (trainer,),
+            ).rowcount
+            self._db.execute(
+                "UPDATE trainers SET turns = acknowledged, session = NULL WHERE trainer = ?", (trainer,)
+            )
+        self._trainers.pop(trainer, None)
+        return freed
+
+    def status(self) -> dict[str, Any]:
+        """Return how far the job has come: JSON-able."""
+        (splits, done, chunks, records) = self._db.execute(
+            "SELECT count(*), sum(done), sum(chunks), sum(records) FROM splits"
+        ).fetchone()
+        (waiting,) = self._db.execute("SELECT count(*) FROM chunks WHERE trainer IS NULL").fetchone()
+        trainers = self._db.execute("SELECT trainer, turns, acknowledged FROM trainers ORDER BY trainer")
+        errors = self._db.execute(
+            "SELECT split, error FROM splits WHERE failures >= ?", (self.config.attempts,)
+        )
+        return {
+            "job": self.id,
+            "splits": splits,
+            "splits_done": done,
+            "chunks": chunks,
+            "records": records,
+            "chunks_waiting": waiting,
+            "over": self.is_over(),
+            "workers": self.workers(),
+            "trainers": {name: {"turns": turns, "acknowledged": acked} for name, turns, acked in trainers},
+            "failed": dict(errors.fetchall()),
+        }
+
+    def _give(self, trainer: str, turns: int, most: int) -> None:
+        with _Transaction(self._db):
+            free = self._db.execute(
+                "SELECT id FROM chunks WHERE trainer IS NULL ORDER BY id LIMIT ?", (most,)
+            ).fetchall()
+            self._db.executemany(
+                "UPDATE chunks SET trainer = ?, turn = ? WHERE id = ?",
+                [(trainer, turns + place, chunk) for place, (chunk,) in enumerate(free)],
+            )
+            self._db.execute("UPDATE trainers SET turns = turns + ? WHERE trainer = ?", (len(free), trainer))
+
+    def _check_failures(self) -> None:
+        row = self._db.execute(
+            "SELECT split, failures, error FROM splits WHERE failures >= ? LIMIT 1", (self.config.attempts,)
+        ).fetchone()
+        if row is not None:
+            raise DataError(f"data service: split {row[0]!r} could not be read, {row[1]} times: {row[2]}")
+
+    def _expire(self) -> None:
+        """Take back what belongs to those who have been silent for too long."""
+        now = self._clock()
+        oldest = now - self.config.lease.total_seconds()
+        expired = [lease for lease, heard in self._leases.items() if heard < oldest]
+        if expired:
+            with _Transaction(self._db):
+                self._db.executemany(
+                    "UPDATE splits SET lease = NULL, worker = NULL WHERE lease = ?",
+                    [(one,) for one in expired],
+                )
+            for lease in expired:
+                del self._leases[lease]
+        if self.config.trainer_timeout is not None:
+            oldest = now - self.config.trainer_timeout.total_seconds()
+            for trainer in [trainer for trainer, heard in self._trainers.items() if heard < oldest]:
+                self.release(trainer)
+
+    def _leased(self, lease: int) -> Sequence[Any] | None:
+        row: Sequence[Any] | None = self._db.execute(
+            "SELECT epoch, number, split, worker, chunks FROM splits WHERE lease = ?", (lease,)
+        ).fetchone()
+        return row
+
+    def _trainer(self, trainer: str) -> tuple[int, str | None, int]:
+        row = self._db.execute(
+            "SELECT turns, session, forgotten FROM trainers WHERE trainer = ?", (trainer,)
+        ).fetchone()
+        return row or (0, None, 0)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._db.executemany(
+            "INSERT INTO splits (epoch, number, split) VALUES (?, ?, ?)",
+            [(epoch, number, split) for number, split in enumerate(self.config.splits)],
+        )
+
+    def _told(self, name: str) -> Any:
+        return self._db.execute("SELECT value FROM about WHERE name = ?", (name,)).fetchone()[0]
+
+    def _tell(self, name: str, value: object) -> None:
+        self._db.execute("INSERT OR REPLACE INTO about VALUES (?, ?)", (name, str(value)))
+
+
+class _Transaction:
+    """All of what happens inside, or nothing."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def __enter__(self) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def _text(place: Place) -> str:
+    return json.dumps([place.position, place.skip])
+
+
+def _place(text: str | None) -> Place | None:
+    return None if text is None else Place(*json.loads(text))

@@ -1,0 +1,330 @@
+"""Data workers: read splits, cut them into chunks, and send these to trainers.
+
+A worker knows nothing that could be lost. It reads what it has leased and tells the
+dispatcher of every chunk it cuts; chunks wait here for whoever is given them, and reading
+stops while too many wait. A chunk that is asked for and not here, because it was sent
+before or because another worker cut it, is read again from its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from monolith.data.records import Records, concat
+from monolith.data.service.codec import to_batch
+from monolith.data.service.flight import POLL, Address, Caller, Server, StoppedError, UnreachableError
+from monolith.data.service.job import Place
+from monolith.data.source import Source
+from monolith.errors import ConfigError, DataError, MonolithError
+
+OpenSplit = Callable[[str], Source]
+"""Opens a split from its beginning. Has to give the same records in the same order, on every worker."""
+
+_log = logging.getLogger(__name__)
+
+_Id = tuple[str, int, int, int]  # job, epoch, split, sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What becomes a chunk."""
+
+    records: Records
+    place: Place
+    """Where it begins."""
+    after: Place
+    """Where the next one does."""
+
+
+def pieces(source: Source, place: Place | None, most: int) -> Iterator[Piece]:
+    """Yield what a source has from a place on, at most so many records at a time.
+
+    Small yields are not put together: who reads a live stream wants them now.
+    """
+    if place is not None:
+        source.restore(place.position)
+    base, skip = source.position(), 0 if place is None else place.skip
+    for records in source:
+        after = source.position()
+        at = min(skip, records.size)
+        skip -= at
+        while at < records.size:
+            end = min(at + most, records.size)
+            yield Piece(
+                records.slice(at, end),
+                Place(base, at),
+                Place(after) if end == records.size else Place(base, end),
+            )
+            at = end
+        base = after
+
+
+def read_again(source: Source, place: Place, size: int) -> Records:
+    """Return `size` records of a source from a place on.
+
+    Raises:
+        DataError: There are fewer: the split has changed.
+    """
+    parts: list[Records] = []
+    found = 0
+    for piece in pieces(source, place, size):
+        part = piece.records.slice(0, size - found)
+        parts.append(part)
+        found += part.size
+        if found == size:
+            return concat(parts)
+    raise DataError(f"data service: {size} records were read at {place} before, now there are {found}")
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Chunks that wait to be fetched. The worker's lock guards it."""
+
+    free: dict[_Id, Any] = field(default_factory=dict)
+    """Not given to a trainer yet, as far as is known."""
+    given: dict[_Id, Any] = field(default_factory=dict)
+
+
+class DataWorker:
+    """Serves one dispatcher until it is closed.
+
+    Args:
+        dispatcher: host:port, or a function that finds it.
+        open_split: Opens a split of the job.
+        advertise: The host by which trainers reach this one, where that is not `host`.
+        readers: Splits to read at a time.
+        buffer_chunks: Chunks, of all splits together, that may wait for a trainer before reading stops;
+            and about as many that trainers were given and have not fetched.
+        chunk_records: The most records of a chunk.
+        patience: How long the dispatcher may be away.
+
+    Raises:
+        ListenError: The port is taken.
+        ConfigError: The dispatcher refuses the token.
+        DataError: The dispatcher cannot be reached.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Address,
+        open_split: OpenSplit,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        token: str | None = None,
+        readers: int = 2,
+        buffer_chunks: int = 16,
+        chunk_records: int = 4096,
+        patience: timedelta = timedelta(minutes=5),
+    ) -> None:
+        if min(readers, buffer_chunks, chunk_records) < 1:
+            raise ConfigError("data worker: readers, buffer_chunks and chunk_records must be at least 1")
+        self._open_split = open_split
+        self._buffer_chunks = buffer_chunks
+        self._chunk_records = chunk_records
+        self._stop = threading.Event()
+        self._room = threading.Condition()  # guards _buffer, _leases, _renew_every and _failure
+        self._buffer = _Buffer()
+        self._leases: set[int] = set()
+        self._renew_every = POLL
+        self._failure: Exception | None = None
+        self._address_of_dispatcher, self._token, self._patience = dispatcher, token, patience
+        self._server = Server({"ping": lambda _: {}}, fetch=self._fetch, host=host, port=port, token=token)
+        self.address = f"{advertise or host}:{self._server.port}"
+        try:
+            with self._dispatcher() as dispatch:
+                dispatch.call("register", worker=self.address)
+        except BaseException:
+            self._server.close()
+            raise
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=name)
+            for name, work in [
+                ("renew", self._renew),
+                *((f"read-{one}", self._read) for one in range(readers)),
+            ]
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the worker has stopped; return whether it has.
+
+        Raises:
+            MonolithError: It stopped because the dispatcher was away for too long, or refused it.
+        """
+        stopped = self._stop.wait(seconds)
+        with self._room:
+            if self._failure is not None:
+                raise self._failure
+        return stopped
+
+    def close(self) -> None:
+        """Stop reading, give splits back, finish sending and free the port. Closing again does nothing."""
+        first = not self._stop.is_set()
+        self._stop.set()
+        with self._room:
+            self._room.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if first:
+            self._say_goodbye()
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _dispatcher(self) -> Caller:
+        """Return a way to call the dispatcher, for one thread."""
+        return Caller(
+            self._address_of_dispatcher, token=self._token, patience=self._patience, stop=self._stop
+        )
+
+    # Reading
+
+    def _guarded(self, work: Callable[[Caller], None]) -> None:
+        """Run a thread's work; what ends it ends the worker."""
+        try:
+            with self._dispatcher() as dispatch:
+                work(dispatch)
+        except StoppedError:
+            pass
+        except Exception as error:  # handed to whoever waits for the worker
+            _log.error("data worker %s stops: %s", self.address, error)
+            with self._room:
+                self._failure = self._failure or error
+                self._stop.set()
+                self._room.notify_all()
+
+    def _read(self, dispatch: Caller) -> None:
+        while not self._stop.is_set():
+            answer = dispatch.call("lease", worker=self.address, wait=POLL)
+            if answer["lease"] is None:
+                continue
+            with self._room:
+                self._renew_every = answer["renew_every"]
+                self._leases.add(answer["lease"]["lease"])
+                self._room.notify_all()
+            try:
+                self._read_split(dispatch, answer["job"], **answer["lease"])
+            finally:
+                with self._room:
+                    self._leases.discard(answer["lease"]["lease"])
+
+    def _read_split(
+        self,
+        dispatch: Caller,
+        job: str,
+        *,
+        lease: int,
+        epoch: int,
+        number: int,
+        split: str,
+        place: dict[str, Any] | None,
+        sequence: int,
+    ) -> None:
+        """Read a split to its end, or until the lease is lost."""
+        try:
+            source = self._open_split(split)
+            try:
+                begin = None if place is None else Place(**place)
+                for piece in pieces(source, begin, self._chunk_records):
+                    if not self._offer(dispatch, (job, epoch, number, sequence), lease, piece):
+                        return
+                    sequence += 1
+            finally:
+                source.close()
+        except (StoppedError, UnreachableError):
+            raise
+        except Exception as error:  # of any source; the dispatcher counts them, and fails the job
+            _log.warning("data worker: cannot read split %r: %s", split, error)
+            dispatch.call("fail", lease=lease, error=f"{type(error).__name__}: {error}")
+            return
+        dispatch.call("finish", lease=lease)
+
+    def _offer(self, dispatch: Caller, chunk: _Id, lease: int, piece: Piece) -> bool:
+        """Wait for room, then tell of a chunk; return whether to go on."""
+        with self._room:
+            while len(self._buffer.free) >= self._buffer_chunks and lease in self._leases:
+                if self._stop.is_set():
+                    raise StoppedError
+                self._room.wait()
+            if lease not in self._leases:
+                return False
+            # In place before anybody is told: a trainer may ask for it at once.
+            self._buffer.free[chunk] = to_batch(piece.records)
+        held = dispatch.call(
+            "announce",
+            lease=lease,
+            sequence=chunk[-1],
+            place=asdict(piece.place),
+            size=piece.records.size,
+            after=asdict(piece.after),
+        )["held"]
+        if not held:
+            with self._room:
+                self._buffer.free.pop(chunk, None)
+                self._room.notify_all()
+        return bool(held)
+
+    def _renew(self, dispatch: Caller) -> None:
+        while not self._stop.is_set():
+            with self._room:
+                leases = sorted(self._leases)
+                offered = list(self._buffer.free)
+            answer = dispatch.call("renew", worker=self.address, leases=leases)
+            waiting = {tuple(one) for one in answer["waiting"]}
+            with self._room:
+                self._leases -= set(answer["lost"])
+                for chunk in offered:
+                    # A chunk that was not announced yet is not among those that wait, either: it moves to the
+                    # given ones too early, which costs nothing but its place in the count.
+                    if chunk[1:] not in waiting and chunk in self._buffer.free:
+                        self._buffer.given[chunk] = self._buffer.free.pop(chunk)
+                while len(self._buffer.given) > self._buffer_chunks:
+                    del self._buffer.given[next(iter(self._buffer.given))]  # the oldest; it can be read again
+                self._room.notify_all()
+                every = self._renew_every
+            self._stop.wait(every)
+
+    def _say_goodbye(self) -> None:
+        """Give splits back at once, where the dispatcher is there to take them."""
+        # If it is not, the leases expire.
+        with suppress(MonolithError), Caller(self._address_of_dispatcher, token=self._token) as dispatch:
+            dispatch.call("deregister", worker=self.address)
+
+    # Sending
+
+    def _fetch(self, ticket: dict[str, Any]) -> Any:
+        """Return a chunk as an Arrow batch: from the buffer, or read again."""
+        chunk = (ticket["job"], ticket["epoch"], ticket["number"], ticket["sequence"])
+        with self._room:
+            batch = self._buffer.given.pop(chunk, None)
+            if batch is None:
+                batch = self._buffer.free.pop(chunk, None)
+            self._room.notify_all()
+        if batch is not None:
+            return batch
+        source = self._open_split(ticket["split"])
+        try:
+            return to_batch(read_again(source, Place(**ticket["place"]), ticket["size"]))
+        finally:
+            source.close()

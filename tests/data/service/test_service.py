@@ -1,0 +1,182 @@
+"""The data service over loopback: every record to one trainer, once; and who is let in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from data.service.loopback import add_worker, numbers, read, trainer, until
+from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
+
+from monolith.data.service import DataWorker, Dispatcher
+from monolith.data.service.flight import Caller
+from monolith.errors import ConfigError, DataError, ListenError, RestoreError
+
+pytest.importorskip("pyarrow")
+
+
+def test_two_trainers_and_two_workers_share_an_epoch(stack, dispatcher):
+    for _ in range(2):
+        add_worker(stack, dispatcher)
+    with ThreadPoolExecutor(2) as pool:
+        shares = list(pool.map(read, [trainer(dispatcher, "one"), trainer(dispatcher, "two")]))
+    assert sorted(shares[0] + shares[1]) == ALL
+    assert all(shares), "both had something to do"
+    status = dispatcher.status()
+    assert (status["over"], status["records"], len(status["workers"])) == (True, len(ALL), 2)
+
+
+def test_texts_arrive_with_their_records(stack, dispatcher):
+    add_worker(stack, dispatcher)
+    some = next(iter(trainer(dispatcher)))
+    assert some.strings("text") == [[b"x" * (number % 3)] for number in numbers(some)]
+
+
+def test_every_epoch_brings_everything_once(stack, tmp_path):
+    dispatcher = stack.enter_context(Dispatcher(replace(CONFIG, epochs=3), folder=str(tmp_path)))
+    add_worker(stack, dispatcher, chunk_records=50)
+    assert sorted(read(trainer(dispatcher))) == sorted(ALL * 3)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_restoring_brings_the_same_chunks_in_the_same_order(stack, dispatcher, at):
+    add_worker(stack, dispatcher)
+    source = trainer(dispatcher)
+    chunks, positions = [], [source.position()]
+    for some in itertools.islice(source, 8):
+        chunks.append(numbers(some))
+        positions.append(json.loads(json.dumps(source.position())))
+    again = trainer(dispatcher)
+    again.restore(positions[at])
+    assert [numbers(some) for some in itertools.islice(again, 8 - at)] == chunks[at:]
+    rest = read(again)
+    assert sorted([number for chunk in chunks for number in chunk] + rest) == ALL
+
+
+def test_stopping_early_and_iterating_again_goes_on(stack, dispatcher):
+    add_worker(stack, dispatcher)
+    source = trainer(dispatcher)
+    seen = [number for some in itertools.islice(source, 3) for number in numbers(some)]
+    assert sorted(seen + read(source)) == ALL
+    assert read(source) == []
+
+
+def test_a_worker_stops_reading_while_nobody_fetches(stack, dispatcher):
+    counts: list[int] = []
+    worker = DataWorker(
+        dispatcher.address, lambda split: Counting(split, counts), readers=2, buffer_chunks=3, chunk_records=7
+    )
+    stack.enter_context(worker)
+    until(lambda: dispatcher.status()["chunks_waiting"] >= 3)
+    caller = stack.enter_context(Caller(dispatcher.address))
+    for _ in range(3):  # what it could do by now, it has done
+        caller.call("renew", worker=worker.address, leases=[])
+    assert sum(counts) <= (3 + 2 * 2) * 7
+    assert sorted(read(trainer(dispatcher))) == ALL
+    assert sum(counts) == len(ALL), "and nothing was read twice"
+
+
+def test_two_processes_cannot_be_one_trainer(stack, dispatcher):
+    add_worker(stack, dispatcher)
+    old = iter(trainer(dispatcher, prefetch=1))
+    next(old)
+    assert sorted(read(trainer(dispatcher))) == ALL
+    with pytest.raises(DataError, match="shut out"):
+        list(old)
+
+
+def test_acknowledging_lets_the_dispatcher_forget(stack, tmp_path):
+    dispatcher = stack.enter_context(Dispatcher(replace(CONFIG, keep_acknowledged=0), folder=str(tmp_path)))
+    add_worker(stack, dispatcher)
+    source = trainer(dispatcher)
+    early = source.position()
+    source.acknowledge(early)
+    list(itertools.islice(source, 3))
+    source.acknowledge(source.position())
+    assert dispatcher.status()["trainers"]["one"]["acknowledged"] == 3
+    source.restore(early)
+    with pytest.raises(RestoreError, match="forgotten"):
+        list(source)
+
+
+def test_positions_of_others_are_refused(dispatcher):
+    source = trainer(dispatcher)
+    with pytest.raises(RestoreError, match="the position is of 'two'"):
+        source.restore(trainer(dispatcher, "two").position())
+    with pytest.raises(RestoreError, match="not a position"):
+        source.restore({"kind": "list"})
+    source.restore({"kind": "data_service", "job": "other", "trainer": "one", "turn": 0})
+    with pytest.raises(RestoreError, match="position in job other"):
+        list(source)
+
+
+def test_a_split_that_cannot_be_read_is_an_error_at_the_trainer(stack, dispatcher):
+    def broken(split):
+        if split == SPLITS[2]:
+            raise OSError("the disk is on fire")
+        return open_split(split)
+
+    stack.enter_context(DataWorker(dispatcher.address, broken))
+    seen = []
+    with pytest.raises(DataError, match="split '2' could not be read, 3 times: OSError: the disk is on fire"):
+        seen += [some.size for some in trainer(dispatcher)]
+
+
+def test_a_split_that_changed_is_an_error_not_other_records(stack, dispatcher):
+    shrunk = threading.Event()
+
+    def shrinking(split):
+        return open_split(split) if not shrunk.is_set() else iter_nothing()
+
+    def iter_nothing():
+        source = open_split("0")
+        source.restore({"kind": "list", "next": 1000})
+        source.restore = lambda _: None
+        return source
+
+    worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, buffer_chunks=1, chunk_records=5))
+    caller = stack.enter_context(Caller(worker.address))
+    shrunk.set()
+    ticket = {"job": "", "epoch": 9, "number": 0, "sequence": 0, "split": "0", "size": 5}
+    with pytest.raises(DataError, match=r"5 records were read at .* before, now there are 0"):
+        caller.fetch({**ticket, "place": {"position": {"kind": "list", "next": 0}, "skip": 0}})
+
+
+def test_without_the_token_nobody_is_let_in(stack, tmp_path):
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), token="secret"))
+    for wrong in (None, "Secret", "secret "):
+        with pytest.raises(ConfigError, match="refused the shared token"):
+            DataWorker(dispatcher.address, open_split, token=wrong)
+        with pytest.raises(ConfigError, match="refused the shared token"):
+            list(trainer(dispatcher, token=wrong))
+    worker = add_worker(stack, dispatcher, token="secret", chunk_records=100)
+    with pytest.raises(ConfigError, match="refused the shared token"):
+        stack.enter_context(Caller(worker.address, token="other")).fetch({})
+    assert sorted(read(trainer(dispatcher, token="secret"))) == ALL
+
+
+def test_a_taken_port_is_an_error_that_says_so(dispatcher, tmp_path):
+    with pytest.raises(ListenError, match=rf"127\.0\.0\.1:{dispatcher.port}: the port is in use"):
+        Dispatcher(CONFIG, folder=str(tmp_path / "other"), port=dispatcher.port)
+    with pytest.raises(ListenError, match="the port is in use"):
+        DataWorker(dispatcher.address, open_split, port=dispatcher.port)
+    with pytest.raises(ListenError, match="from 0 to 65535"):
+        Dispatcher(CONFIG, folder=str(tmp_path / "other"), port=70000)
+    Dispatcher(CONFIG, folder=str(tmp_path / "other")).close()  # the folder was let go of
+
+
+def test_servers_listen_on_loopback_only_and_free_their_ports(stack, dispatcher):
+    worker = add_worker(stack, dispatcher)
+    assert worker.address.startswith("127.0.0.1:")
+    worker.close()
+    worker.close()
+    dispatcher.close()
+    dispatcher.close()
+    for port in (worker.port, dispatcher.port):
+        with socket.create_server(("127.0.0.1", port)):
+            pass
