@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services bench soak clean
+.PHONY: help setup demo test check services bench soak fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,13 +49,24 @@ bench: setup  ## Measure the table against the machine's limits, and training ag
 	$(BIN)/monolith bench table
 	$(BIN)/monolith bench train
 
-soak: setup soak-plain soak-thread soak-address,undefined  ## C++ tests under sanitizers, then the slow Python tests
+soak: setup soak-plain soak-thread soak-address,undefined fuzz  ## C++ tests under sanitizers, fuzzing, then the slow Python tests
 	$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]  # 5: no test is marked soak
 
 soak-%: setup
 	cmake -S . -B build/$@ -G Ninja -DMONOLITH_TESTS=ON -DMONOLITH_SANITIZE=$(filter-out plain,$*)
 	cmake --build build/$@
 	ctest --test-dir build/$@ --output-on-failure
+
+# The code under test is compiled with the hook that guides the loop, the loop itself is not.
+FUZZ_SECONDS ?= 600
+FUZZED := $(addprefix $(CURDIR)/native/src/,example_parser.cc example_writer.cc frames.cc tfrecord.cc checksum.cc workers.cc)
+FUZZ_FLAGS := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -I$(CURDIR)/native/src
+
+fuzz:  ## Throw damaged records at the parsers for ten minutes, or FUZZ_SECONDS
+	mkdir -p build/fuzz
+	cd build/fuzz && g++ $(FUZZ_FLAGS) -fsanitize-coverage=trace-pc -c $(FUZZED)
+	cd build/fuzz && g++ $(FUZZ_FLAGS) -O2 $(CURDIR)/native/tests/fuzz_example_parser.cc $(notdir $(FUZZED:.cc=.o)) -pthread -o fuzz_example_parser
+	cd build/fuzz && ./fuzz_example_parser $(FUZZ_SECONDS)  # a crash leaves its input in build/fuzz/last_input
 
 clean:  ## Remove what was built; .venv stays
 	rm -rf build dist $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -54,6 +54,7 @@ OWNERS = {
     "grpc": {"cluster", "serve"},
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
+    "matplotlib": {"cli"},
     "mpi4py": {"cluster"},
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},

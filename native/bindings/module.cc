@@ -14,4 +14,5 @@ NB_MODULE(_core, m) {
   monolith::bind_table_group(m);
   monolith::bind_layouts(m);
   monolith::bind_fids(m);
+  monolith::bind_examples(m);
 }

@@ -6,14 +6,12 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "proto_reader.h"
+#include "proto_writer.h"
 #include "tfrecord.h"
 
 namespace monolith {
 namespace {
-
-static_assert(std::endian::native == std::endian::little, "numbers are stored as they lie in memory");
-
-enum Wire : std::uint8_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 constexpr std::size_t kFloatField = 5;  // bytes: a tag, then the float
 
@@ -84,15 +82,6 @@ std::uint64_t int64_bits(const float* state) {
   return bits;
 }
 
-std::size_t varint_size(std::uint64_t value) {
-  return (std::bit_width(value | 1) + 6) / 7;
-}
-
-// Bytes of a field holding `size` bytes.
-std::size_t bytes_field(std::size_t size) {
-  return 1 + varint_size(size) + size;
-}
-
 std::size_t body_size(const Message& message, std::size_t dim, const float* state) {
   std::size_t size = 0;
   for (const Part& part : message.parts) {
@@ -103,17 +92,6 @@ std::size_t body_size(const Message& message, std::size_t dim, const float* stat
       size += kFloatField * (part.shape == Part::kPerValue ? dim : 1);
   }
   return size;
-}
-
-std::byte* put_varint(std::byte* at, std::uint64_t value) {
-  for (; value >= 0x80; value >>= 7) *at++ = static_cast<std::byte>(value | 0x80);
-  *at++ = static_cast<std::byte>(value);
-  return at;
-}
-
-std::byte* put_bytes_header(std::byte* at, std::uint8_t field, std::size_t size) {
-  *at++ = tag(field, kBytes);
-  return put_varint(at, size);
 }
 
 std::byte* put_floats(std::byte* at, std::uint8_t field, const float* values, std::size_t count) {
@@ -138,114 +116,14 @@ std::byte* put_body(std::byte* at, const Message& message, std::size_t dim, cons
   return at;
 }
 
-// Thrown while reading one record and caught by decode(); never leaves this file.
-struct BadRecord {
-  std::string reason;
-};
-
-// Walks the fields of one message and never past its end.
-class Reader {
- public:
-  explicit Reader(std::span<const std::byte> bytes) : at_(bytes.data()), end_(at_ + bytes.size()) {}
-
-  bool next() {
-    if (at_ == end_) return false;
-    const std::uint64_t key = varint();
-    field_ = key >> 3;
-    wire_ = static_cast<std::uint8_t>(key & 7);
-    if (field_ == 0 || field_ >= 1u << 29) throw BadRecord{"malformed message: field number out of range"};
-    return true;
-  }
-  bool is(std::uint8_t field, Wire wire) const { return field_ == field && wire_ == wire; }
-  std::uint64_t field() const { return field_; }
-  std::uint8_t wire() const { return wire_; }
-
-  std::uint64_t varint() {
-    std::uint64_t value = 0;
-    for (int shift = 0; shift < 70; shift += 7) {
-      const auto byte = static_cast<std::uint64_t>(*take(1));
-      value |= (byte & 0x7f) << shift;  // the tenth byte keeps one bit, as protobuf does
-      if (byte < 0x80) return value;
-    }
-    throw BadRecord{"malformed message: a varint of more than ten bytes"};
-  }
-  std::uint64_t fixed64() {
-    std::uint64_t value;
-    std::memcpy(&value, take(sizeof value), sizeof value);
-    return value;
-  }
-  float float32() {
-    float value;
-    std::memcpy(&value, take(sizeof value), sizeof value);
-    return value;
-  }
-  std::span<const std::byte> bytes() {
-    const std::uint64_t size = varint();
-    return {take(size), static_cast<std::size_t>(size)};
-  }
-  void skip() {
-    switch (wire_) {
-      case kVarint:
-        varint();
-        return;
-      case kFixed64:
-        take(8);
-        return;
-      case kBytes:
-        bytes();
-        return;
-      case kFixed32:
-        take(4);
-        return;
-      default:
-        throw BadRecord{"malformed message: wire type " + std::to_string(wire_)};
-    }
-  }
-  // Appends the floats of this field, packed or not, behind the `have` already at `to`, and those of the
-  // same field that follow. Floats past `room` are counted and not stored, so that the caller can say
-  // how many came.
-  std::size_t floats(float* to, std::size_t have, std::size_t room) {
-    if (wire_ == kBytes) {
-      const auto packed = bytes();
-      if (packed.size() % sizeof(float) != 0)
-        throw BadRecord{"malformed message: packed floats end inside a float"};
-      const std::size_t count = packed.size() / sizeof(float);
-      if (have < room && count > 0)
-        std::memcpy(to + have, packed.data(), std::min(count, room - have) * sizeof(float));
-      return have + count;
-    }
-    const std::byte again = tag(static_cast<std::uint8_t>(field_), kFixed32);
-    const std::byte* from = take(sizeof(float));
-    for (;; from += kFloatField, at_ += kFloatField) {
-      if (have < room) std::memcpy(to + have, from, sizeof(float));
-      ++have;
-      if (end_ - at_ < static_cast<std::ptrdiff_t>(kFloatField) || *at_ != again) return have;
-    }
-  }
-
- private:
-  const std::byte* take(std::uint64_t size) {
-    if (size > static_cast<std::uint64_t>(end_ - at_))
-      throw BadRecord{"malformed message: a field reaches past the end"};
-    const std::byte* from = at_;
-    at_ += size;
-    return from;
-  }
-
-  const std::byte* at_;
-  const std::byte* end_;
-  std::uint64_t field_ = 0;
-  std::uint8_t wire_ = 0;
-};
-
-bool holds_floats(const Reader& reader) {
+bool holds_floats(const ProtoReader& reader) {
   return reader.wire() == kFixed32 || reader.wire() == kBytes;
 }
 
 void read_body(std::span<const std::byte> body, const DumpSegment& segment, float* state) {
   const Message message = message_of(segment.kind);
   std::array<std::size_t, 5> counts{};
-  for (Reader reader(body); reader.next();) {
+  for (ProtoReader reader(body); reader.next();) {
     const auto part = std::find_if(message.parts.begin(), message.parts.end(), [&](const Part& candidate) {
       return candidate.field != 0 && candidate.field == reader.field() &&
              (candidate.shape == Part::kInt64      ? reader.wire() == kVarint
@@ -269,9 +147,9 @@ void read_body(std::span<const std::byte> body, const DumpSegment& segment, floa
   }
   for (std::size_t i = 0; i < counts.size(); ++i)
     if (message.parts[i].field != 0 && message.parts[i].shape == Part::kPerValue && counts[i] != segment.dim)
-      throw BadRecord{"wrong state length: field " + std::to_string(message.parts[i].field) + " of " +
-                      std::string(optimizer_name(segment.kind)) + " has " + std::to_string(counts[i]) +
-                      " floats, the segment has " + std::to_string(segment.dim)};
+      throw BadMessage{"wrong state length: field " + std::to_string(message.parts[i].field) + " of " +
+                       std::string(optimizer_name(segment.kind)) + " has " + std::to_string(counts[i]) +
+                       " floats, the segment has " + std::to_string(segment.dim)};
 }
 
 // Reads one SingleOptimizerDump; false when it names no optimizer.
@@ -280,15 +158,15 @@ bool read_single_dump(std::span<const std::byte> dump, const DumpSegment& segmen
   const std::uint8_t wanted = message_of(segment.kind).field;
   std::span<const std::byte> body;
   bool found = false;
-  for (Reader reader(dump); reader.next();) {
+  for (ProtoReader reader(dump); reader.next();) {
     if (reader.wire() != kBytes || reader.field() > kLastKnown) {
       reader.skip();
     } else if (reader.field() == wanted) {
       body = reader.bytes();
       found = true;
     } else {
-      throw BadRecord{"wrong optimizer message: field " + std::to_string(reader.field()) + ", but " +
-                      std::string(optimizer_name(segment.kind)) + " is field " + std::to_string(wanted)};
+      throw BadMessage{"wrong optimizer message: field " + std::to_string(reader.field()) + ", but " +
+                       std::string(optimizer_name(segment.kind)) + " is field " + std::to_string(wanted)};
     }
   }
   if (found) read_body(body, segment, state);
@@ -324,7 +202,8 @@ std::size_t EntryDumpCodec::optimizer_size(const float* state) const {
   std::size_t size = 0;
   for (const DumpSegment& segment : segments_) {
     const Message message = message_of(segment.kind);
-    if (message.field != 0) size += bytes_field(bytes_field(body_size(message, segment.dim, state)));
+    if (message.field != 0)
+      size += bytes_field(kDump, bytes_field(message.field, body_size(message, segment.dim, state)));
     state += state_floats(segment.kind, segment.dim);
   }
   return size;
@@ -332,7 +211,7 @@ std::size_t EntryDumpCodec::optimizer_size(const float* state) const {
 
 std::size_t EntryDumpCodec::message_size(const EntryColumns& rows, std::size_t row) const {
   return (rows.ids.empty() ? 0 : 1 + sizeof(std::int64_t)) + dim_ * kFloatField +
-         bytes_field(optimizer_size(rows.state.data() + row * state_dim_)) + 1 +
+         bytes_field(kOpt, optimizer_size(rows.state.data() + row * state_dim_)) + 1 +
          varint_size(static_cast<std::uint64_t>(rows.event_times[row]));
 }
 
@@ -349,7 +228,7 @@ std::byte* EntryDumpCodec::write_message(const EntryColumns& rows, std::size_t r
     const Message message = message_of(segment.kind);
     if (message.field != 0) {
       const std::size_t body = body_size(message, segment.dim, state);
-      at = put_bytes_header(at, kDump, bytes_field(body));
+      at = put_bytes_header(at, kDump, bytes_field(message.field, body));
       at = put_bytes_header(at, message.field, body);
       at = put_body(at, message, segment.dim, state);
     }
@@ -427,7 +306,7 @@ void EntryDumpCodec::read_message(std::span<const std::byte> message, DecodedEnt
     while (segment != segments_.end() && message_of(segment->kind).field == 0) pass_segment();
   };
 
-  for (Reader reader(message); reader.next();) {
+  for (ProtoReader reader(message); reader.next();) {
     if (reader.is(kId, kFixed64)) {
       id = static_cast<std::int64_t>(reader.fixed64());
       has_id = true;
@@ -436,14 +315,14 @@ void EntryDumpCodec::read_message(std::span<const std::byte> message, DecodedEnt
     } else if (reader.is(kTime, kVarint)) {
       time = static_cast<std::int64_t>(reader.varint());
     } else if (reader.is(kOpt, kBytes)) {
-      for (Reader dumps(reader.bytes()); dumps.next();) {
+      for (ProtoReader dumps(reader.bytes()); dumps.next();) {
         if (!dumps.is(kDump, kBytes)) {
           dumps.skip();
           continue;
         }
         pass_silent();
         if (segment == segments_.end())
-          throw BadRecord{"wrong optimizer message: more of them than the row has segments"};
+          throw BadMessage{"wrong optimizer message: more of them than the row has segments"};
         const bool found = read_single_dump(dumps.bytes(), *segment, state);
         missing |= !found && state_floats(segment->kind, segment->dim) > 0;
         pass_segment();
@@ -452,10 +331,10 @@ void EntryDumpCodec::read_message(std::span<const std::byte> message, DecodedEnt
       reader.skip();
     }
   }
-  if (!has_id) throw BadRecord{"malformed message: no id"};
+  if (!has_id) throw BadMessage{"malformed message: no id"};
   if (value_count != dim_)
-    throw BadRecord{"wrong number of values: the record has " + std::to_string(value_count) +
-                    ", the row has " + std::to_string(dim_)};
+    throw BadMessage{"wrong number of values: the record has " + std::to_string(value_count) +
+                     ", the row has " + std::to_string(dim_)};
   missing |= state != state_end;
   to.ids.push_back(id);
   to.event_times.push_back(time);
@@ -473,7 +352,7 @@ DecodedEntries EntryDumpCodec::decode(std::span<const std::byte> buffer) const {
       if (entries.consumed == 0) reserve(entries, buffer.size() / record_size(record.payload.size()) + 1);
       try {
         read_message(record.payload, entries);
-      } catch (const BadRecord& bad) {
+      } catch (const BadMessage& bad) {
         record.failure = bad.reason;
       }
     }

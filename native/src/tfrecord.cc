@@ -48,4 +48,35 @@ Record first_record(std::span<const std::byte> buffer) {
   return {payload, {}, false};
 }
 
+SplitStream split_records(std::span<const std::byte> buffer) {
+  SplitStream split;
+  while (split.consumed < buffer.size()) {
+    Record record = first_record(buffer.subspan(split.consumed));
+    if (!record.failure.empty()) {
+      split.failure = std::move(record.failure);
+      split.truncated = record.truncated;
+      break;
+    }
+    split.starts.push_back(static_cast<std::int64_t>(split.consumed));
+    split.offsets.push_back(static_cast<std::int64_t>(split.consumed + kRecordHeader));
+    split.lengths.push_back(static_cast<std::int64_t>(record.payload.size()));
+    split.consumed += record_size(record.payload.size());
+  }
+  return split;
+}
+
+std::vector<std::byte> seal_records(std::span<const std::byte> data, std::span<const std::int64_t> splits) {
+  check_payload_splits(splits, data.size());
+  std::vector<std::byte> sealed(data.size() + (splits.size() - 1) * record_size(0));
+  std::size_t at = 0;
+  for (std::size_t i = 0; i + 1 < splits.size(); ++i) {
+    const auto size = static_cast<std::size_t>(splits[i + 1] - splits[i]);
+    const auto record = std::span(sealed).subspan(at, record_size(size));
+    if (size > 0) std::memcpy(record.data() + kRecordHeader, data.data() + splits[i], size);
+    seal_record(record);
+    at += record.size();
+  }
+  return sealed;
+}
+
 }  // namespace monolith

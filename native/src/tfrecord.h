@@ -8,6 +8,9 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
+
+#include "frames.h"
 
 namespace monolith {
 
@@ -29,5 +32,11 @@ struct Record {
 };
 
 Record first_record(std::span<const std::byte> buffer);
+
+// The payloads of the whole records a buffer begins with.
+SplitStream split_records(std::span<const std::byte> buffer);
+
+// Payload i is data[splits[i]:splits[i + 1]]; all of them as records.
+std::vector<std::byte> seal_records(std::span<const std::byte> data, std::span<const std::int64_t> splits);
 
 }  // namespace monolith

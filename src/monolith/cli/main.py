@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
 
     observe.configure_logging(shared.log_level, json=shared.json_logs)
     observe.install_stack_dump()
-    status: int = importlib.import_module(COMMANDS[name].module).run(options)
+    command = COMMANDS[name]
+    status: int = getattr(importlib.import_module(command.module), command.function)(options)
     return status
 
 
@@ -103,6 +104,8 @@ def parse_options(name: str, flags: Sequence[str]) -> Any:
     """Return the options dataclass of a command, filled from its flags."""
     import tyro
 
-    return tyro.cli(
-        COMMANDS[name].options, prog=f"monolith {name}", args=flags, config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    command = COMMANDS[name]
+    config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff,)
+    if command.positional:
+        config += (tyro.conf.PositionalRequiredArgs,)
+    return tyro.cli(command.options, prog=f"monolith {name}", args=flags, config=config)

@@ -1,21 +1,42 @@
-"""Data: where batches of examples come from."""
+"""Data: where batches of examples come from.
+
+Files, streams and generated logs are sources: they yield records by column and know their position.
+"""
 
 from monolith.data.click_log import ClickLog, ClickLogConfig
+from monolith.data.discovery import Watch
+from monolith.data.files import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
+from monolith.data.formats import FORMATS, MemorySource, format_of
+from monolith.data.joiner import JoinedSource, Joiner, JoinerConfig
+from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
+from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Source
 
 __all__ = [
+    "FORMATS",
     "BadRecord",
+    "BadRecordPolicy",
     "BatchSpec",
+    "Batches",
     "Chunk",
     "ClickLog",
     "ClickLogConfig",
+    "FileSource",
     "Format",
+    "JoinedSource",
+    "Joiner",
+    "JoinerConfig",
+    "MemorySource",
+    "Pipeline",
     "Position",
     "RecordWriter",
     "Records",
+    "ShuffleConfig",
     "Source",
+    "Watch",
     "concat",
+    "format_of",
     "make_batch",
 ]

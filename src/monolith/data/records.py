@@ -88,11 +88,19 @@ class Records:
         return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
 
     def slice(self, begin: int, end: int) -> Records:
-        """Return records [begin, end)."""
-        begin, end = max(begin, 0), min(end, self.size)
+        """Return records [begin, end), over the same memory."""
+        begin = min(max(begin, 0), self.size)
+        end = min(max(begin, end), self.size)
         if (begin, end) == (0, self.size):
             return self
-        return self.take(torch.arange(begin, max(begin, end)))
+        return Records(
+            end - begin,
+            {
+                name: column if name in self.shared else slice_rows(column, begin, end)
+                for name, column in self.columns.items()
+            },
+            self.shared,
+        )
 
     def with_columns(self, columns: Mapping[str, RaggedTensor]) -> Records:
         """Return the same records with these columns added, or in place of those of the same name."""
@@ -141,11 +149,21 @@ def empty_rows(dtype: torch.dtype, rows: int) -> RaggedTensor:
 
 def take_rows(column: RaggedTensor, rows: Tensor) -> RaggedTensor:
     """Return rows of a ragged tensor, in the order given."""
-    lengths = column.row_lengths()[rows]
-    places = ranges(column.row_splits[rows], lengths)
+    starts = column.row_splits[rows]
+    lengths = column.row_splits[rows + 1] - starts
+    places = ranges(starts, lengths)
     values = column.values
     taken = take_rows(values, places) if isinstance(values, RaggedTensor) else values[places]
     return RaggedTensor.from_row_lengths(taken, lengths, validate=False)
+
+
+def slice_rows(column: RaggedTensor, begin: int, end: int) -> RaggedTensor:
+    """Return rows [begin, end) of a ragged tensor, over the same memory."""
+    splits = column.row_splits[begin : end + 1]
+    first, last = int(splits[0]), int(splits[-1])
+    values = column.values
+    inner = slice_rows(values, first, last) if isinstance(values, RaggedTensor) else values[first:last]
+    return RaggedTensor(inner, splits - first, validate=False)
 
 
 def concat_rows(columns: Sequence[RaggedTensor]) -> RaggedTensor:

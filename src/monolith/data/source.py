@@ -36,5 +36,8 @@ class Source(Protocol):
             RestoreError: The position is of another kind, or names data that is not there.
         """
 
+    # A source may also have `commit(position)`, by which a consumer says that everything before a position is
+    # safe: a queue of files then never hands it out again. Pipelines pass it on.
+
     def close(self) -> None:
         """Let go of files, threads and connections. Closing again does nothing."""

@@ -565,3 +565,100 @@ def hash_floats(values: NDArray[numpy.float32], slot: int, version: int) -> NDAr
 
 def hash_integers(values: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per integer."""
+
+class SplitStream:
+    """The whole records that a buffer begins with."""
+
+    @property
+    def starts(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Where each record begins."""
+
+    @property
+    def offsets(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Where each payload begins."""
+
+    @property
+    def lengths(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """The bytes of each payload."""
+
+    @property
+    def headers(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Frames with a tag: that number of each."""
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of whole records; a failure begins there."""
+
+    @property
+    def failure(self) -> str:
+        """Why splitting stopped before the end; empty if it did not."""
+
+    @property
+    def truncated(self) -> bool:
+        """
+        Whether the failure is that the buffer ends inside a record: more bytes may mend it.
+        """
+
+class FrameHeader:
+    """What stands before the length of a frame."""
+
+    def __init__(self, *, tag: bool = False, kafka_dump_prefix: bool = False, sort_id: bool = False, kafka_dump: bool = False) -> None: ...
+
+def split_tfrecords(buffer: object) -> SplitStream:
+    """
+    Find the payloads of TFRecords, checksums checked, up to the first bad record.
+    """
+
+def split_frames(buffer: object, header: FrameHeader) -> SplitStream:
+    """Find the payloads of frames, up to the first bad one."""
+
+def seal_tfrecords(data: object, splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
+    """Payloads data[splits[i]:splits[i + 1]] as TFRecords."""
+
+def seal_frames(data: object, splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], header: FrameHeader, tags: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
+    """
+    Payloads data[splits[i]:splits[i + 1]] as frames; `tags` has one each if the header has a tag.
+    """
+
+class ExampleKind(enum.Enum):
+    """The messages that carry examples."""
+
+    TF_EXAMPLE = 0
+
+    EXAMPLE = 1
+
+    INSTANCE = 2
+
+    EXAMPLE_BATCH = 3
+
+class ParsedExamples:
+    """Records by column, and the payloads that were none."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def bad(self) -> list[tuple[int, str]]:
+        """(index of the payload, reason), by index."""
+
+    def take_columns(self) -> list[tuple[str, bool, NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+        """
+        (name, shared, values, row splits, splits of strings) by name; there are none the next time.
+        """
+
+class ExampleParser:
+    """Payloads straight to columns. Thread-safe."""
+
+    def __init__(self, kind: ExampleKind, columns: Sequence[str] | None = None, workers: Workers | None = None) -> None:
+        """`columns` are those to read; None is all."""
+
+    def parse(self, buffer: object, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> ParsedExamples:
+        """One record per payload, bad ones left out. Not for EXAMPLE_BATCH."""
+
+    def parse_batches(self, buffer: object, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> list[ParsedExamples]:
+        """EXAMPLE_BATCH: one answer per payload."""
+
+def encode_examples(kind: ExampleKind, records: int, columns: list[tuple[str, bool, bool, NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]], workers: Workers | None = None) -> tuple[bytes, NDArray[numpy.int64]]:
+    """
+    (payloads end to end, their splits) of columns (name, shared, ids, values, row splits, splits of strings).
+    """

@@ -1,0 +1,207 @@
+"""`monolith data head | stats | convert | validate`: files of records, for people.
+
+The format is told by the name of a file where it can be, and otherwise by `--format`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from monolith import filesystem
+from monolith.cli.commands import (
+    DataConvertOptions,
+    DataHeadOptions,
+    DataStatsOptions,
+    DataValidateOptions,
+)
+from monolith.data import Chunk, Format, Records
+from monolith.data.formats import format_of
+from monolith.data.statistics import Statistics
+from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
+from monolith.observe import progress
+from monolith.tensors import RaggedTensor
+
+SHOWN_VALUES = 6
+SHOWN_TEXT = 24
+
+
+def head(options: DataHeadOptions) -> int:
+    """Show the first records of a file."""
+    if options.records < 1:
+        raise ConfigError(f"data head: --records must be at least 1, got {options.records}")
+    kind = format_of(options.path, options.format)
+    found: list[dict[str, list[object]]] = []
+    for chunk in kind.chunks(options.path, columns=options.columns or None):
+        found += rows_of(chunk.records.slice(0, options.records - len(found)))
+        if len(found) >= options.records:
+            break
+    if options.json:
+        for row in found:
+            sys.stdout.write(json.dumps(row) + "\n")
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, title=f"{options.path} ({kind.name})", title_justify="left")
+    table.add_column("column", style="cyan", no_wrap=True)
+    for number in range(len(found)):
+        table.add_column(str(number))
+    for name in sorted({name for row in found for name in row}):
+        table.add_row(name, *(shown(row.get(name, [])) for row in found))
+    Console().print(table)
+    return 0
+
+
+def stats(options: DataStatsOptions) -> int:
+    """Count what each column of some files holds."""
+    paths = expanded(options.paths)
+    statistics = Statistics()
+    for _, chunk in read(paths, options.format, options.columns, "Counting"):
+        statistics.add(chunk.records)
+    if options.plot is not None:
+        plot(statistics, options.plot)
+    if options.json:
+        sys.stdout.write(json.dumps(statistics.to_json(), indent=2) + "\n")
+        return 0
+    table = Table(box=box.SIMPLE_HEAD, title=f"{statistics.records:,} records", title_justify="left")
+    for heading in ("column", "kind", "filled", "per record", "most", "distinct", "low", "mean", "high"):
+        table.add_column(heading, justify="left" if heading in ("column", "kind") else "right")
+    for name, column in sorted(statistics.columns.items()):
+        share = column.filled / max(statistics.records, 1)
+        table.add_row(
+            name,
+            column.kind,
+            f"{share:.1%}",
+            f"{column.values / max(statistics.records, 1):.2f}",
+            f"{column.most:,}",
+            f"{len(column.distinct):,}",
+            *("" if column.kind == "ids" else f"{n:.4g}" for n in (column.low, column.mean, column.high)),
+        )
+    Console().print(table)
+    if options.plot is not None:
+        Console(stderr=True).print(f"drawn to {options.plot}")
+    return 0
+
+
+def convert(options: DataConvertOptions) -> int:
+    """Write the records of some files to one file of another format."""
+    if not options.to:
+        raise ConfigError("data convert: say where to write with --to")
+    paths = expanded(options.paths)
+    if options.to in paths:
+        raise ConfigError(f"data convert: {options.to} would be read and written at once")
+    written = bad = 0
+    with format_of(options.to, options.to_format).writer(options.to) as file:
+        for _, chunk in read(paths, options.format, options.columns, "Converting"):
+            bad += len(chunk.bad)
+            if len(chunk.records):
+                file.write(chunk.records)
+                written += len(chunk.records)
+        if bad and not options.skip_bad:
+            raise DataError(
+                f"data convert: {bad:,} records are malformed, so {options.to} was not written. "
+                "`monolith data validate` says which; --skip-bad leaves them out."
+            )
+    left_out = f", {bad:,} left out" if bad else ""
+    Console(stderr=True).print(f"{written:,} records in {options.to}{left_out}")
+    return 0
+
+
+def validate(options: DataValidateOptions) -> int:
+    """Read files to their end and say what is wrong with them; 1 where something is."""
+    console = Console()
+    records = wrong = 0
+    for path in expanded(options.paths):
+        try:
+            for _, chunk in read([path], options.format, (), "Reading"):
+                records += len(chunk.records)
+                for one in chunk.bad:
+                    wrong += 1
+                    if wrong <= options.most:
+                        console.print(f"{path}: record at {one.place}: {one.reason}", highlight=False)
+        except CorruptFileError as error:
+            wrong += 1
+            console.print(str(error), highlight=False)
+    if wrong > options.most:
+        console.print(f"... and {wrong - options.most:,} more")
+    console.print(f"{records:,} good records, {wrong:,} faults")
+    return 1 if wrong else 0
+
+
+# Reading
+
+
+def expanded(patterns: Sequence[str]) -> list[str]:
+    """Return the files that patterns name, each once, in order."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [pattern] if filesystem.exists(pattern) else sorted(filesystem.glob(pattern))
+        if not matches:
+            raise ConfigError(f"data: there is no file {pattern!r}")
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+def read(
+    paths: Sequence[str], kind: str | None, columns: Sequence[str], label: str
+) -> Iterator[tuple[Format, Chunk]]:
+    """Yield the chunks of files, one after another, with a progress line."""
+    with progress(label, unit="records") as bar:
+        for path in paths:
+            format_ = format_of(path, kind)
+            for chunk in format_.chunks(path, columns=list(columns) or None):
+                bar.advance(len(chunk.records))
+                yield format_, chunk
+
+
+def rows_of(records: Records) -> list[dict[str, list[object]]]:
+    """Return records as Python objects, to look at or to print as JSON."""
+    columns = {name: plain(records[name]) for name in records.columns}
+    return [{name: rows[number] for name, rows in columns.items()} for number in range(len(records))]
+
+
+def plain(column: RaggedTensor) -> list[list[object]]:
+    rows = column.to_list()
+    if column.dtype is torch.uint8:
+        return [[bytes(text).decode("utf-8", "backslashreplace") for text in row] for row in rows]
+    return rows
+
+
+def shown(values: Sequence[object]) -> str:
+    """Return a few values of a cell, short enough for a table."""
+    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values[:SHOWN_VALUES]]
+    texts = [text if len(text) <= SHOWN_TEXT else text[: SHOWN_TEXT - 1] + "…" for text in texts]
+    more = len(values) - SHOWN_VALUES
+    return ", ".join(texts) + (f", … {more} more" if more > 0 else "")
+
+
+def plot(statistics: Statistics, path: str) -> None:
+    """Draw fill rates, values per record and distinct values of all columns to a picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as cause:
+        raise MissingExtraError("matplotlib", "plot", "drawing statistics") from cause
+    found = sorted(statistics.columns.items(), reverse=True)
+    names = [name for name, _ in found]
+    panels = {
+        "records that have it": [column.filled / max(statistics.records, 1) for _, column in found],
+        "values per record": [column.values / max(statistics.records, 1) for _, column in found],
+        "distinct values": [len(column.distinct) for _, column in found],
+    }
+    figure = Figure(figsize=(13, 1.2 + 0.28 * len(names)))
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (title, numbers) in zip(axes, panels.items(), strict=True):
+        axis.barh(names, numbers, color="#2a7f9e")
+        axis.set_title(title)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_xlim(0, 1)
+    if max(panels["distinct values"], default=0) > 1000:
+        axes[2].set_xscale("log")
+    figure.suptitle(f"{statistics.records:,} records")
+    figure.tight_layout()
+    figure.savefig(Path(path), dpi=120)

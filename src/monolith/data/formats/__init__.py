@@ -1,0 +1,24 @@
+"""Formats: the ways to keep records in files."""
+
+from monolith.data.formats.choosing import BY_SUFFIX, FORMATS, format_of
+from monolith.data.formats.csv import CsvFormat
+from monolith.data.formats.examples import KINDS, PayloadParser, PayloadWriter
+from monolith.data.formats.framed import FramedFormat, Framing
+from monolith.data.formats.memory import MemorySource
+from monolith.data.formats.parquet import ParquetFormat
+from monolith.data.formats.tfrecord import TfRecordFormat
+
+__all__ = [
+    "BY_SUFFIX",
+    "FORMATS",
+    "KINDS",
+    "CsvFormat",
+    "FramedFormat",
+    "Framing",
+    "MemorySource",
+    "ParquetFormat",
+    "PayloadParser",
+    "PayloadWriter",
+    "TfRecordFormat",
+    "format_of",
+]

@@ -1,0 +1,61 @@
+"""Which format a file is in: told by a name of `FORMATS`, or by how the file is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+
+from monolith.data.format import Format
+from monolith.data.formats.csv import CsvFormat
+from monolith.data.formats.framed import FramedFormat
+from monolith.data.formats.parquet import ParquetFormat
+from monolith.data.formats.tfrecord import TfRecordFormat
+from monolith.errors import ConfigError
+
+FORMATS: dict[str, Callable[[], Format]] = {
+    "tf_example": partial(TfRecordFormat, "tf_example"),
+    "example": partial(TfRecordFormat, "example"),
+    "instance": partial(TfRecordFormat, "instance"),
+    "example_batch": partial(TfRecordFormat, "example_batch"),
+    "framed_example": partial(FramedFormat, "example"),
+    "framed_instance": partial(FramedFormat, "instance"),
+    "framed_example_batch": partial(FramedFormat, "example_batch"),
+    "parquet": ParquetFormat,
+    "csv": partial(CsvFormat, list_separator="|"),
+    "tsv": partial(CsvFormat, delimiter="\t", list_separator="|"),
+}
+"""By name: TFRecord files of each kind of example, Monolith's framed files, Parquet, and text."""
+
+BY_SUFFIX = {
+    ".tfrecord": "tf_example",
+    ".tfrecords": "tf_example",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+}
+"""TFRecords are most often of TensorFlow's examples; those of Monolith's have to be named."""
+
+_COMPRESSED = (".gz", ".zlib", ".zz")
+
+
+def format_of(path: str, name: str | None = None) -> Format:
+    """Return the format of that name or, without one, the one that goes with the end of the path.
+
+    Raises:
+        ConfigError: There is no such format, or the path does not tell.
+    """
+    known = ", ".join(FORMATS)
+    if name is None:
+        plain = path.lower()
+        for suffix in _COMPRESSED:
+            plain = plain.removesuffix(suffix)
+        found = [kind for suffix, kind in BY_SUFFIX.items() if plain.endswith(suffix)]
+        if not found:
+            raise ConfigError(f"{path}: its name does not tell its format; say which of {known} it is")
+        name = found[0]
+    if name not in FORMATS:
+        near = get_close_matches(name, FORMATS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {known}"
+        raise ConfigError(f"no format {name!r}; {hint}")
+    return FORMATS[name]()

@@ -1,0 +1,195 @@
+"""Records that are in memory already, as a source.
+
+For small data, for tests, and for whoever has a table in numpy or pandas:
+
+    MemorySource({"user": users, "tags": [[1, 2], [], [3]], "label": clicks}, batch_size=512)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith.data.records import Records
+from monolith.data.shuffling import permutation
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
+from monolith.tensors import RaggedTensor
+
+Column = Any
+"""A RaggedTensor; a tensor or array of shape (records,) or (records, k); a list with a number, a text, a list
+of these or None per record; or what `numpy.asarray` makes an array of, such as a column of pandas."""
+
+
+class MemorySource:
+    """Yields records that are at hand, in batches.
+
+    Args:
+        data: Records, or columns by name: a dict, a DataFrame.
+        worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`.
+        epochs: How often; None for ever. Batches go on across their ends.
+        shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
+        drop_remainder: Leave out the last batch if it is shorter.
+    """
+
+    def __init__(
+        self,
+        data: Records | Mapping[str, Column],
+        *,
+        batch_size: int,
+        worker: int = 0,
+        num_workers: int = 1,
+        epochs: int | None = 1,
+        shuffle_seed: int | None = None,
+        drop_remainder: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
+        if num_workers < 1 or not 0 <= worker < num_workers:
+            raise ConfigError(f"memory source: there is no worker {worker} of {num_workers}")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
+        records = data if isinstance(data, Records) else to_records(data)
+        self._records = records.take(torch.arange(worker, len(records), num_workers))
+        self._batch_size = batch_size
+        self._total = None if epochs is None and len(self._records) else len(self._records) * (epochs or 1)
+        self._seed = shuffle_seed
+        self._drop_remainder = drop_remainder
+        self._next = 0
+        self._ordered: tuple[int, Tensor] | None = None
+        self._settings: Position = {
+            "source": "memory",
+            "records": len(self._records),
+            "shard": [worker, num_workers],
+            "seed": shuffle_seed,
+        }
+
+    def __iter__(self) -> Iterator[Records]:
+        while self._total is None or self._next < self._total:
+            begin, end = self._next, self._next + self._batch_size
+            if self._total is not None and end > self._total:
+                end = self._total
+                if self._drop_remainder:
+                    self._next = end
+                    return
+            self._next = end
+            yield self._records.take(self._rows(begin, end))
+
+    def position(self) -> Position:
+        return {**self._settings, "next": self._next}
+
+    def restore(self, position: Position) -> None:
+        if not isinstance(position, Mapping) or position.get("source") != "memory":
+            raise RestoreError(f"cannot restore a memory source from {position!r:.200}: of another kind")
+        for name, value in self._settings.items():
+            if name not in position or position[name] != value:
+                raise RestoreError(
+                    f"cannot restore a memory source: the position was taken with {name} "
+                    f"{position.get(name)}, this one has {value}"
+                )
+        number = position.get("next")
+        if not isinstance(number, int) or number < 0 or (self._total is not None and number > self._total):
+            raise RestoreError(f"cannot restore a memory source: there is no record {number!r}")
+        self._next = number
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to let go of."""
+
+    def _rows(self, begin: int, end: int) -> Tensor:
+        size = len(self._records)
+        if self._seed is None:
+            return torch.arange(begin, end) % size
+        parts = []
+        while begin < end:
+            epoch, first = divmod(begin, size)
+            count = min(size - first, end - begin)
+            if self._ordered is None or self._ordered[0] != epoch:
+                self._ordered = (epoch, permutation(size, self._seed, epoch))
+            parts.append(self._ordered[1][first : first + count])
+            begin += count
+        return torch.cat(parts)
+
+
+def to_records(columns: Mapping[str, Column]) -> Records:
+    """Return columns by name as records; whole numbers and bools become int64, others float32, text bytes."""
+    made = {str(name): to_column(columns[name], str(name)) for name in columns}
+    sizes = {name: column.nrows for name, column in made.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError(f"memory: columns must have one row per record each, got {sizes}")
+    return Records(next(iter(sizes.values()), 0), made)
+
+
+def to_column(values: Column, name: str = "") -> RaggedTensor:
+    """Return one column in the form that records have it."""
+    try:
+        if isinstance(values, RaggedTensor):
+            return _typed(values)
+        if isinstance(values, Tensor):
+            return _dense(values)
+        if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+            return _from_rows(values)
+        array = np.asarray(values)
+        if array.dtype == object or array.dtype.kind in "SU":
+            return _from_rows(array.tolist())
+        return _dense(torch.from_numpy(np.array(array)))
+    except (TensorArgumentError, TypeError, ValueError, OverflowError) as cause:
+        raise DataError(f"memory: cannot read column {name!r}: {cause}") from cause
+
+
+def _dense(values: Tensor) -> RaggedTensor:
+    if values.ndim not in (1, 2):
+        raise DataError(f"a tensor must have the shape (records,) or (records, k), got {tuple(values.shape)}")
+    each = 1 if values.ndim == 1 else values.shape[1]
+    lengths = torch.full((len(values),), each, dtype=torch.int64)
+    return _typed(RaggedTensor.from_row_lengths(values.reshape(-1), lengths, validate=False))
+
+
+def _typed(column: RaggedTensor) -> RaggedTensor:
+    dtype = column.dtype
+    if dtype in (torch.int64, torch.float32) or (dtype is torch.uint8 and column.ragged_rank == 2):
+        return column
+    if dtype is torch.uint64:
+        return column.with_flat_values(column.flat_values.view(torch.int64))
+    return column.with_flat_values(
+        column.flat_values.to(torch.float32 if dtype.is_floating_point else torch.int64)
+    )
+
+
+def _from_rows(rows: Sequence[Any]) -> RaggedTensor:
+    lists = [_as_list(row) for row in rows]
+    flat = [value for row in lists for value in row]
+    lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
+    if any(isinstance(value, str | bytes) for value in flat):
+        if strange := [value for value in flat if not isinstance(value, str | bytes)]:
+            raise DataError(f"it has texts, and {strange[0]!r}")
+        texts = [value.encode() if isinstance(value, str) else value for value in flat]
+        text = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
+        sizes = torch.tensor([len(one) for one in texts], dtype=torch.int64)
+        return RaggedTensor.from_row_lengths(
+            RaggedTensor.from_row_lengths(text, sizes, validate=False), lengths, validate=False
+        )
+    whole = all(isinstance(value, int | np.integer | np.bool_) for value in flat)
+    if whole:
+        values = torch.from_numpy(np.array([_signed(int(value)) for value in flat], dtype=np.int64))
+    else:
+        values = torch.tensor([float(value) for value in flat], dtype=torch.float32)
+    return RaggedTensor.from_row_lengths(values, lengths, validate=False)
+
+
+def _signed(number: int) -> int:
+    """Return an unsigned id as the int64 of the same bits."""
+    return number - (1 << 64) if 1 << 63 <= number < 1 << 64 else number
+
+
+def _as_list(row: Any) -> list[Any]:
+    if row is None:
+        return []
+    if isinstance(row, list | tuple):
+        return list(row)
+    if isinstance(row, np.ndarray):
+        return list(row.tolist())
+    return [row]

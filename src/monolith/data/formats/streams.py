@@ -1,0 +1,266 @@
+"""Streams: files of one payload after another, read in chunks and written, compressed or not.
+
+TFRecord files and Monolith's framed files differ only in how a payload is wrapped. A place in such a
+file is a byte of the stream: of the file itself, or of what it decompresses to, and then going on
+from a place reads the file from its beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import zlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith import filesystem, native
+from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.examples import ParsedPayloads, PayloadParser, PayloadWriter
+from monolith.data.records import Records
+from monolith.errors import ConfigError, CorruptFileError, DataError
+
+CHUNK_BYTES = 4 << 20
+AUTO = "auto"
+COMPRESSIONS = ("gzip", "zlib", "zstd", "snappy")
+
+_PIECE_BYTES = 64 << 10
+_SKIP_BYTES = 1 << 20
+_SUFFIXES = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".zlib": "zlib",
+    ".zz": "zlib",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".snappy": "snappy",
+}
+_WINDOWS = {"gzip": 31, "zlib": 15}
+"""How zlib is told which of its two wrappings is meant."""
+
+Split = Callable[[bytes], native.SplitStream]
+Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]
+"""Gets payloads and the headers of their frames; returns their records."""
+Seal = Callable[[Records, bytes, NDArray[np.int64]], bytes]
+"""Gets records, their payloads end to end, and where each begins; returns a stream."""
+
+
+def check_compression(compression: str | None) -> str | None:
+    """Return the compression if there is one of that name, or none, or "auto"."""
+    if compression not in (None, AUTO, *COMPRESSIONS):
+        known = ", ".join(COMPRESSIONS)
+        raise ConfigError(f"there is no compression {compression!r}; there are {known}, auto and None")
+    return compression
+
+
+def compression_of(path: str) -> str | None:
+    """Return the compression that a file's name tells."""
+    return next((name for suffix, name in _SUFFIXES.items() if path.endswith(suffix)), None)
+
+
+def read_chunks(
+    path: str,
+    split: Split,
+    parser: PayloadParser,
+    *,
+    start: int,
+    compression: str | None,
+    chunk_bytes: int,
+    amend: Amend | None = None,
+) -> Iterator[Chunk]:
+    """Yield what the payloads of a file hold, from a place on.
+
+    Raises:
+        CorruptFileError: The file cannot be read any further. What was good before that was yielded.
+    """
+    at, rest, wanted = start, b"", chunk_bytes
+    with contextlib.closing(_open(path, start, compression)) as file:
+        while True:
+            piece = file.read(wanted)
+            buffer = rest + piece if rest else piece
+            if not buffer:
+                return
+            found = split(buffer)
+            if len(found.offsets):
+                yield from _chunks(at, buffer, found, parser, amend)
+            if found.failure and not (found.truncated and piece):
+                inside = f" (of what its {compression} holds)" if compression else ""
+                raise CorruptFileError(path, at + found.consumed, found.failure + inside)
+            rest = buffer[found.consumed :]
+            at += found.consumed
+            # A record longer than what was read: read twice as much, as long as the file has it.
+            wanted = chunk_bytes if found.consumed else 2 * len(buffer)
+
+
+def _chunks(
+    at: int, buffer: bytes, found: native.SplitStream, parser: PayloadParser, amend: Amend | None
+) -> Iterator[Chunk]:
+    starts = np.append(found.starts, found.consumed)
+    for parsed in parser.parse(buffer, found.offsets, found.lengths):
+        last = parsed.first + parsed.count
+        bad = []
+        for index, reason in parsed.bad:
+            place, begin = at + int(starts[index]), int(found.offsets[index])
+            payload = buffer[begin : begin + int(found.lengths[index])]
+            bad.append(BadRecord(place, f"record at byte {place}: {reason}", payload))
+        records = parsed.records if amend is None else amend(parsed, found.headers[parsed.first : last])
+        yield Chunk(records, at + int(starts[last]), bad)
+
+
+class StreamWriter:
+    """Writes records to an open file."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        compressor: Compressor | None,
+        seal: Seal,
+        writer: PayloadWriter,
+    ) -> None:
+        self._file = file
+        self._compressor = compressor
+        self._seal = seal
+        self._writer = writer
+
+    def write(self, records: Records) -> None:
+        stream = self._seal(records, *self._writer.encode(records))
+        self._file.write(stream if self._compressor is None else self._compressor.compress(stream))
+
+
+@contextlib.contextmanager
+def open_writer(
+    path: str,
+    compression: str | None,
+    seal: Seal,
+    writer: PayloadWriter,
+) -> Iterator[StreamWriter]:
+    """Write a file that appears under its name when the block ends well; `seal` wraps payloads."""
+    compressor = _compressor(compression_of(path) if compression == AUTO else compression)
+    with filesystem.atomic_write(path) as file:
+        yield StreamWriter(file, compressor, seal, writer)
+        if compressor is not None:
+            file.write(compressor.flush())
+
+
+# Compression
+
+
+class Compressor(Protocol):
+    """Takes a stream in pieces."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+class Decompressor(Protocol):
+    """Takes one compressed stream in pieces."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end of the stream."""
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+class _Reader(Protocol):
+    def read(self, size: int, /) -> bytes:
+        """Return at most `size` bytes; none only at the end."""
+
+    def close(self) -> None: ...
+
+
+class _Decompressing:
+    """Reads what a compressed file holds. Streams may follow each other, as `cat` leaves them."""
+
+    def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
+        self._file = file
+        self._path = path
+        self._compression = compression
+        self._stream: Decompressor | None = None
+        self._ready = bytearray()
+        self._taken = 0
+
+    def read(self, size: int, /) -> bytes:
+        while len(self._ready) < size and (piece := self._file.read(_PIECE_BYTES)):
+            self._take(piece)
+            self._taken += len(piece)
+        if len(self._ready) < size and self._stream is not None and not self._stream.eof:
+            raise CorruptFileError(
+                self._path, self._taken, f"the file ends inside its {self._compression} stream"
+            )
+        result = bytes(self._ready[:size])
+        del self._ready[:size]
+        return result
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, piece: bytes) -> None:
+        while piece:
+            if self._stream is None or self._stream.eof:
+                self._stream = _decompressor(self._compression)
+            try:
+                self._ready += self._stream.decompress(piece)
+            except Exception as cause:  # zlib and zstandard have errors of their own
+                raise CorruptFileError(
+                    self._path, self._taken, f"from here on this is no {self._compression} stream: {cause}"
+                ) from cause
+            piece = self._stream.unused_data if self._stream.eof else b""
+
+
+def _open(path: str, start: int, compression: str | None) -> _Reader:
+    """Open a file at a place of its stream."""
+    file = filesystem.open_read(path)
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.close)
+        if compression is None:
+            if start > file.seek(0, 2):
+                raise CorruptFileError(path, start, "the file ends before the place to go on from")
+            file.seek(start)
+            undo.pop_all()
+            return file
+        reader = _Decompressing(file, path, compression)
+        left = start
+        while left:
+            if not (skipped := reader.read(min(left, _SKIP_BYTES))):
+                raise CorruptFileError(path, start, "the stream ends before the place to go on from")
+            left -= len(skipped)
+        undo.pop_all()
+        return reader
+
+
+def _decompressor(compression: str) -> Decompressor:
+    if compression in _WINDOWS:
+        return zlib.decompressobj(_WINDOWS[compression])
+    stream: Decompressor = _zstandard(compression).ZstdDecompressor().decompressobj()
+    return stream
+
+
+def _compressor(compression: str | None) -> Compressor | None:
+    if compression is None:
+        return None
+    if compression in _WINDOWS:
+        return zlib.compressobj(wbits=_WINDOWS[compression])
+    stream: Compressor = _zstandard(compression).ZstdCompressor().compressobj()
+    return stream
+
+
+def _zstandard(compression: str) -> ModuleType:
+    if compression == "snappy":
+        raise DataError(
+            "snappy is not read or written here: there are several ways to cut it into blocks, and files do "
+            "not say which. Decompress the file, or write it with gzip, zlib or zstd."
+        )
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as cause:
+        raise DataError(
+            "zstd needs the package 'zstandard', which is not installed: pip install zstandard"
+        ) from cause

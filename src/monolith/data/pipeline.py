@@ -1,0 +1,552 @@
+"""Pipelines: what happens to records between a source and the model.
+
+    batches = (
+        Pipeline(source)
+        .map(add_label)
+        .filter(has_label)
+        .shuffle(ShuffleConfig(seed=7))
+        .rebatch(512)
+        .with_progress()
+        .to_batches(spec)
+        .prefetch(4)
+    )
+    for batch in batches: ...
+    saved = batches.position()
+
+Each stage is a source again, and its position as exact as that of the source below. A stage
+that holds records back saves the position from before the oldest of them and how many of
+what follows were delivered; restoring reads these once more and passes over them. So a
+function must make the same of the same record each time. It may see them in other batches.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, Protocol, TextIO, TypeVar
+
+from torch import Tensor
+
+from monolith.data.iteration import closed_after
+from monolith.data.records import LINE_ID, BatchSpec, Records, concat, make_batch
+from monolith.data.shuffling import ShuffleConfig, permutation
+from monolith.data.source import Position, Source
+from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.feature import Batch
+from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
+from monolith.tensors import Prefetched, prefetch
+
+Item = TypeVar("Item")
+Item_co = TypeVar("Item_co", covariant=True)
+
+Map = Callable[[Records], Records]
+Predicate = Callable[[Records], Tensor]
+"""Returns a bool per record: whether to keep it."""
+
+
+class Stream(Protocol[Item_co]):
+    """A source of anything: what a stage may stand on."""
+
+    def __iter__(self) -> Iterator[Item_co]: ...
+    def position(self) -> Position: ...
+    def restore(self, position: Position) -> None: ...
+    def close(self) -> None: ...
+
+
+class Pipeline:
+    """A source, and the stages on top of it. Adding a stage returns a new pipeline over the same source."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def map(self, function: Map) -> Pipeline:
+        """Replace records by what the function makes of them: as many, fewer or more."""
+        return Pipeline(_Mapped(self._source, function))
+
+    def filter(self, predicate: Predicate) -> Pipeline:
+        """Keep the records for which the predicate returns True."""
+        return self.map(lambda records: records.keep(predicate(records)))
+
+    def rebatch(self, size: int, *, drop_remainder: bool = False) -> Pipeline:
+        """Yield batches of exactly `size` records; only the last is shorter, unless it is dropped."""
+        return Pipeline(_Rebatched(self._source, size, drop_remainder))
+
+    def shuffle(self, config: ShuffleConfig) -> Pipeline:
+        """Mix `config.buffer` records at a time, and yield them together."""
+        return Pipeline(_Shuffled(self._source, config))
+
+    def take(self, records: int) -> Pipeline:
+        """End after so many records."""
+        return Pipeline(_Taken(self._source, records))
+
+    def with_progress(
+        self,
+        label: str = "Reading",
+        *,
+        every: timedelta = timedelta(seconds=30),
+        clock: Callable[[], float] = time.time,
+        event_time: str = LINE_ID + "req_time",
+        stream: TextIO | None = None,
+    ) -> Pipeline:
+        """Print a line now and then: how many records, how fast, and how far behind the clock they are.
+
+        Args:
+            clock: Unix seconds.
+            event_time: A column of Unix seconds; without it, the lag is left out.
+            stream: Standard error by default.
+        """
+        line = ProgressLine(label, every=every, clock=clock, stream=sys.stderr if stream is None else stream)
+        return Pipeline(_Watched(self._source, line, event_time))
+
+    def prefetch(self, batches: int) -> Pipeline:
+        """Read up to so many batches ahead in a thread of its own; 0 for none."""
+        return Pipeline(_Ahead(self._source, batches))
+
+    def to_batches(self, spec: BatchSpec) -> Batches:
+        """Turn records into what a model reads."""
+        return Batches(_Batched(self._source, spec))
+
+    def __iter__(self) -> Iterator[Records]:
+        return iter(self._source)
+
+    def position(self) -> Position:
+        return self._source.position()
+
+    def restore(self, position: Position) -> None:
+        self._source.restore(position)
+
+    def commit(self, position: Position) -> None:
+        """Tell the source that all before a position counts, if it wants to know; see `FileSource.commit`.
+
+        Where a stage held records back, the source hears of the place before the oldest of them.
+        """
+        _commit(self._source, position)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Batches:
+    """Batches for a model, with the position of the records they were made of."""
+
+    def __init__(self, batches: Stream[Batch]) -> None:
+        self._batches = batches
+
+    def prefetch(self, batches: int) -> Batches:
+        """Prepare up to so many batches ahead in a thread of its own; 0 for none."""
+        return Batches(_Ahead(self._batches, batches))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def position(self) -> Position:
+        return self._batches.position()
+
+    def restore(self, position: Position) -> None:
+        self._batches.restore(position)
+
+    def commit(self, position: Position) -> None:
+        """Tell the source that all before a position counts, if it wants to know."""
+        _commit(self._batches, position)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+class _Passing:
+    """A stage that holds nothing back: it stands where its source stands, and adds nothing to a position."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def position(self) -> Position:
+        return self._source.position()
+
+    def restore(self, position: Position) -> None:
+        self._source.restore(position)
+
+    def commit(self, position: Position) -> None:
+        _commit(self._source, position)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class _Mapped(_Passing):
+    def __init__(self, source: Source, function: Map) -> None:
+        super().__init__(source)
+        self._function = function
+
+    def __iter__(self) -> Iterator[Records]:
+        with closed_after(self._source) as batches:
+            for records in batches:
+                made = self._function(records)
+                if not isinstance(made, Records):
+                    raise DataError(f"pipeline: map must return Records, got {type(made).__name__}")
+                if len(made):
+                    yield made
+
+
+class _Batched(_Passing):
+    def __init__(self, source: Source, spec: BatchSpec) -> None:
+        super().__init__(source)
+        self._spec = spec
+
+    def __iter__(self) -> Iterator[Batch]:
+        with closed_after(self._source) as batches:
+            for records in batches:
+                yield make_batch(records, self._spec)
+
+
+class _Watched(_Passing):
+    def __init__(self, source: Source, line: ProgressLine, event_time: str) -> None:
+        super().__init__(source)
+        self._line = line
+        self._event_time = event_time
+
+    def __iter__(self) -> Iterator[Records]:
+        with closed_after(self._source) as batches:
+            for records in batches:
+                column = records.columns.get(self._event_time)
+                times = () if column is None else column.flat_values.tolist()
+                self._line.advance(len(records), max(times, default=None))
+                yield records
+        self._line.finish()
+
+
+class ProgressLine:
+    """Prints a line whenever `every` has passed: records, records per second, and the lag of event time.
+
+    The rate is that of the time since the last line, so that a stall shows.
+    """
+
+    def __init__(self, label: str, *, every: timedelta, clock: Callable[[], float], stream: TextIO) -> None:
+        self._label = label
+        self._every = every.total_seconds()
+        self._clock = clock
+        self._stream = stream
+        self._began = self._printed = clock()
+        self._total = self._since = 0
+        self._newest: int | None = None
+
+    def advance(self, records: int, event_time: int | None = None) -> None:
+        """Count records, the newest of which happened at `event_time`, in Unix seconds."""
+        self._total += records
+        self._since += records
+        if event_time is not None:
+            self._newest = event_time
+        now = self._clock()
+        if now - self._printed >= self._every:
+            self._print(self._since / max(now - self._printed, 1e-9), now)
+            self._printed, self._since = now, 0
+
+    def finish(self) -> None:
+        """Print the sum, if there was a line before."""
+        now = self._clock()
+        if self._printed > self._began:
+            self._print(self._total / max(now - self._began, 1e-9), now, "done")
+
+    def _print(self, rate: float, now: float, ending: str = "") -> None:
+        parts = [describe_amount(self._total, None, "records"), describe_rate(rate, "records")]
+        if self._newest is not None:
+            parts.append(f"{describe_seconds(max(now - self._newest, 0))} behind")
+        if ending:
+            parts.append(ending)
+        print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
+
+
+# Stages that hold records back
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A place between two records: so many after a position of the source."""
+
+    source: Position
+    skip: int = 0
+
+    def saved(self) -> Position:
+        return {"source": self.source, "skip": self.skip}
+
+
+class _Holding:
+    """A stage whose source has come further than its consumer."""
+
+    kind = ""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._mark: _Mark | None = None  # None: where the source stands
+
+    def position(self) -> Position:
+        return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
+
+    def restore(self, position: Position) -> None:
+        names = ("skip", *self._numbers())
+        if not isinstance(position, Mapping) or position.get("stage") != self.kind:
+            raise RestoreError(
+                f"cannot restore a pipeline: {position!r:.200} is not a position of its stage {self.kind!r}"
+            )
+        numbers = {name: position.get(name) for name in names}
+        if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
+            raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
+        self._check(numbers)
+        below: Any = position.get("source")
+        self._source.restore(below)
+        self._mark = _Mark(below, int(position["skip"]))
+        self._set_numbers(numbers)
+
+    def commit(self, position: Position) -> None:
+        _commit(self._source, position["source"])
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _numbers(self) -> dict[str, int]:
+        """Return what else belongs to a position."""
+        return {}
+
+    def _check(self, numbers: Mapping[str, Any]) -> None:
+        """Refuse numbers that make no sense."""
+
+    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Go on from these."""
+
+    def _stand(self) -> _Mark:
+        return _Mark(self._source.position()) if self._mark is None else self._mark
+
+    def _parts(self) -> Iterator[tuple[_Mark, Records]]:
+        """Yield what the source has from where this stage stands, and where each part begins."""
+        stand = self._stand()
+        if self._source.position() != stand.source:
+            self._source.restore(stand.source)  # it was read further than what was delivered
+        before, skip, passed = stand.source, stand.skip, 0
+        with closed_after(self._source) as batches:
+            for records in batches:
+                first = max(skip - passed, 0)
+                if first < len(records):
+                    yield _Mark(before, passed + first), records.slice(first, len(records))
+                passed += len(records)
+                if passed >= skip:
+                    before, skip, passed = self._source.position(), 0, 0
+        if skip:
+            raise DataError(
+                f"pipeline: {skip - passed} records fewer than when the position was saved; "
+                "the data has changed"
+            )
+
+
+class _Held:
+    """Records that a stage has read and not yet handed on."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._parts: deque[tuple[_Mark, Records]] = deque()
+        self._done = 0  # of the first part
+        self.count = 0
+
+    def add(self, mark: _Mark, records: Records) -> None:
+        self._parts.append((mark, records))
+        self.count += len(records)
+
+    def mark(self) -> _Mark:
+        """Return the place before the first of them, or where the source stands."""
+        if not self._parts:
+            return _Mark(self._source.position())
+        mark = self._parts[0][0]
+        return _Mark(mark.source, mark.skip + self._done)
+
+    def take(self, count: int) -> Records:
+        """Hand on the first `count` of them."""
+        taken: list[Records] = []
+        self.count -= count
+        while count:
+            records = self._parts[0][1]
+            end = min(self._done + count, len(records))
+            taken.append(records.slice(self._done, end))
+            count -= end - self._done
+            self._done = end
+            if end == len(records):
+                self._parts.popleft()
+                self._done = 0
+        return concat(taken)
+
+
+class _Rebatched(_Holding):
+    kind = "rebatch"
+
+    def __init__(self, source: Source, size: int, drop_remainder: bool) -> None:
+        super().__init__(source)
+        if size < 1:
+            raise ConfigError(f"pipeline: a batch needs a record at least, got {size}")
+        self._size = size
+        self._drop_remainder = drop_remainder
+
+    def __iter__(self) -> Iterator[Records]:
+        held = _Held(self._source)
+        with closed_after(self._parts()) as parts:
+            for mark, records in parts:
+                held.add(mark, records)
+                while held.count >= self._size:
+                    batch = held.take(self._size)
+                    self._mark = held.mark()
+                    yield batch
+        self._mark = None
+        if held.count and not self._drop_remainder:
+            yield held.take(held.count)
+
+
+class _Shuffled(_Holding):
+    """Stretches of `buffer` records, each in an order that follows from the seed and its number."""
+
+    kind = "shuffle"
+
+    def __init__(self, source: Source, config: ShuffleConfig) -> None:
+        super().__init__(source)
+        self._config = config
+        self._number = self._taken = self._length = 0
+
+    def __iter__(self) -> Iterator[Records]:
+        held, step = _Held(self._source), 1
+        with closed_after(self._parts()) as parts:
+            for mark, records in parts:
+                held.add(mark, records)
+                step = max(step, len(records))
+                while held.count >= (wanted := self._length or self._config.buffer):
+                    yield from self._stretch(held, wanted, step)
+        if held.count and self._length:
+            raise DataError("pipeline: fewer records than when the position was saved; the data has changed")
+        if held.count:
+            yield from self._stretch(held, held.count, step)
+        self._mark = None
+
+    def _stretch(self, held: _Held, size: int, step: int) -> Iterator[Records]:
+        """Yield the first `size` of the records held, in batches as large as they came in."""
+        begin = held.mark()
+        records = held.take(size).take(permutation(size, self._config.seed, self._number))
+        end = held.mark()
+        for first in range(self._taken, size, step):
+            last = min(first + step, size)
+            if last < size:
+                self._mark, self._taken, self._length = begin, last, size
+            else:
+                self._mark, self._taken, self._length = end, 0, 0
+                self._number += 1
+            yield records.slice(first, last)
+
+    def _numbers(self) -> dict[str, int]:
+        seed = self._config.seed
+        return {"number": self._number, "taken": self._taken, "length": self._length, "seed": seed}
+
+    def _check(self, numbers: Mapping[str, Any]) -> None:
+        if numbers["seed"] != self._config.seed:
+            raise RestoreError(
+                f"cannot restore a pipeline: it was shuffled with seed {numbers['seed']}, "
+                f"this one has {self._config.seed}"
+            )
+
+    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        self._number, self._taken, self._length = numbers["number"], numbers["taken"], numbers["length"]
+
+
+class _Taken(_Holding):
+    kind = "take"
+
+    def __init__(self, source: Source, records: int) -> None:
+        super().__init__(source)
+        if records < 0:
+            raise ConfigError(f"pipeline: cannot take {records} records")
+        self._records = records
+        self._taken = 0
+
+    def __iter__(self) -> Iterator[Records]:
+        if self._taken >= self._records:
+            return
+        with closed_after(self._parts()) as parts:
+            for mark, records in parts:
+                count = min(len(records), self._records - self._taken)
+                self._taken += count
+                whole = count == len(records)
+                self._mark = None if whole else _Mark(mark.source, mark.skip + count)
+                yield records.slice(0, count)
+                if self._taken == self._records:
+                    return
+
+    def _numbers(self) -> dict[str, int]:
+        return {"taken": self._taken}
+
+    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        self._taken = numbers["taken"]
+
+
+class _Ahead(Generic[Item]):
+    """Reads ahead in a thread, and stands where its consumer stands."""
+
+    def __init__(self, source: Stream[Item], capacity: int) -> None:
+        if capacity < 0:
+            raise ConfigError(f"pipeline: cannot read {capacity} batches ahead")
+        self._source = source
+        self._capacity = capacity
+        self._running: Prefetched | None = None
+        self._position: Position | None = None  # None: where the source stands
+
+    def __iter__(self) -> Iterator[Item]:
+        if self._running is None:
+            # The thread owns the source from here on, so its position is asked for now.
+            self._position = self._source.position()
+            self._running = prefetch(_with_positions(self._source), self._capacity)
+        while True:
+            try:
+                item, self._position = next(self._running)
+            except StopIteration:
+                break
+            except BaseException:
+                self._stop()
+                raise
+            yield item  # who stops here finds what was read ahead when coming back
+            if self._running is None:
+                raise DataError("pipeline: restored or closed while it was being read")
+        self._running = None
+        self._position = None
+
+    def position(self) -> Position:
+        return self._source.position() if self._position is None else self._position
+
+    def restore(self, position: Position) -> None:
+        self._stop()
+        self._source.restore(position)
+        self._position = None
+
+    def commit(self, position: Position) -> None:
+        _commit(self._source, position)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+        self._source.close()
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+            # What was read ahead is dropped, and read again by whoever iterates next.
+            assert self._position is not None
+            self._source.restore(self._position)
+
+
+def _with_positions(source: Stream[Item]) -> Iterator[tuple[Item, Position]]:
+    # Not a method: a thread that held the stage would keep it, and so itself, alive for ever.
+    with closed_after(source) as items:
+        for item in items:
+            yield item, source.position()
+
+
+def _commit(source: object, position: Position) -> None:
+    commit = getattr(source, "commit", None)
+    if commit is not None:
+        commit(position)

@@ -1,0 +1,202 @@
+"""Every implementation of the source seam, over the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monolith.data import Format, Position, Records, Source
+from monolith.data.discovery import Watch
+from monolith.data.files import FileSource
+from monolith.data.formats.csv import CsvFormat
+from monolith.data.formats.memory import MemorySource, to_records
+from monolith.data.formats.parquet import ParquetFormat
+from monolith.data.pipeline import Pipeline
+from monolith.data.shuffling import ShuffleConfig
+from monolith.data.work_queue import LocalFileQueue
+
+COUNT = 23
+IDS = list(range(100, 100 + COUNT))
+SIZES = (5, 1, 0, 9, 8)
+"""Records per file: one of a single record, and one of none."""
+
+
+def some_records(ids: Sequence[int] = tuple(IDS)) -> Records:
+    """Records whose other columns follow from their id: 0 to 2 tags, and a name or none."""
+    return to_records(
+        {
+            "id": [[one] for one in ids],
+            "tags": torch_tags(ids),
+            "name": [[f"n{one}"] if one % 2 else [] for one in ids],
+        }
+    )
+
+
+def torch_tags(ids: Sequence[int]) -> list[list[int]]:
+    return [[one * 10 + number for number in range(one % 3)] for one in ids]
+
+
+def ids_of(batches: Sequence[Records] | Source | Iterator[Records]) -> list[int]:
+    """The ids of all records, in order; each record must be whole."""
+    ids: list[int] = []
+    for batch in batches:
+        here = batch["id"].flat_values.tolist()
+        assert len(here) == len(batch) > 0
+        assert batch["tags"].to_list() == torch_tags(here)
+        if "name" in batch.columns:
+            assert batch.strings("name") == [[b"n%d" % one] if one % 2 else [] for one in here]
+        ids += here
+    return ids
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of source."""
+
+    make: Callable[..., Source]
+    """Takes a folder of its own, in which there may be files from an earlier call; then options."""
+    ids: Sequence[int] = field(default_factory=lambda: tuple(IDS))
+    """What comes out, in whatever order."""
+    options: frozenset[str] = frozenset()
+    """Which of worker (with num_workers), epochs and seed it takes, besides batch_size."""
+
+
+def write_files(folder: Path, form: Format) -> list[str]:
+    """Write the records into a few files, unless they are there."""
+    paths, first = [], 0
+    for number, size in enumerate(SIZES):
+        path = folder / f"{number:02}.{form.name}"
+        if not path.exists():
+            with form.writer(str(path)) as writer:
+                writer.write(some_records(IDS[first : first + size]))
+        paths.append(str(path))
+        first += size
+    return paths
+
+
+ALL = frozenset({"worker", "epochs", "seed"})
+
+
+def _memory(_: Path, *, batch_size: int = 4, seed: int | None = None, **options: Any) -> Source:
+    return MemorySource(some_records(), batch_size=batch_size, shuffle_seed=seed, **options)
+
+
+def _files(form: Format, buffer: int = 7) -> Callable[..., Source]:
+    def make(folder: Path, *, batch_size: int = 4, seed: int | None = None, **options: Any) -> Source:
+        shuffle = None if seed is None else ShuffleConfig(seed=seed, buffer=buffer)
+        return FileSource(write_files(folder, form), form, batch_size=batch_size, shuffle=shuffle, **options)
+
+    return make
+
+
+PARQUET = ParquetFormat(chunk_rows=3, row_group_rows=4)
+CSV = CsvFormat(
+    chunk_bytes=40,
+    list_separator="|",
+    types={"id": torch.int64, "tags": torch.int64, "name": torch.uint8},
+)
+
+
+def _watched(folder: Path, *, batch_size: int = 4, **options: Any) -> Source:
+    write_files(folder, PARQUET)
+    watch = Watch(str(folder / "*.parquet"), stop_after=timedelta(0))
+    return FileSource(watch, PARQUET, batch_size=batch_size, **options)
+
+
+class _WithItsQueue:
+    """A file source with a queue of its own: the two positions together, as a checkpoint has them."""
+
+    def __init__(self, queue: LocalFileQueue, source: FileSource) -> None:
+        self._queue, self._source = queue, source
+
+    def __iter__(self) -> Iterator[Records]:
+        return iter(self._source)
+
+    def position(self) -> Position:
+        return {"queue": self._queue.state(), "source": self._source.position()}
+
+    def restore(self, position: Position) -> None:
+        self._queue.restore(position.get("queue", {}))
+        self._source.restore(position.get("source", {}))
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def _queued(auto_commit: bool) -> Callable[..., Source]:
+    def make(folder: Path, *, batch_size: int = 4, seed: int | None = None, **options: Any) -> Source:
+        shuffle = None if seed is None else ShuffleConfig(seed=seed, buffer=7)
+        queue = LocalFileQueue(write_files(folder, PARQUET))
+        return _WithItsQueue(
+            queue,
+            FileSource(
+                queue,
+                PARQUET,
+                batch_size=batch_size,
+                auto_commit=auto_commit,
+                shuffle=shuffle,
+                **options,
+            ),
+        )
+
+    return make
+
+
+def _pipeline(stages: Callable[[Pipeline], Pipeline]) -> Callable[..., Source]:
+    def make(folder: Path, *, batch_size: int = 4) -> Source:
+        return stages(Pipeline(FileSource(write_files(folder, PARQUET), PARQUET, batch_size=batch_size)))
+
+    return make
+
+
+def _odd(records: Records) -> torch.Tensor:
+    return records["id"].flat_values % 2 == 1
+
+
+def _twice(records: Records) -> Records:
+    """Each record as it is; for a change, in the order of their ids and not all in one go."""
+    return records.take(records["id"].flat_values.argsort())
+
+
+SOURCES: dict[str, Case] = {
+    "memory": Case(_memory, options=ALL),
+    "parquet": Case(_files(PARQUET), options=ALL),
+    "parquet, shuffled in one go": Case(_files(PARQUET, buffer=1000), options=ALL),
+    "csv": Case(_files(CSV), options=ALL),
+    "watched files": Case(_watched, options=frozenset({"worker"})),
+    "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"})),
+    "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"})),
+    "pipeline": Case(_pipeline(lambda p: p)),
+    "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
+    "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),
+    "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3))),
+    "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),
+    "pipeline: shuffle": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(seed=3, buffer=9)))),
+    "pipeline: shuffle in one go": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(buffer=1000)))),
+    "pipeline: take": Case(_pipeline(lambda p: p.take(10)), IDS[:10]),
+    "pipeline: take more than there is": Case(_pipeline(lambda p: p.take(1000))),
+    "pipeline: prefetch": Case(_pipeline(lambda p: p.prefetch(2))),
+    "pipeline: prefetch of nothing": Case(_pipeline(lambda p: p.prefetch(0))),
+    "pipeline: progress": Case(_pipeline(lambda p: p.with_progress(stream=StringIO()))),
+    "pipeline: all": Case(
+        _pipeline(
+            lambda p: (
+                p.filter(_odd)
+                .shuffle(ShuffleConfig(seed=1, buffer=5))
+                .prefetch(1)
+                .rebatch(3)
+                .map(_twice)
+                .take(10)
+                .prefetch(2)
+            )
+        ),
+        [one for one in IDS if one % 2][:10],
+    ),
+}
+"""By name. Whoever adds a source adds a line here."""

@@ -1,0 +1,247 @@
+"""What every source does, wherever its records come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contracts.sources import SOURCES, Case, ids_of
+
+from monolith.data import Records, Source
+from monolith.errors import MonolithError, RestoreError
+
+
+class Maker:
+    """Makes the same source over and over, and closes all of them."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self._folder = folder
+        self._made: list[Source] = []
+
+    def __call__(self, **options: Any) -> Source:
+        self._made.append(self.case.make(self._folder, **options))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for source in self._made:
+            source.close()
+
+
+@pytest.fixture(params=SOURCES)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
+    maker = Maker(SOURCES[request.param], tmp_path)
+    yield maker
+    maker.close()
+
+
+@pytest.fixture(params=[name for name, case in SOURCES.items() if "seed" in case.options])
+def make_shuffled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
+    maker = Maker(SOURCES[request.param], tmp_path)
+    yield maker
+    maker.close()
+
+
+def some(source: Source, batches: int) -> list[Records]:
+    """Read so many batches, then stop."""
+    iterator = iter(source)
+    return list(islice(iterator, batches))
+
+
+def test_every_record_comes_once(make: Maker) -> None:
+    assert sorted(ids_of(make())) == sorted(make.case.ids)
+
+
+def test_records_come_in_the_same_order_each_time(make: Maker) -> None:
+    assert ids_of(make()) == ids_of(make())
+
+
+def test_a_position_survives_json(make: Maker) -> None:
+    source = make()
+    positions = [source.position(), *(source.position() for _ in source), source.position()]
+    assert json.loads(json.dumps(positions)) == positions
+
+
+def test_asking_for_the_position_moves_nothing(make: Maker) -> None:
+    source = make()
+    for _ in source:
+        assert source.position() == source.position()
+
+
+def test_a_new_source_goes_on_at_any_batch(make: Maker) -> None:
+    whole = ids_of(make())
+    source = make()
+    positions = [(0, source.position())]
+    read = 0
+    for batch in source:
+        read += len(batch)
+        positions.append((read, json.loads(json.dumps(source.position()))))
+    assert read == len(whole)
+    for count, position in positions:
+        again = make()
+        again.restore(position)
+        assert again.position() == position
+        assert ids_of(again) == whole[count:]
+
+
+def test_restoring_again_and_again_loses_nothing(make: Maker) -> None:
+    """As a trainer does that is killed after every batch."""
+    whole, ids = ids_of(make()), list[int]()
+    source = make()
+    position = source.position()
+    while True:
+        source = make()
+        source.restore(position)
+        batches = some(source, 1)
+        if not batches:
+            break
+        position = json.loads(json.dumps(source.position()))
+        ids += ids_of(batches)
+    assert ids == whole
+
+
+def test_a_source_goes_back_to_where_it_was(make: Maker) -> None:
+    source = make()
+    whole = ids_of(make())
+    first = ids_of(some(source, 2))
+    position = source.position()
+    assert first + ids_of(source) == whole
+    source.restore(position)
+    assert first + ids_of(source) == whole
+
+
+def test_who_stops_early_goes_on_there(make: Maker) -> None:
+    source = make()
+    whole = ids_of(make())
+    ids = []
+    while batches := some(source, 1):
+        ids += ids_of(batches)
+    assert ids == whole
+
+
+def test_at_the_end_there_is_nothing_more(make: Maker) -> None:
+    source = make()
+    ids_of(source)
+    assert ids_of(source) == []
+    again = make()
+    again.restore(source.position())
+    assert ids_of(again) == []
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [{}, {"source": "a kind of its own"}, {"stage": "none"}, {"source": {}, "skip": 0, "stage": "rebatch"}],
+)
+def test_a_position_of_something_else_is_refused(make: Maker, garbage: dict[str, Any]) -> None:
+    source = make()
+    with pytest.raises(RestoreError):
+        source.restore(garbage)
+    assert sorted(ids_of(source)) == sorted(make.case.ids)
+
+
+def test_a_position_with_nonsense_in_it_is_refused(make: Maker) -> None:
+    source = make()
+    some(source, 1)
+    position = source.position()
+    for name, value in position.items():
+        if isinstance(value, int):
+            for nonsense in (-1, "1", None, 1.5):
+                with pytest.raises(RestoreError):
+                    source.restore({**position, name: nonsense})
+        with pytest.raises(RestoreError):
+            source.restore({other: value for other, value in position.items() if other != name})
+
+
+def test_closing_twice_does_nothing(make: Maker) -> None:
+    source = make()
+    some(source, 1)
+    source.close()
+    source.close()
+
+
+# Where it takes the option
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "worker" in case.options])
+def test_workers_share_all_records(name: str, num_workers: int, tmp_path: Path) -> None:
+    case = SOURCES[name]
+    ids = [
+        one
+        for worker in range(num_workers)
+        for one in ids_of(case.make(tmp_path, worker=worker, num_workers=num_workers))
+    ]
+    assert sorted(ids) == sorted(case.ids)
+
+
+@pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "worker" in case.options])
+def test_a_position_of_another_worker_is_refused(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name].make(tmp_path, worker=0, num_workers=2)
+    some(source, 1)
+    with pytest.raises(RestoreError):
+        SOURCES[name].make(tmp_path, worker=1, num_workers=2).restore(source.position())
+
+
+@pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "epochs" in case.options])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_epochs_follow_each_other_in_full_batches(name: str, seed: int | None, tmp_path: Path) -> None:
+    case = SOURCES[name]
+    count = len(case.ids)
+    batches = list(case.make(tmp_path, epochs=3, seed=seed))
+    assert [len(batch) for batch in batches] == [4] * (3 * count // 4) + [3 * count % 4]
+    ids = ids_of(batches)
+    for epoch in range(3):
+        assert sorted(ids[epoch * count : (epoch + 1) * count]) == sorted(case.ids)
+    endless = case.make(tmp_path, epochs=None, seed=seed)
+    assert ids_of(islice(endless, len(batches) - 1)) == ids[: 4 * (len(batches) - 1)]
+
+
+@pytest.mark.parametrize("name", [name for name, case in SOURCES.items() if "epochs" in case.options])
+def test_a_new_source_goes_on_in_any_epoch(name: str, tmp_path: Path) -> None:
+    case = SOURCES[name]
+    whole = ids_of(case.make(tmp_path, epochs=3, seed=5))
+    source = case.make(tmp_path, epochs=3, seed=5)
+    read = 0
+    for batch in source:
+        read += len(batch)
+        again = case.make(tmp_path, epochs=3, seed=5)
+        again.restore(source.position())
+        assert ids_of(again) == whole[read:]
+
+
+def test_shuffling_gives_the_same_records_in_another_order(make_shuffled: Maker) -> None:
+    plain, shuffled = ids_of(make_shuffled()), ids_of(make_shuffled(seed=1))
+    assert sorted(shuffled) == sorted(plain)
+    assert shuffled != plain
+
+
+def test_the_seed_decides_the_order(make_shuffled: Maker) -> None:
+    assert ids_of(make_shuffled(seed=1)) == ids_of(make_shuffled(seed=1))
+    assert ids_of(make_shuffled(seed=1)) != ids_of(make_shuffled(seed=2))
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 22, 1000])
+def test_the_order_is_the_same_for_any_batch_size(make_shuffled: Maker, batch_size: int) -> None:
+    assert ids_of(make_shuffled(seed=1, batch_size=batch_size)) == ids_of(make_shuffled(seed=1))
+
+
+def test_a_new_source_goes_on_in_the_middle_of_shuffling(make_shuffled: Maker) -> None:
+    whole = ids_of(make_shuffled(seed=1, batch_size=3))
+    source = make_shuffled(seed=1, batch_size=3)
+    read = 0
+    for batch in source:
+        read += len(batch)
+        again = make_shuffled(seed=1, batch_size=3)
+        again.restore(json.loads(json.dumps(source.position())))
+        assert ids_of(again) == whole[read:]
+
+
+def test_a_position_from_another_order_is_refused(make_shuffled: Maker) -> None:
+    source = make_shuffled(seed=1)
+    some(source, 1)
+    with pytest.raises(MonolithError):
+        make_shuffled(seed=2).restore(source.position())

@@ -1,0 +1,144 @@
+"""Records: taken, kept, joined, and made into batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from monolith.data import BatchSpec, Records, concat, make_batch
+from monolith.data.formats.memory import to_records
+from monolith.data.records import empty_rows
+from monolith.errors import DataError
+from monolith.tensors import RaggedTensor
+
+
+@pytest.fixture
+def records() -> Records:
+    """Three records, and a user that all of them share."""
+    own = to_records({"id": [[1], [], [2, 3]], "x": [[0.5], [1.5, 2.5], []], "s": [["a"], ["b", ""], []]})
+    user = to_records({"user": [[7, 8]]}).columns["user"]
+    return Records(3, {**own.columns, "user": user}, frozenset({"user"}))
+
+
+def test_a_shared_column_reads_as_if_every_record_had_it(records: Records) -> None:
+    assert records.columns["user"].nrows == 1
+    assert records["user"].to_list() == [[7, 8]] * 3
+    assert records["id"].to_list() == [[1], [], [2, 3]]
+
+
+def test_a_column_that_is_not_there_is_an_error_that_names_the_others(records: Records) -> None:
+    with pytest.raises(DataError, match="no column 'no'; they have id, x, s, user"):
+        records["no"]
+
+
+def test_take_gives_rows_in_any_order_and_as_often_as_asked(records: Records) -> None:
+    taken = records.take(torch.tensor([2, 0, 2]))
+    assert taken["id"].to_list() == [[2, 3], [1], [2, 3]]
+    assert taken.strings("s") == [[], [b"a"], []]
+    assert taken["user"].to_list() == [[7, 8]] * 3
+    assert len(records.take(torch.empty(0, dtype=torch.int64))) == 0
+
+
+def test_keep_gives_the_rows_of_a_mask(records: Records) -> None:
+    kept = records.keep(torch.tensor([False, True, True]))
+    assert kept["x"].to_list() == [[1.5, 2.5], []]
+    assert kept.strings("s") == [[b"b", b""], []]
+    assert records.keep(torch.ones(3, dtype=torch.bool)) is records
+    for mask in (torch.ones(3), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(DataError, match="mask"):
+            records.keep(mask)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "ids"), [(1, 3, [[], [2, 3]]), (-1, 1, [[1]]), (2, 9, [[2, 3]]), (2, 1, [])]
+)
+def test_slice_gives_a_stretch(records: Records, begin: int, end: int, ids: list[list[int]]) -> None:
+    cut = records.slice(begin, end)
+    assert len(cut) == len(ids)
+    assert cut["id"].to_list() == ids
+    assert cut["user"].to_list() == [[7, 8]] * len(ids)
+
+
+def test_the_whole_slice_is_the_same_object(records: Records) -> None:
+    assert records.slice(0, 3) is records
+
+
+def test_columns_are_added_replaced_and_left_out(records: Records) -> None:
+    other = to_records({"user": [1, 2, 3], "new": [4, 5, 6]})
+    more = records.with_columns(other.columns)
+    assert more["user"].to_list() == [[1], [2], [3]]
+    assert more.shared == frozenset()
+    few = records.select(["user", "id", "no"])
+    assert list(few.columns) == ["user", "id"]
+    assert few.shared == {"user"}
+
+
+def test_concat_lays_records_end_to_end_and_fills_what_some_lack(records: Records) -> None:
+    more = to_records({"id": [[9]], "late": [[0.5]]})
+    together = concat([records, more])
+    assert len(together) == 4
+    assert together["id"].to_list() == [[1], [], [2, 3], [9]]
+    assert together["late"].to_list() == [[], [], [], [0.5]]
+    assert together.strings("s") == [[b"a"], [b"b", b""], [], []]
+    assert together["user"].to_list() == [[7, 8], [7, 8], [7, 8], []]
+    assert together.shared == frozenset()
+
+
+def test_concat_of_one_is_that_one(records: Records) -> None:
+    assert concat([records]) is records
+
+
+def test_concat_refuses_a_column_of_two_types() -> None:
+    with pytest.raises(DataError, match=r"'a' is torch.int64 here and torch.float32 there"):
+        concat([to_records({"a": [1]}), to_records({"a": [0.5]})])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+def test_empty_rows_are_a_column_like_others(dtype: torch.dtype) -> None:
+    records = Records(2, {"a": empty_rows(dtype, 2)})
+    assert records["a"].to_list() == [[], []]
+    assert len(records.take(torch.tensor([1]))) == 1
+
+
+def test_columns_of_other_shapes_and_types_are_refused() -> None:
+    def ragged(values: torch.Tensor) -> RaggedTensor:
+        return RaggedTensor.from_row_lengths(values, torch.ones(len(values), dtype=torch.int64))
+
+    for column in (ragged(torch.zeros(2, dtype=torch.float64)), ragged(torch.zeros(2, dtype=torch.uint8))):
+        with pytest.raises(DataError, match="must be ragged int64 or float32, or strings"):
+            Records(2, {"a": column})
+    with pytest.raises(DataError, match="2 rows instead of 3"):
+        Records(3, {"a": ragged(torch.zeros(2))})
+    with pytest.raises(DataError, match="2 rows instead of 1"):
+        Records(2, {"a": ragged(torch.zeros(2))}, frozenset({"a"}))
+    with pytest.raises(DataError, match="not there: \\['b'\\]"):
+        Records(2, {"a": ragged(torch.zeros(2))}, frozenset({"b"}))
+
+
+def test_a_batch_has_what_the_spec_names(records: Records) -> None:
+    labels = to_records({"label": [[1.0], [0.0, 1.0], []], "line_id.req_time": [[5], [9], [7]]})
+    spec = BatchSpec(
+        ids=("id", "user", "missing"),
+        floats={"x": 2, "absent": 1},
+        labels={"click": ("label", 0), "like": ("label", 1), "none": ("no column", 0)},
+    )
+    batch = make_batch(records.with_columns(labels.columns), spec)
+    assert len(batch) == 3
+    assert batch.ids["id"].to_list() == [[1], [], [2, 3]]
+    assert batch.ids["user"].to_list() == [[7, 8]]
+    assert batch.ids.event_time == 9
+    assert batch.floats["x"].tolist() == [[0.5, 0.0], [1.5, 2.5], [0.0, 0.0]]
+    assert batch.floats["absent"].tolist() == [[0.0]] * 3
+    assert batch.labels["click"].nan_to_num(-1).tolist() == [1.0, 0.0, -1.0]
+    assert batch.labels["like"].nan_to_num(-1).tolist() == [-1.0, 1.0, -1.0]
+    assert "none" not in batch.labels
+
+
+def test_a_batch_needs_ids_where_it_asks_for_ids(records: Records) -> None:
+    with pytest.raises(DataError, match="'x' must hold ids"):
+        make_batch(records, BatchSpec(ids=("x",)))
+
+
+def test_without_event_times_a_batch_has_none(records: Records) -> None:
+    assert make_batch(records, BatchSpec(ids=("id",), event_time=None)).ids.event_time == 0
+    assert make_batch(records, BatchSpec(ids=("id",))).ids.event_time == 0
