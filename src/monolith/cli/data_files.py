@@ -188,7 +188,7 @@ def plot(statistics: Statistics, path: str) -> None:
         raise MissingExtraError("matplotlib", "plot", "drawing statistics") from cause
     found = sorted(statistics.columns.items(), reverse=True)
     names = [name for name, _ in found]
-    panels = {
+    panels: dict[str, list[float]] = {
         "records that have it": [column.filled / max(statistics.records, 1) for _, column in found],
         "values per record": [column.values / max(statistics.records, 1) for _, column in found],
         "distinct values": [len(column.distinct) for _, column in found],

@@ -194,7 +194,7 @@ def lists(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> RaggedTensor:
 
 def with_pyarrow(path: str, plan: Plan) -> Iterator[Batch]:
     """Read batches by pyarrow, and take values and offsets of each column as numpy arrays."""
-    import pyarrow as pa
+    import pyarrow as pa  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     def column(array: Any) -> RaggedTensor:
