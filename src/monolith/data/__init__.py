@@ -5,10 +5,12 @@ Files, streams and generated logs are sources: they yield records by column and 
 
 from monolith.data.click_log import ClickLog, ClickLogConfig
 from monolith.data.discovery import Watch
+from monolith.data.drift import DriftConfig, DriftingStream
 from monolith.data.files import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.joiner import JoinedSource, Joiner, JoinerConfig
+from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.shuffling import ShuffleConfig
@@ -20,14 +22,20 @@ __all__ = [
     "BadRecordPolicy",
     "BatchSpec",
     "Batches",
+    "ByWorker",
     "Chunk",
     "ClickLog",
     "ClickLogConfig",
+    "DriftConfig",
+    "DriftingStream",
     "FileSource",
     "Format",
     "JoinedSource",
     "Joiner",
     "JoinerConfig",
+    "KafkaConfig",
+    "KafkaSink",
+    "KafkaSource",
     "MemorySource",
     "Pipeline",
     "Position",

@@ -27,16 +27,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith.data.drawing import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError
 from monolith.feature import Batch, FeatureIds
 from monolith.nn import auc
-from monolith.table.hashing import mix, mix_one
 
 FEATURES = ("user", "item", "context", "history")
 """Of every batch, in this order."""
 
 _AT_A_TIME = 1 << 14
-_GOLDEN, _ALL_BITS = 0x9E3779B97F4A7C15, 0xFFFF_FFFF_FFFF_FFFF
 
 # What a draw is for. Numbers of their own, so that no two draws are of the same thing.
 _RANK_OF = {"user": 1, "item": 2, "context": 3}
@@ -132,9 +131,9 @@ class ClickLog:
 
     def __init__(self, config: ClickLogConfig | None = None) -> None:
         self.config = ClickLogConfig() if config is None else config
-        self._key = mix_one(self.config.seed)
+        self._draws = Draws(self.config.seed)
         width = np.arange(self.config.numbers, dtype=np.uint64)
-        self._weights = self._even(width, _NUMBER + (1 << 30)) / math.sqrt(max(self.config.numbers, 1))
+        self._weights = self._draws.even(width, _NUMBER + (1 << 30)) / math.sqrt(max(self.config.numbers, 1))
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -171,33 +170,6 @@ class ClickLog:
             raise FeatureError(f"click log: there is no task {task!r}; there are {', '.join(self.tasks)}")
         return auc(self.probabilities(first, size)[task], self.batch(first, size).labels[task])
 
-    # Draws. All are hashes of the seed, of what they are for and of whom.
-
-    def _hash(self, of: NDArray[np.uint64] | NDArray[np.int64], purpose: int) -> NDArray[np.uint64]:
-        # The golden ratio keeps the stretches of different purposes far apart.
-        return mix(of.view(np.uint64) + np.uint64(self._key + _GOLDEN * purpose & _ALL_BITS))
-
-    def _uniform(self, of: NDArray[np.uint64] | NDArray[np.int64], purpose: int) -> NDArray[np.float64]:
-        """Return draws from [0, 1), with all the bits that a double has."""
-        return (self._hash(of, purpose) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-    def _even(self, of: NDArray[np.uint64] | NDArray[np.int64], purpose: int) -> NDArray[np.float64]:
-        """Return draws of mean 0 and variance 1, spread evenly."""
-        return (self._uniform(of, purpose) - 0.5) * math.sqrt(12)
-
-    def _vectors(self, ids: NDArray[np.int64], purpose: int) -> NDArray[np.float32]:
-        """Return hidden vectors of shape (dim, n). Two of them have a dot product of variance 1."""
-        # A hash gives 64 bits, enough for four columns: sixteen bits are plenty for a hidden taste.
-        columns = np.empty((self.config.dim, len(ids)), dtype=np.float32)
-        scale = np.float32(math.sqrt(12 / math.sqrt(self.config.dim)) / (1 << 16))
-        for column in range(self.config.dim):
-            if column % 4 == 0:
-                bits = self._hash(ids, purpose + column)
-            columns[column] = (bits >> np.uint64(16 * (column % 4))).astype(np.uint16)
-        columns -= np.float32((1 << 16) - 1) / 2
-        columns *= scale
-        return columns
-
     # Examples
 
     def _examples(self, first: int, size: int) -> _Examples:
@@ -210,35 +182,31 @@ class ClickLog:
         many = {"user": config.users, "item": config.items, "context": config.contexts}
         skew = {"user": config.user_skew, "item": config.item_skew, "context": config.context_skew}
         ids = {
-            kind: self._ids(kind, self._uniform(numbers, _RANK_OF[kind]), many[kind], skew[kind])
+            kind: self._ids(kind, self._draws.uniform(numbers, _RANK_OF[kind]), many[kind], skew[kind])
             for kind in many
         }
-        lengths = (self._uniform(numbers, _LENGTH) * (config.history + 1)).astype(np.int64)
+        lengths = (self._draws.uniform(numbers, _LENGTH) * (config.history + 1)).astype(np.int64)
         splits = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         place = np.arange(splits[-1]) - np.repeat(splits[:-1], lengths)
         cell = np.repeat(numbers << np.uint64(10), lengths) + place.view(np.uint64)
-        ids["history"] = self._ids("item", self._uniform(cell, _HISTORY), config.items, config.item_skew)
+        ids["history"] = self._ids(
+            "item", self._draws.uniform(cell, _HISTORY), config.items, config.item_skew
+        )
         floats = np.empty((size, config.numbers), dtype=np.float32)
         for column in range(config.numbers):
-            floats[:, column] = self._even(numbers, _NUMBER + (column << 32))
+            floats[:, column] = self._draws.even(numbers, _NUMBER + (column << 32))
         return _Examples(numbers, ids, splits, floats)
 
     def _ids(self, kind: str, draws: NDArray[np.float64], many: int, skew: float) -> NDArray[np.int64]:
         """Return ids from all of int64, by how often they are seen: the k-th in proportion to k^-skew."""
-        # The area under x^-skew from 1 to many + 1, turned round: exact enough, and no table of ranks.
-        if skew == 1:
-            ranks = np.exp(draws * math.log(many + 1))
-        else:
-            power = 1 - skew
-            ranks = (1 + draws * ((many + 1) ** power - 1)) ** (1 / power)
-        rank = np.minimum(ranks.astype(np.int64), many)
-        # `mix` never gives two ranks one id.
-        return self._hash(rank, _ID_OF[kind]).view(np.int64)
+        rank = ranks(draws, many, skew)
+        # A hash never gives two ranks one id.
+        return self._draws.hash(rank, _ID_OF[kind]).view(np.int64)
 
     def _labels(self, examples: _Examples) -> dict[str, NDArray[np.float32]]:
         draws = {"click": _CLICK, "like": _LIKE}
         return {
-            task: (self._uniform(examples.numbers, draws[task]) < probability).astype(np.float32)
+            task: (self._draws.uniform(examples.numbers, draws[task]) < probability).astype(np.float32)
             for task, probability in self._probabilities(examples).items()
         }
 
@@ -247,7 +215,7 @@ class ClickLog:
         common = np.full(len(examples.numbers), config.bias)
         if config.bias_scale:
             for kind in ("user", "item", "context"):
-                common += config.bias_scale * self._even(ids[kind], _BIAS)
+                common += config.bias_scale * self._draws.even(ids[kind], _BIAS)
         if config.numbers:
             common += config.number_scale * (examples.floats @ self._weights)
         taste = self._taste(examples, _CLICK_VECTOR)
@@ -256,14 +224,14 @@ class ClickLog:
             # Half of what decides a like decides a click, too.
             other = (taste + self._taste(examples, _LIKE_VECTOR)) * math.sqrt(0.5)
             logits["like"] = common + config.vector_scale * other
-        return {task: 1 / (1 + np.exp(-logit)) for task, logit in logits.items()}
+        return {task: sigmoid(logit) for task, logit in logits.items()}
 
     def _taste(self, examples: _Examples, purpose: int) -> NDArray[np.float64]:
         """Return how well user, context and history go with the item."""
         ids, splits = examples.ids, examples.history_splits
-        item = self._vectors(ids["item"], purpose)
-        liked = self._vectors(ids["user"], purpose) + self._vectors(ids["context"], purpose)
-        history = self._vectors(ids["history"], purpose)
+        vectors = {name: self._draws.vectors(ids[name], purpose, self.config.dim) for name in FEATURES}
+        liked = vectors["user"] + vectors["context"]
+        item, history = vectors["item"], vectors["history"]
         lengths = np.maximum(np.diff(splits), 1)
         taste = np.zeros(len(examples.numbers))
         for column in range(self.config.dim):

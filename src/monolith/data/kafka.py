@@ -1,0 +1,1021 @@
+"""Kafka: records from topics that never end, and messages to them.
+
+The broker does not decide where reading goes on: the checkpoint does. A source says by
+topic and partition which message it has not yielded yet, and goes to exactly that message
+when it is restored. Offsets are never stored behind our back; an offset that is gone from
+the broker is an error and not a jump.
+
+Partitions are shared out in one of two ways. `ByWorker` gives each of a fixed number of
+workers its own, so that a position means the same after every restart: the way to train.
+Without it the workers form a consumer group, which comes and goes as it likes; a partition
+that changes hands goes on where its last owner stopped yielding.
+
+    source = KafkaSource(KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train"), decode)
+    for records in source: ...
+    source.position()       # saved with the model: {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+import torch
+
+from monolith.data.format import BadRecord
+from monolith.data.records import Records
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
+from monolith.tensors import RaggedTensor
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+
+    from monolith.observe import Metrics
+
+VALUE = "value"
+"""The column of strings that `plain_strings` fills and `KafkaSink.write` sends."""
+KEY = "key"
+"""The column of strings by which `KafkaSink.write` chooses the partition, where a record has one."""
+
+KIND = "kafka"
+STARTS = ("earliest", "latest")
+OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
+"""Settings on which the positions rest; nobody else may choose them."""
+TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
+"""Settings that have a field of their own."""
+
+PASSING = """
+    _TRANSPORT _ALL_BROKERS_DOWN _TIMED_OUT _RESOLVE _WAIT_COORD _MAX_POLL_EXCEEDED _ASSIGNMENT_LOST
+    LEADER_NOT_AVAILABLE NOT_LEADER_FOR_PARTITION REPLICA_NOT_AVAILABLE BROKER_NOT_AVAILABLE
+    COORDINATOR_NOT_AVAILABLE COORDINATOR_LOAD_IN_PROGRESS NOT_COORDINATOR REBALANCE_IN_PROGRESS
+    ILLEGAL_GENERATION UNKNOWN_MEMBER_ID REQUEST_TIMED_OUT NETWORK_EXCEPTION OFFSET_NOT_AVAILABLE
+    UNKNOWN_LEADER_EPOCH FENCED_LEADER_EPOCH KAFKA_STORAGE_ERROR
+"""
+"""Errors that brokers and groups recover from; the client keeps trying."""
+
+_PATIENCE_WITH_TOPICS_S = 5.0
+"""A broker that has just started may not know its topics for a moment."""
+_ANSWER_S = 5.0
+_PAUSE_S = 0.2
+_REPORT_EVERY_S = 1.0
+
+Partition = tuple[str, int]
+Offsets = dict[Partition, int]
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Decode(Protocol):
+    """Turns the payloads of messages into records."""
+
+    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
+        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByWorker:
+    """Gives each worker fixed partitions: p of topic number t to worker (p + t) mod `num_workers`."""
+
+    worker: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.worker < self.num_workers:
+            raise ConfigError(
+                f"kafka: worker must be from 0 to num_workers - 1 = {self.num_workers - 1}, got {self.worker}"
+            )
+
+    def reads(self, topic: int, partition: int) -> bool:
+        return (partition + topic) % self.num_workers == self.worker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KafkaConfig:
+    """Which messages are read, by whom, and how long they are waited for."""
+
+    servers: tuple[str, ...]
+    """host:port of some brokers, which know the others."""
+    topics: tuple[str, ...]
+    group: str
+    """The consumer group: who shares out partitions, and under whose name offsets are committed."""
+    assignment: ByWorker | None = None
+    """None lets the group share out partitions."""
+    run: str = ""
+    """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
+    over since from one of an earlier start, over which a restored position wins. Only a group needs it."""
+    poll_batch: int = 128
+    """The most messages that are decoded and yielded together. Where a message is itself a batch, take 16."""
+    batch_wait: timedelta = timedelta(milliseconds=50)
+    """How long the first message of a batch waits for the rest of it."""
+    poll_timeout: timedelta = timedelta(seconds=10)
+    """How long one poll waits for a message."""
+    stream_timeout: timedelta | None = None
+    """The source ends after this long without a message, though not before one poll; None never ends it."""
+    start: str = "earliest"
+    """Where to begin without a position: "earliest" or "latest"."""
+    connect_timeout: timedelta = timedelta(seconds=30)
+    """How long to try until a broker answers for the first time."""
+    outage_timeout: timedelta = timedelta(minutes=10)
+    """How long the brokers may be out of reach later on."""
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Anything else librdkafka knows, security included: {"security.protocol": "SASL_SSL", ...}."""
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "topics"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not given or not all(given):
+                raise ConfigError(f"kafka: {name} must be a tuple of at least one name, got {given!r}")
+        if len(set(self.topics)) < len(self.topics):
+            raise ConfigError(f"kafka: topics names one twice: {', '.join(self.topics)}")
+        if not self.group:
+            raise ConfigError("kafka: group must not be empty, also where no group shares out partitions")
+        if self.poll_batch < 1:
+            raise ConfigError(f"kafka: poll_batch must be at least 1, got {self.poll_batch}")
+        if self.start not in STARTS:
+            raise ConfigError(f"kafka: start must be one of {', '.join(STARTS)}, got {self.start!r}")
+        for name in ("batch_wait", "poll_timeout", "connect_timeout", "outage_timeout", "stream_timeout"):
+            given = getattr(self, name)
+            if given is not None and given < timedelta(0):
+                raise ConfigError(f"kafka: {name} must not be negative, got {given}")
+        check_settings(self.settings, OURS)
+
+
+def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:
+    """Refuse extra settings that are decided elsewhere."""
+    for name in settings:
+        if name in TAKEN:
+            raise ConfigError(f"kafka: give {name!r} as {TAKEN[name]}, not in settings")
+        if name in ours:
+            raise ConfigError(
+                f"kafka: {name!r} cannot be set; which messages were read is for the checkpoint to say"
+            )
+
+
+def read_settings(pairs: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Return settings given as "key=value", as command lines have them."""
+    settings: dict[str, str | int | float | bool] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"kafka: a setting must be key=value, got {pair!r}")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def plain_strings(payloads: list[bytes]) -> tuple[Records, Sequence[BadRecord]]:
+    """Decode nothing: one record per message, its bytes in the column `value`."""
+    return Records(len(payloads), {VALUE: string_column(payloads)}), ()
+
+
+def create_plain_kafka_dataset(config: KafkaConfig, *, metrics: Metrics | None = None) -> KafkaSource:
+    """Return a source of raw strings: one record per message, its bytes in the column `value`."""
+    return KafkaSource(config, plain_strings, metrics=metrics)
+
+
+def string_column(strings: Sequence[bytes]) -> RaggedTensor:
+    """Return a column with one string per record."""
+    joined = bytearray().join(strings)
+    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    lengths = torch.tensor([len(string) for string in strings], dtype=torch.int64)
+    inner = RaggedTensor.from_row_lengths(values, lengths, validate=False)
+    return RaggedTensor(inner, torch.arange(len(strings) + 1), validate=False)
+
+
+# Positions
+
+
+def merge_positions(positions: Iterable[Position]) -> Position:
+    """Return the position of several workers together, which any number of workers can be restored from.
+
+    Of two that know a partition the later offset counts: the other one gave the partition away.
+
+    Raises:
+        RestoreError: One of them is not a position of Kafka.
+    """
+    offsets: Offsets = {}
+    partitions: dict[str, int] = {}
+    for position in positions:
+        known, found = read_position(position)
+        for topic, count in known.items():
+            partitions[topic] = max(count, partitions.get(topic, 0))
+        for partition, offset in found.items():
+            offsets[partition] = max(offset, offsets.get(partition, 0))
+    return make_position(partitions, offsets)
+
+
+def make_position(partitions: Mapping[str, int], offsets: Mapping[Partition, int]) -> Position:
+    by_topic: dict[str, dict[str, int]] = {}
+    for (topic, partition), offset in sorted(offsets.items()):
+        by_topic.setdefault(topic, {})[str(partition)] = offset
+    return {"source": KIND, "partitions": dict(partitions), "offsets": by_topic}
+
+
+def read_position(position: Position) -> tuple[dict[str, int], Offsets]:
+    """Return how many partitions each topic had, and the offsets."""
+    if not isinstance(position, Mapping) or position.get("source") != KIND:
+        raise RestoreError(f"cannot restore a Kafka source from {position!r:.200}: of another kind")
+    try:
+        partitions = {topic: _whole(count) for topic, count in position["partitions"].items()}
+        offsets = {
+            (topic, int(partition)): _whole(offset)
+            for topic, found in position["offsets"].items()
+            for partition, offset in found.items()
+        }
+    except (KeyError, AttributeError, TypeError, ValueError) as cause:
+        raise RestoreError(f"cannot restore a Kafka source from {position!r:.200}: {cause!r}") from cause
+    return partitions, offsets
+
+
+def _whole(number: object) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is not a whole number")
+    return number
+
+
+# The source
+
+
+class KafkaSource:
+    """Yields the messages of topics as records, `poll_batch` messages at a time, each partition in order.
+
+    Connects when it is first asked for something. A broker that goes away is waited for. What a decoder
+    cannot read is counted, handed to `on_bad` and left out. Partitions that are added to a topic are noticed
+    by a group within minutes, and by `ByWorker` when a source is made anew; all they hold is new then.
+    """
+
+    def __init__(
+        self,
+        config: KafkaConfig,
+        decode: Decode,
+        *,
+        on_bad: Callable[[BadRecord], None] | None = None,
+        on_revoke: Callable[[Position], None] | None = None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_bad: Is given each malformed message, with the offset as its place. What it raises ends the
+                iteration, and the position stays before the batch.
+            on_revoke: Is given the position of partitions that the group took away.
+            metrics: Where to show lag per partition and count messages.
+            clock: Seconds that only grow.
+
+        Raises:
+            MissingExtraError: confluent-kafka is not installed.
+        """
+        self.config = config
+        self._kafka = _import_kafka()
+        self._decode = decode
+        self._on_bad = on_bad
+        self._on_revoke_hook = on_revoke
+        self._clock = clock
+        self._consumer: Consumer | None = None
+        self._closed = False
+        strategy = str(config.settings.get("partition.assignment.strategy", ""))
+        self._incremental = "cooperative" in strategy or config.settings.get("group.protocol") == "consumer"
+
+        self._partitions: dict[str, int] = {}
+        """How many partitions each topic has."""
+        self._next: Offsets = {}
+        """Of the partitions that are ours: the first message that was not yielded."""
+        self._restored: Offsets = {}
+        """Where to begin with partitions that are not ours yet, by a position we were restored to."""
+        self._left: Offsets = {}
+        """Where we left partitions that the group took away."""
+        self._known: dict[str, int] = {}
+        """How many partitions each topic had when the position was saved."""
+        self._disturbed: set[Partition] = set()
+        """Partitions taken away during the current poll, which may still bring messages of them."""
+        self._ahead = False
+        """Whether the client may have handed out messages that were not yielded."""
+        self._joined = self._assigned = False
+        """Whether we asked for partitions, and whether we have an answer, be it that there are none."""
+        self._failure: Exception | None = None
+        """What a callback raised. It is raised again when the client's own code is not in between."""
+        self._trouble_since: float | None = None
+        self._reasons: dict[str, None] = {}
+        """What the client has complained about, each complaint once."""
+
+        self._lag = self._count = self._count_bad = None
+        self._reported = -math.inf
+        if metrics is not None:
+            labels = ("topic", "partition")
+            self._lag = metrics.gauge("kafka_lag_messages", "Messages that were not yielded yet.", labels)
+            self._count = metrics.counter("kafka_messages", "Messages that were yielded, or bad.", ("topic",))
+            self._count_bad = metrics.counter(
+                "kafka_bad_messages", "Messages that could not be read.", ("topic",)
+            )
+
+    def __iter__(self) -> Iterator[Records]:
+        """Yield records until the stream timeout, or for ever.
+
+        Raises:
+            DataError: No broker answers, a topic is not there, or messages that were not read yet are gone.
+            RestoreError: The position names messages that are not there.
+        """
+        self._start()
+        quiet_since = self._clock()
+        while True:
+            records = self._read(self._patience_s(quiet_since))
+            self._report()
+            if records is not None:
+                if records.size:
+                    yield records
+                quiet_since = self._clock()  # what the caller did meanwhile was not silence
+            elif self._ended(quiet_since):
+                self._report(now=True)
+                return
+
+    def position(self) -> Position:
+        """Return, by topic and partition, the offset of the first message that was not yielded.
+
+        Connects if need be: "latest" must mean the same message now and after a restart.
+        """
+        if self.config.assignment is not None and not self._closed:
+            self._start()
+        return make_position(self._partitions or self._known, {**self._restored, **self._next})
+
+    def restore(self, position: Position) -> None:
+        """Go to a position, which may be that of several workers merged.
+
+        Raises:
+            RestoreError: It is of another kind of source or of other topics, or names a message that is not
+                there. That it misses a partition which this worker reads shows when reading begins.
+            DataError: No broker answers.
+        """
+        known, offsets = read_position(position)
+        if strangers := {topic for topic, _ in offsets} - set(self.config.topics):
+            raise RestoreError(
+                f"kafka: the position is of topics {', '.join(sorted(strangers))}, which are not read here; "
+                f"this source reads {', '.join(self.config.topics)}"
+            )
+        self._connect()
+        for partition, offset in offsets.items():
+            self._check_there(partition, offset)
+        self._known, self._left = known, {}
+        if self.config.assignment is not None:
+            self._restored, self._next, self._joined = offsets, {}, False
+        else:
+            self._next.update({one: offset for one, offset in offsets.items() if one in self._next})
+            self._restored = {one: offset for one, offset in offsets.items() if one not in self._next}
+            self._ahead = True
+
+    def commit(self, position: Position) -> None:
+        """Tell the broker of a position, so that dashboards show how far the group has come.
+
+        Nothing is read from there but by a group in which a partition changes hands.
+
+        Raises:
+            DataError: The broker did not take it.
+        """
+        _, offsets = read_position(position)
+        mine = {one: offset for one, offset in offsets.items() if one in self._next}
+        chosen = offsets if self.config.assignment is not None else mine
+        if not chosen:
+            return
+        try:
+            self._commit(self._connect(), chosen)
+        except self._kafka.KafkaException as cause:
+            raise DataError(
+                f"kafka: the broker did not take the offsets of {self._who()}: {cause}"
+            ) from cause
+
+    def lag(self) -> dict[Partition, int]:
+        """Return, of each partition that is ours, how many messages wait in it, as of the last fetch."""
+        if self._consumer is None:
+            return {}
+        lags = {}
+        for partition, offset in self._next.items():
+            _, high = self._consumer.get_watermark_offsets(self._at(partition), cached=True)
+            if high >= 0:
+                lags[partition] = max(high - offset, 0)
+        return lags
+
+    def close(self) -> None:
+        """Leave the group, with a note of how far its partitions were read. The position remains."""
+        self._closed = True
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            if self.config.assignment is None and self._next:
+                self._commit_or_warn(consumer, self._next)
+            consumer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Connecting
+
+    def _connect(self) -> Consumer:
+        """Return the client, once a broker has answered and all topics are known."""
+        if self._consumer is not None:
+            return self._consumer
+        if self._closed:
+            raise DataError(f"kafka: the source of {self._who()} was closed")
+        settings: dict[str, Any] = {
+            **self.config.settings,
+            "bootstrap.servers": ",".join(self.config.servers),
+            "group.id": self.config.group,
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "auto.offset.reset": "error",
+            "enable.partition.eof": False,
+            "error_cb": self._complain,
+        }
+        try:
+            consumer = self._kafka.Consumer(settings, logger=logger)
+        except self._kafka.KafkaException as cause:
+            raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
+        try:
+            self._partitions = self._find_topics(consumer)
+        except BaseException:
+            consumer.close()
+            raise
+        self._consumer = consumer
+        return self._consumer
+
+    def _find_topics(self, consumer: Consumer) -> dict[str, int]:
+        """Return how many partitions each topic has."""
+        begin, answered = self._clock(), math.inf
+        patience_s = self.config.connect_timeout.total_seconds()
+        # Before anything is assigned a poll brings no message, but lets the client complain.
+        pause = consumer.poll if self._consumer is None else time.sleep
+        while True:
+            found: dict[str, int] = {}
+            try:
+                for topic in self.config.topics:
+                    timeout_s = min(_ANSWER_S, max(patience_s, _PAUSE_S))
+                    found[topic] = len(
+                        consumer.list_topics(topic, timeout=timeout_s).topics[topic].partitions
+                    )
+            except self._kafka.KafkaException as cause:
+                self._complain(cause.args[0])
+                pause(_PAUSE_S)
+                if self._clock() - begin > patience_s:
+                    raise self._unreachable(patience_s) from cause
+                continue
+            missing = [topic for topic, partitions in found.items() if not partitions]
+            if not missing:
+                return found
+            answered = min(answered, self._clock())
+            if self._clock() - answered > min(_PATIENCE_WITH_TOPICS_S, patience_s):
+                raise self._unknown(missing[0], consumer)
+            pause(_PAUSE_S)
+
+    def _unknown(self, topic: str, consumer: Consumer) -> DataError:
+        """Return the error for a topic that is not there, with the one that may be meant."""
+        try:
+            similar = difflib.get_close_matches(topic, consumer.list_topics(timeout=_ANSWER_S).topics, 1)
+        except self._kafka.KafkaException:
+            similar = []
+        return DataError(
+            f"kafka: {self._servers()} has no topic {topic!r}, or hides it from this client; "
+            + (f"did you mean {similar[0]!r}?" if similar else "create it first")
+        )
+
+    def _start(self) -> None:
+        """Begin to read, where that has not happened."""
+        consumer = self._connect()
+        if self._joined:
+            return
+        if self.config.assignment is not None:
+            self._assign(self._own())
+            self._joined = self._assigned = True
+            return
+        self._joined = True
+        consumer.subscribe(
+            list(self.config.topics),
+            on_assign=self._on_assign,
+            on_revoke=self._on_revoke,
+            on_lost=self._on_lost,
+        )
+
+    def _own(self) -> list[Partition]:
+        """Return the partitions of this worker."""
+        assignment = self.config.assignment
+        assert assignment is not None
+        return [
+            (topic, partition)
+            for number, topic in enumerate(self.config.topics)
+            for partition in range(self._partitions[topic])
+            if assignment.reads(number, partition)
+        ]
+
+    def _assign(self, partitions: Sequence[Partition]) -> None:
+        """Read these from where they were left."""
+        for topic, number in partitions:  # one may have been added since we asked
+            self._partitions[topic] = max(self._partitions[topic], number + 1)
+        begin = self._begin(partitions)
+        self._next.update(begin)
+        for partition in begin:
+            self._restored.pop(partition, None)
+            self._left.pop(partition, None)
+        consumer = self._connect()
+        places = [self._at(*item) for item in begin.items()]
+        if self._incremental and self.config.assignment is None:
+            consumer.incremental_assign(places)
+        else:
+            consumer.assign(places)
+        if self.config.assignment is None and begin:
+            self._commit_or_warn(consumer, begin)  # an older offset there would mislead whoever comes next
+
+    def _begin(self, partitions: Sequence[Partition]) -> Offsets:
+        """Return where to begin to read each partition."""
+        committed = self._committed(partitions) if self.config.assignment is None else {}
+        begin: Offsets = {}
+        for one in partitions:
+            offset, run = committed.get(one, (-1, ""))
+            if one in self._left:
+                begin[one] = max(self._left[one], offset)
+            elif one in self._restored and not (offset >= 0 and run and run == self.config.run):
+                begin[one] = self._restored[one]
+            elif offset >= 0:
+                begin[one] = offset
+            else:
+                begin[one] = self._first(one)
+                continue
+            self._check_there(one, begin[one])
+        return begin
+
+    def _first(self, partition: Partition) -> int:
+        """Return where to begin with a partition that no position knows."""
+        topic, number = partition
+        low, high = self._ends(partition)
+        if topic not in self._known:
+            return low if self.config.start == "earliest" else high
+        if number < self._known[topic] and self.config.assignment is not None:
+            raise RestoreError(
+                f"kafka: the position has no offset for {_name(partition)}, which {self._who()} reads. "
+                "If there were other workers when it was saved, restore from the positions of all of them, "
+                "merged by merge_positions"
+            )
+        return low  # the partition was added since: all of it is new
+
+    def _check_there(self, partition: Partition, offset: int) -> None:
+        low, high = self._ends(partition)
+        if not low <= offset <= high:
+            happened = (
+                "they were deleted since" if offset < low else "the topic was made anew or has lost its end"
+            )
+            raise RestoreError(
+                f"kafka: cannot go to offset {offset} of {_name(partition)}: the broker has messages "
+                f"{low} to {high - 1}; {happened}. Restore another position, or begin without one"
+            )
+
+    def _ends(self, partition: Partition) -> tuple[int, int]:
+        """Return the first offset of a partition and the one after its last."""
+        topic, number = partition
+        if number >= self._partitions.get(topic, 0):
+            raise RestoreError(
+                f"kafka: there is no {_name(partition)}; it has {self._partitions.get(topic, 0)} partitions"
+            )
+        consumer = self._connect()
+        ends = self._insist(
+            f"the offsets of {_name(partition)}",
+            lambda: consumer.get_watermark_offsets(self._at(partition), timeout=_ANSWER_S, cached=False),
+        )
+        return int(ends[0]), int(ends[1])
+
+    def _committed(self, partitions: Sequence[Partition]) -> dict[Partition, tuple[int, str]]:
+        """Return what the group has committed: offsets, and the run that did."""
+        consumer = self._connect()
+        found = self._insist(
+            f"the committed offsets of group {self.config.group!r}",
+            lambda: consumer.committed([self._at(one) for one in partitions], timeout=_ANSWER_S),
+        )
+        return {
+            (one.topic, one.partition): (one.offset, one.metadata or "") for one in found if one.offset >= 0
+        }
+
+    def _insist(self, what: str, ask: Callable[[], T | None]) -> T:
+        """Ask the broker until it answers; give up after `connect_timeout`."""
+        begin = self._clock()
+        while True:
+            try:
+                answer = ask()
+                if answer is not None:
+                    return answer
+                reason: object = "no answer"
+            except self._kafka.KafkaException as cause:
+                reason = cause
+            if self._clock() - begin > self.config.connect_timeout.total_seconds():
+                raise DataError(
+                    f"kafka: asked {self._servers()} for {what} for "
+                    f"{self.config.connect_timeout.total_seconds():g} s, in vain: {reason}"
+                )
+            time.sleep(_PAUSE_S)
+
+    # Reading
+
+    def _read(self, timeout_s: float) -> Records | None:
+        """Return the records of the next messages, which now count as yielded; None without a message."""
+        consumer = self._connect()
+        if self._ahead:
+            self._rewind(consumer)
+        self._ahead = True  # until all that the client handed out is accounted for
+        try:
+            messages = consumer.consume(1, timeout_s)
+            if messages and self.config.poll_batch > 1:
+                messages += consumer.consume(
+                    self.config.poll_batch - 1, self.config.batch_wait.total_seconds()
+                )
+        except self._kafka.KafkaException as cause:
+            raise DataError(f"kafka: the client of {self._who()} failed: {cause}") from cause
+        if self._failure is not None:
+            raise self._give_up(self._failure)
+        disturbed, self._disturbed = self._disturbed, set()
+        good: list[Message] = []
+        ahead, torn = dict(self._next), False
+        for message in messages:
+            if (error := message.error()) is not None:
+                self._judge(error, message)
+                continue
+            partition, offset = _partition(message), message.offset() or 0
+            if partition in disturbed:
+                torn = torn or partition in ahead
+            elif offset >= ahead.get(partition, math.inf):
+                ahead[partition] = offset + 1
+                good.append(message)
+        records = self._open(good) if good else None
+        self._next = ahead
+        self._ahead = torn  # what was dropped is still ours: the client must go back for it
+        return records
+
+    def _open(self, messages: list[Message]) -> Records:
+        """Decode messages."""
+        self._trouble_since = None
+        full = messages
+        bad: list[tuple[Message, str]] = []
+        payloads = [message.value() for message in messages]
+        if None in payloads:
+            full = [message for message in messages if message.value() is not None]
+            bad = [(message, "it has no payload") for message in messages if message.value() is None]
+        try:
+            records, unread = self._decode([payload for payload in payloads if payload is not None])
+        except Exception as error:
+            error.add_note(
+                f"while decoding messages of Kafka, {_place(messages[0])} to {_place(messages[-1])}"
+            )
+            raise
+        bad += [(full[one.place], one.reason) for one in unread]
+        for message, reason in bad:
+            if self._count_bad is not None:
+                self._count_bad.inc(topic=str(message.topic()))
+            if self._on_bad is not None:
+                place, payload = f"{_place(message)}: {reason}", message.value() or b""
+                self._on_bad(BadRecord(message.offset() or 0, place, payload))
+        if self._count is not None:
+            for topic, many in Counter(message.topic() for message in messages).items():
+                self._count.inc(many, topic=str(topic))
+        return records
+
+    def _rewind(self, consumer: Consumer) -> None:
+        """Make the client go on with the first message that was not yielded."""
+        places = [self._at(*item) for item in self._next.items()]
+        if not places:
+            return
+        if self._incremental and self.config.assignment is None:
+            consumer.incremental_unassign(places)
+            consumer.incremental_assign(places)
+        else:
+            consumer.assign(places)
+
+    def _patience_s(self, quiet_since: float) -> float:
+        """Return how long the next poll may take."""
+        poll_s = self.config.poll_timeout.total_seconds()
+        left_s = self._silence_s() - (self._clock() - quiet_since)
+        return min(poll_s, left_s) if left_s > 0 else poll_s
+
+    def _silence_s(self) -> float:
+        """Return how long a silence ends the source."""
+        if self.config.stream_timeout is None:
+            return math.inf
+        return max(self.config.stream_timeout, self.config.poll_timeout).total_seconds()
+
+    def _ended(self, quiet_since: float) -> bool:
+        """Say whether a silence is the end, and not a broker out of reach or a group still sharing out."""
+        quiet_s = self._clock() - quiet_since
+        over = quiet_s >= self._silence_s()
+        if (over or self._trouble_since is not None) and not self._answers():
+            if self._trouble_since is None:
+                self._trouble_since = self._clock()
+            out_s = self._clock() - self._trouble_since
+            if out_s > self.config.outage_timeout.total_seconds():
+                raise self._unreachable(out_s)
+            return False
+        if over and not self._assigned:
+            if quiet_s > self._silence_s() + self.config.outage_timeout.total_seconds():
+                raise DataError(f"kafka: {self._who()} was given no partitions within {quiet_s:.0f} s")
+            return False
+        # A fetch may be slower than a short timeout; but not every offset has a message, so do not insist.
+        return over and (quiet_s > self._silence_s() + _ANSWER_S or not self._behind())
+
+    def _behind(self) -> bool:
+        """Ask the broker whether there is more."""
+        return any(self._ends(partition)[1] > offset for partition, offset in self._next.items())
+
+    def _answers(self) -> bool:
+        """Ask a broker for a sign of life."""
+        try:
+            self._connect().list_topics(self.config.topics[0], timeout=_ANSWER_S)
+        except self._kafka.KafkaException as cause:
+            self._complain(cause.args[0])
+            return False
+        self._trouble_since = None
+        self._reasons.clear()
+        return True
+
+    def _report(self, *, now: bool = False) -> None:
+        """Show the lag, every second."""
+        if self._lag is None or not (now or self._clock() - self._reported >= _REPORT_EVERY_S):
+            return
+        self._reported = self._clock()
+        for (topic, partition), lag in self.lag().items():
+            self._lag.set(lag, topic=topic, partition=str(partition))
+
+    # The group gives and takes. These are called by the client, inside of a poll or of `close`.
+
+    def _on_assign(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        try:
+            self._assign([(one.topic, one.partition) for one in partitions])
+            self._assigned = True
+        except Exception as error:
+            self._failure = error
+
+    def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        left = self._leave(partitions)
+        if left and not self._closed:
+            self._commit_or_warn(consumer, left)
+        self._hand_back(left)
+
+    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        """Partitions are somebody else's already, who did not know how far we were."""
+        left = self._leave(partitions)
+        if left:
+            names = ", ".join(_name(one) for one in left)
+            logger.warning("kafka: %s lost %s without a chance to say where it was", self._who(), names)
+        self._hand_back(left)
+
+    def _leave(self, partitions: list[TopicPartition]) -> Offsets:
+        """Drop partitions, with whatever was fetched of them and not yielded; return where they were left."""
+        if self._closed:
+            return {}  # the position of a closed source can still be asked for
+        left = {
+            (one.topic, one.partition): self._next.pop((one.topic, one.partition))
+            for one in partitions
+            if (one.topic, one.partition) in self._next
+        }
+        self._disturbed |= left.keys()
+        self._left.update(left)
+        if self._lag is not None:
+            for topic, partition in left:
+                self._lag.set(math.nan, topic=topic, partition=str(partition))
+        return left
+
+    def _hand_back(self, left: Offsets) -> None:
+        if left and self._on_revoke_hook is not None:
+            try:
+                self._on_revoke_hook(make_position(self._partitions, left))
+            except Exception as error:
+                self._failure = error
+
+    def _give_up(self, failure: Exception) -> Exception:
+        """Drop the client, whose assignment is not what it should be; another iteration makes a new one."""
+        self._failure = None
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None and self._next:
+            self._commit_or_warn(consumer, self._next)
+        self._left.update(self._next)
+        self._next, self._joined, self._assigned, self._ahead = {}, False, False, False
+        if consumer is not None:
+            consumer.close()
+        return failure
+
+    # Talking to the client
+
+    def _at(self, partition: Partition, offset: int | None = None) -> TopicPartition:
+        """Return a partition, or a place in it, as the client names it."""
+        place = partition if offset is None else (*partition, offset)
+        at: TopicPartition = self._kafka.TopicPartition(*place)
+        return at
+
+    def _commit(self, consumer: Consumer, offsets: Offsets) -> None:
+        places = [
+            self._kafka.TopicPartition(*partition, offset, metadata=self.config.run)
+            for partition, offset in offsets.items()
+        ]
+        for place in consumer.commit(offsets=places, asynchronous=False) or ():
+            if place.error is not None:
+                raise self._kafka.KafkaException(place.error)
+
+    def _commit_or_warn(self, consumer: Consumer, offsets: Offsets) -> None:
+        """Note offsets for the next owner. Without them it repeats some messages; it does not miss any."""
+        try:
+            self._commit(consumer, offsets)
+        except self._kafka.KafkaException as cause:
+            logger.warning("kafka: the broker did not take the offsets of %s: %s", self._who(), cause)
+
+    def _complain(self, error: KafkaError) -> None:
+        """Remember what the client said went wrong. It keeps trying by itself."""
+        self._reasons.setdefault(str(error.str()))
+        if self._trouble_since is None:
+            self._trouble_since = self._clock()
+
+    def _judge(self, error: KafkaError, message: Message) -> None:
+        """Decide on an error that came in place of a message: does it pass, or is it the end?"""
+        kinds = self._kafka.KafkaError
+        if error.code() in {getattr(kinds, name) for name in PASSING.split() if hasattr(kinds, name)}:
+            self._complain(error)
+        elif error.code() in (kinds.UNKNOWN_TOPIC_OR_PART, kinds._UNKNOWN_TOPIC, kinds._UNKNOWN_PARTITION):
+            self._find_topics(self._connect())
+        elif error.code() in (kinds._AUTO_OFFSET_RESET, kinds.OFFSET_OUT_OF_RANGE):
+            raise DataError(
+                f"kafka: messages of {_name(_partition(message))} that {self._who()} has not read are gone "
+                f"from the broker: {error.str()}. It read too slowly for the retention of the topic, or the "
+                "topic was made anew; to go on with what is left, begin without a position"
+            )
+        else:
+            raise DataError(
+                f"kafka: cannot read {message.topic() or 'the topics'} as {self._who()}: {error.str()}"
+            )
+
+    def _unreachable(self, tried_s: float) -> DataError:
+        reasons = "; ".join(self._reasons) or "nothing"
+        return DataError(
+            f"kafka: no broker of {self._servers()} has answered {self._who()} for {tried_s:.0f} s; "
+            f"the client said: {reasons}. Check the addresses, the network and the security settings"
+        )
+
+    def _servers(self) -> str:
+        return ", ".join(self.config.servers)
+
+    def _who(self) -> str:
+        """Return who reads what, for messages."""
+        who = f"group {self.config.group!r}"
+        if self.config.assignment is not None:
+            who += f" (worker {self.config.assignment.worker} of {self.config.assignment.num_workers})"
+        return f"{who} on {', '.join(self.config.topics)}"
+
+
+def _partition(message: Message) -> Partition:
+    """Return where a message came from. Only an error may come from nowhere."""
+    return message.topic() or "", message.partition() or 0
+
+
+def _place(message: Message) -> str:
+    return f"{_name(_partition(message))} at offset {message.offset()}"
+
+
+def _name(partition: Partition) -> str:
+    return f"partition {partition[1]} of topic {partition[0]!r}"
+
+
+# The sink
+
+
+class KafkaSink:
+    """Sends messages to a topic. One thread writes at a time. What could not be delivered is raised."""
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        topic: str,
+        *,
+        delivery_timeout: timedelta = timedelta(minutes=2),
+        settings: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        """
+        Args:
+            delivery_timeout: How long a message may wait for a broker to take it.
+            settings: Anything else librdkafka knows. Unless they say otherwise every replica must have a
+                message, and sending it again leaves no second copy.
+
+        Raises:
+            MissingExtraError: confluent-kafka is not installed.
+        """
+        self._kafka = _import_kafka()
+        self.topic = topic
+        self._servers = ",".join(servers)
+        self._undelivered = 0
+        self._reason = ""
+        check_settings(settings or {}, ())
+        chosen: dict[str, Any] = {
+            "acks": "all",
+            "enable.idempotence": True,
+            "linger.ms": 5,
+            "message.timeout.ms": round(delivery_timeout.total_seconds() * 1000),
+            **(settings or {}),
+            "bootstrap.servers": self._servers,
+        }
+        try:
+            self._producer = self._kafka.Producer(chosen, logger=logger)
+        except self._kafka.KafkaException as cause:
+            raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
+
+    def send(
+        self,
+        payloads: Iterable[bytes],
+        keys: Iterable[bytes | None] | None = None,
+        *,
+        partition: int | None = None,
+    ) -> None:
+        """Hand over messages; they are on their way when this returns, and there after `flush`.
+
+        Args:
+            keys: One for each payload. Messages of one key go to one partition; None goes to any.
+            partition: Where all go, whatever the keys.
+
+        Raises:
+            DataError: Messages that were sent before could not be delivered.
+        """
+        where = {} if partition is None else {"partition": partition}
+        paired = (
+            ((payload, None) for payload in payloads) if keys is None else zip(payloads, keys, strict=True)
+        )
+        for payload, key in paired:
+            while True:
+                try:
+                    self._producer.produce(self.topic, payload, key, on_delivery=self._on_delivery, **where)
+                    break
+                except BufferError:
+                    self._producer.poll(
+                        _PAUSE_S
+                    )  # the client's buffer is full: wait for some to be delivered
+                    self._check()
+                except self._kafka.KafkaException as cause:
+                    raise DataError(f"kafka: cannot send to topic {self.topic!r}: {cause}") from cause
+        self._producer.poll(0)
+        self._check()
+
+    def write(self, records: Records) -> None:
+        """Send the strings of column `value`, one per record, by those of column `key` if there are any."""
+        payloads = records.strings(VALUE)
+        keys = records.strings(KEY) if KEY in records.columns else [[] for _ in payloads]
+        if not all(len(payload) == 1 for payload in payloads):
+            raise DataError(f"kafka: a record to send must have one string in column {VALUE!r}")
+        self.send((payload[0] for payload in payloads), (key[0] if key else None for key in keys))
+
+    def flush(self, timeout: timedelta | None = None) -> None:
+        """Wait until every message was delivered.
+
+        Raises:
+            DataError: Some could not be, or were not within `timeout`.
+        """
+        left = self._producer.flush(-1 if timeout is None else timeout.total_seconds())
+        self._check()
+        if left:
+            raise DataError(
+                f"kafka: {left} messages to topic {self.topic!r} were not delivered to {self._servers} "
+                f"within {timeout}"
+            )
+
+    def close(self) -> None:
+        """Deliver what is on its way."""
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
+        if error is not None:
+            self._undelivered += 1
+            self._reason = self._reason or str(error.str())
+
+    def _check(self) -> None:
+        if self._undelivered:
+            count, reason = self._undelivered, self._reason
+            self._undelivered, self._reason = 0, ""
+            raise DataError(
+                f"kafka: {count} messages to topic {self.topic!r} were not delivered to {self._servers}: "
+                f"{reason}"
+            )
+
+
+def _import_kafka() -> ModuleType:
+    """Return the client library, which not everybody has."""
+    try:
+        import confluent_kafka
+    except ImportError as cause:
+        raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
+    return confluent_kafka

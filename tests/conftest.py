@@ -1,0 +1,3 @@
+"""Fixtures for all tests: real servers, started when first asked for."""
+
+pytest_plugins = ("services.fixtures",)
