@@ -367,6 +367,7 @@ int main(int argc, char** argv) {
   if (argc > 1 && std::ifstream(argv[1]).good()) {
     std::ifstream file(argv[1], std::ios::binary);
     const Input input((std::istreambuf_iterator<char>(file)), {});
+    current = input;
     return LLVMFuzzerTestOneInput(input.data(), input.size());
   }
   __sanitizer_set_death_callback(save_input);
