@@ -49,9 +49,7 @@ class Format(Protocol):
     name: str
     """What people call it: "tf_example", "parquet"."""
 
-    def chunks(
-        self, path: str, *, start: int = 0, columns: Sequence[str] | None = None
-    ) -> Iterator[Chunk]:
+    def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the records of a file from a place on.
 
         Args:
