@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS
 
-from monolith.data import Format, Position, Records, Source
+from monolith.data import Format, JoinedSource, JoinerConfig, Position, Records, Source
 from monolith.data.discovery import Watch
 from monolith.data.files import FileSource
+from monolith.data.formats import PayloadParser, PayloadWriter
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.memory import MemorySource, to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import TfRecordFormat
+from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.work_queue import LocalFileQueue
+from monolith.tensors import RaggedTensor
 
 COUNT = 23
 IDS = list(range(100, 100 + COUNT))
@@ -68,6 +72,8 @@ class Case:
     """What comes out, in whatever order."""
     options: frozenset[str] = frozenset()
     """Which of worker (with num_workers), epochs and seed it takes, besides batch_size."""
+    service: str | None = None
+    """The fixture of a server that `make` is given as `service`."""
 
 
 def write_files(folder: Path, form: Format) -> list[str]:
@@ -158,6 +164,58 @@ def _pipeline(stages: Callable[[Pipeline], Pipeline]) -> Callable[..., Source]:
     return make
 
 
+def _payloads() -> list[bytes]:
+    """Each record as Monolith's Example."""
+    return PayloadWriter("example", ids=())(some_records())
+
+
+def _kafka(folder: Path, *, service: Any, batch_size: int = 4) -> Source:
+    """A topic that is filled the first time, and read by offset."""
+    topic = folder / "topic"
+    if not topic.exists():
+        topic.write_text(service.create_topic())
+        sink = KafkaSink([service.address], topic.read_text(), settings=PRODUCER_SETTINGS)
+        sink.send(_payloads())
+        sink.flush()
+        sink.close()
+    config = KafkaConfig(
+        servers=(service.address,),
+        topics=(topic.read_text(),),
+        group="contract",
+        assignment=ByWorker(worker=0, num_workers=1),
+        poll_batch=batch_size,
+        poll_timeout=timedelta(milliseconds=200),
+        stream_timeout=timedelta(milliseconds=200),
+        settings=CONSUMER_SETTINGS,
+    )
+    return KafkaSource(config, PayloadParser("example"))
+
+
+def _joined(folder: Path, *, batch_size: int = 4) -> Source:
+    """Every impression once; every third with an action, which comes some time later."""
+    times = torch.arange(COUNT) * 10 + 1000
+    splits = torch.arange(COUNT + 1)
+    shown = some_records().with_columns({"line_id.req_time": RaggedTensor(times, splits)})
+    clicked = shown.select(["id", "line_id.req_time"]).with_columns(
+        {
+            "line_id.req_time": RaggedTensor(times + 15, splits),
+            "line_id.actions": RaggedTensor(torch.ones(COUNT, dtype=torch.int64), splits),
+        }
+    )
+    config = JoinerConfig(
+        key="id",
+        positives=(frozenset({1}),),
+        window=timedelta(seconds=40),
+        folder=str(folder),
+        keep_snapshots=99,
+    )
+    return JoinedSource(
+        MemorySource(shown, batch_size=batch_size),
+        MemorySource(clicked.take(torch.arange(0, COUNT, 3)), batch_size=batch_size),
+        config,
+    )
+
+
 def _odd(records: Records) -> torch.Tensor:
     return records["id"].flat_values % 2 == 1
 
@@ -179,6 +237,8 @@ SOURCES: dict[str, Case] = {
     "watched files": Case(_watched, options=frozenset({"worker"})),
     "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"})),
     "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"})),
+    "kafka": Case(_kafka, service="kafka"),
+    "joined": Case(_joined),
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),

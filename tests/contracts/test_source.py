@@ -18,13 +18,14 @@ from monolith.errors import MonolithError, RestoreError
 class Maker:
     """Makes the same source over and over, and closes all of them."""
 
-    def __init__(self, case: Case, folder: Path) -> None:
+    def __init__(self, case: Case, folder: Path, request: pytest.FixtureRequest) -> None:
         self.case = case
+        self._service = {} if case.service is None else {"service": request.getfixturevalue(case.service)}
         self._folder = folder
         self._made: list[Source] = []
 
     def __call__(self, **options: Any) -> Source:
-        self._made.append(self.case.make(self._folder, **options))
+        self._made.append(self.case.make(self._folder, **self._service, **options))
         return self._made[-1]
 
     def close(self) -> None:
@@ -34,14 +35,14 @@ class Maker:
 
 @pytest.fixture(params=SOURCES)
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
-    maker = Maker(SOURCES[request.param], tmp_path)
+    maker = Maker(SOURCES[request.param], tmp_path, request)
     yield maker
     maker.close()
 
 
 @pytest.fixture(params=[name for name, case in SOURCES.items() if "seed" in case.options])
 def make_shuffled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
-    maker = Maker(SOURCES[request.param], tmp_path)
+    maker = Maker(SOURCES[request.param], tmp_path, request)
     yield maker
     maker.close()
 

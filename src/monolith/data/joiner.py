@@ -709,7 +709,10 @@ class JoinedSource:
         }
 
     def restore(self, position: Position) -> None:
-        if position.get("kind") != "joined":
+        parts = (*self._sources, "joiner")
+        if position.get("kind") != "joined" or not all(
+            isinstance(position.get(part), dict) for part in parts
+        ):
             raise RestoreError(f"cannot restore a joined source: {position!r} is not a position of one")
         for name, source in self._sources.items():
             source.restore(position[name])
