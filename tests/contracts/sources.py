@@ -14,6 +14,7 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS
 
 from monolith.data import Format, JoinedSource, JoinerConfig, Position, Records, Source
 from monolith.data.discovery import Watch
+from monolith.data.drift import DriftConfig, DriftingStream
 from monolith.data.files import FileSource
 from monolith.data.formats import PayloadParser, PayloadWriter
 from monolith.data.formats.csv import CsvFormat
@@ -216,6 +217,16 @@ def _joined(folder: Path, *, batch_size: int = 4) -> Source:
     )
 
 
+def _drifting(_: Path, *, batch_size: int = 4) -> Source:
+    """The first records of a stream, told by their users alone."""
+    stream = DriftingStream(DriftConfig(examples=COUNT, batch_size=batch_size))
+    return Pipeline(stream).map(lambda records: some_records(_users(records)))
+
+
+def _users(records: Records) -> list[int]:
+    return [user % 10_000 for user in records["user"].flat_values.tolist()]
+
+
 def _odd(records: Records) -> torch.Tensor:
     return records["id"].flat_values % 2 == 1
 
@@ -239,6 +250,7 @@ SOURCES: dict[str, Case] = {
     "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"})),
     "kafka": Case(_kafka, service="kafka"),
     "joined": Case(_joined),
+    "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),

@@ -7,6 +7,7 @@ has come, and stops in order on SIGTERM or Ctrl-C.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -47,11 +48,11 @@ class DataDispatcherOptions:
 class DataWorkerOptions:
     """Read splits of data for a dispatcher, and send them to trainers."""
 
-    dispatcher: str
-    """host:port of the dispatcher."""
     source: str
     """module:function that opens a split: takes its name, returns a source. Modules of the current folder are
     found, too."""
+    dispatcher: str | None = None
+    """host:port of the dispatcher; by default what MLP's environment says, as in MLP_DISPATCHER_0_HOST."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine only."""
     port: int = 0
@@ -112,13 +113,13 @@ def dispatcher(options: DataDispatcherOptions) -> int:
 
 def worker(options: DataWorkerOptions) -> int:
     """Run a data worker until it is told to stop, or loses its dispatcher."""
-    from monolith.data.service import DataWorker
+    from monolith.data.service import DataWorker, dispatcher_from_environment
 
     open_split = find_function(options.source)
     with (
         told_to_stop() as stop,
         DataWorker(
-            options.dispatcher,
+            options.dispatcher or dispatcher_from_environment(os.environ),
             open_split,
             host=options.host,
             port=options.port,

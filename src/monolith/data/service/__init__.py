@@ -44,9 +44,17 @@ free. If reading a split fails too often, all trainers hear of it as an error.
     for records in DataServiceSource("host:5050", trainer="worker-0"): ...                # any number
 """
 
+from monolith.data.service.addresses import dispatcher_from_environment
 from monolith.data.service.client import DataServiceSource
 from monolith.data.service.dispatcher import Dispatcher
 from monolith.data.service.job import JobConfig
 from monolith.data.service.worker import DataWorker, OpenSplit
 
-__all__ = ["DataServiceSource", "DataWorker", "Dispatcher", "JobConfig", "OpenSplit"]
+__all__ = [
+    "DataServiceSource",
+    "DataWorker",
+    "Dispatcher",
+    "JobConfig",
+    "OpenSplit",
+    "dispatcher_from_environment",
+]
