@@ -50,6 +50,9 @@ install_kafka() {
     return
   fi
   command -v npm >/dev/null || fail "needs npm (on Debian: apt-get install npm)"
+  # npm trusts a list of its own; what this machine trusts, such as a mirror's certificate, is good, too.
+  local trusted=/etc/ssl/certs/ca-certificates.crt
+  [ ! -e "$trusted" ] || export NODE_EXTRA_CA_CERTS="${NODE_EXTRA_CA_CERTS:-$trusted}"
   local said
   said=$(mktemp)
   mkdir -p "$folder"
