@@ -160,8 +160,13 @@ def test_a_position_with_nonsense_in_it_is_refused(make: Maker) -> None:
 def test_closing_twice_does_nothing(make: Maker) -> None:
     source = make()
     some(source, 1)
+    position = source.position()
     source.close()
     source.close()
+    assert ids_of(some(source, 0)) == []
+    again = make()
+    again.restore(position)
+    assert len(ids_of(again)) < len(make.case.ids)  # what was taken stays taken
 
 
 # Where it takes the option

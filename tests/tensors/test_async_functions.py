@@ -94,11 +94,12 @@ def test_gradients_are_recorded_if_the_caller_does() -> None:
 
 
 def test_functions_run_beside_each_other() -> None:
-    meeting = threading.Barrier(2, timeout=WAIT_SECONDS)
+    meeting, met = threading.Barrier(2, timeout=WAIT_SECONDS), []
     with AsyncFunctions() as functions:
-        for push in [functions.add(meeting.wait), functions.add(meeting.wait)]:
+        for push in [functions.add(lambda: met.append(meeting.wait())) for _ in range(2)]:
             push()
         functions.start_step()
+    assert sorted(met) == [0, 1]  # alone, each would have waited in vain
 
 
 def test_an_error_reaches_the_next_call_which_is_not_kept() -> None:

@@ -17,9 +17,10 @@ import os
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -247,7 +248,7 @@ class _Ledger:
             ) from cause
 
 
-class _Queue:
+class _Queue(ABC):
     """What the queues below have in common: the verbs, each in one go on the ledger."""
 
     def __init__(self, lease: timedelta, clock: Clock, pause: Callable[[float], None]) -> None:
@@ -257,14 +258,13 @@ class _Queue:
         self._clock = clock
         self._pause = pause
 
-    @contextmanager
-    def _ledger(self) -> Iterator[_Ledger]:
+    @abstractmethod
+    def _ledger(self) -> AbstractContextManager[_Ledger]:
         """Give the ledger to one caller at a time, and keep what it makes of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _next_name(self, number: int) -> str | None:
         """Return the file of this number, which was never handed out. Called with the ledger held."""
-        raise NotImplementedError
 
     def take(self, worker: str, number: int | None = None) -> Lease | None:
         with self._ledger() as ledger:

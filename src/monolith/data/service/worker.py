@@ -206,7 +206,7 @@ class DataWorker:
             with self._dispatcher() as dispatch:
                 work(dispatch)
         except StoppedError:
-            pass
+            return  # as it was asked to
         except Exception as error:  # handed to whoever waits for the worker
             _log.error("data worker %s stops: %s", self.address, error)
             with self._room:
