@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from monolith import filesystem
 from monolith.data import Records
-from monolith.data.joiner import JoinedSource, Joiner, JoinerConfig
+from monolith.data.joined_source import JoinedSource
+from monolith.data.joiner import Joiner, JoinerConfig
 from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
 from monolith.observe import Metrics
 

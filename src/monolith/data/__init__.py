@@ -9,7 +9,8 @@ from monolith.data.drift import DriftConfig, DriftingStream
 from monolith.data.files import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
-from monolith.data.joiner import JoinedSource, Joiner, JoinerConfig
+from monolith.data.joined_source import JoinedSource
+from monolith.data.joiner import Joiner, JoinerConfig
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch

@@ -1,19 +1,4 @@
-"""Kafka: records from topics that never end, and messages to them.
-
-The broker does not decide where reading goes on: the checkpoint does. A source says by
-topic and partition which message it has not yielded yet, and goes to exactly that message
-when it is restored. Offsets are never stored behind our back; an offset that is gone from
-the broker is an error and not a jump.
-
-Partitions are shared out in one of two ways. `ByWorker` gives each of a fixed number of
-workers its own, so that a position means the same after every restart: the way to train.
-Without it the workers form a consumer group, which comes and goes as it likes; a partition
-that changes hands goes on where its last owner stopped yielding.
-
-    source = KafkaSource(KafkaConfig(servers=("kafka:9092",), topics=("clicks",), group="train"), decode)
-    for records in source: ...
-    source.position()       # saved with the model: {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
-"""
+"""The source: messages of topics, in order, from any offset on."""
 
 from __future__ import annotations
 
@@ -22,36 +7,22 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.format import BadRecord
+from monolith.data.kafka.config import Decode, KafkaConfig, import_kafka
+from monolith.data.kafka.positions import Offsets, Partition, make_position, read_position
+from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
 from monolith.data.source import Position
-from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
-from monolith.tensors import RaggedTensor
+from monolith.errors import ConfigError, DataError, RestoreError
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
     from monolith.observe import Metrics
-
-VALUE = "value"
-"""The column of strings that `plain_strings` fills and `KafkaSink.write` sends."""
-KEY = "key"
-"""The column of strings by which `KafkaSink.write` chooses the partition, where a record has one."""
-
-KIND = "kafka"
-STARTS = ("earliest", "latest")
-OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
-"""Settings on which the positions rest; nobody else may choose them."""
-TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
-"""Settings that have a field of their own."""
 
 PASSING = """
     _TRANSPORT _ALL_BROKERS_DOWN _TIMED_OUT _RESOLVE _WAIT_COORD _MAX_POLL_EXCEEDED _ASSIGNMENT_LOST
@@ -68,181 +39,10 @@ _ANSWER_S = 5.0
 _PAUSE_S = 0.2
 _REPORT_EVERY_S = 1.0
 
-Partition = tuple[str, int]
-Offsets = dict[Partition, int]
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class Decode(Protocol):
-    """Turns the payloads of messages into records."""
-
-    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
-        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ByWorker:
-    """Gives each worker fixed partitions: p of topic number t to worker (p + t) mod `num_workers`."""
-
-    worker: int
-    num_workers: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.worker < self.num_workers:
-            raise ConfigError(
-                f"kafka: worker must be from 0 to num_workers - 1 = {self.num_workers - 1}, got {self.worker}"
-            )
-
-    def reads(self, topic: int, partition: int) -> bool:
-        return (partition + topic) % self.num_workers == self.worker
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KafkaConfig:
-    """Which messages are read, by whom, and how long they are waited for."""
-
-    servers: tuple[str, ...]
-    """host:port of some brokers, which know the others."""
-    topics: tuple[str, ...]
-    group: str
-    """The consumer group: who shares out partitions, and under whose name offsets are committed."""
-    assignment: ByWorker | None = None
-    """None lets the group share out partitions."""
-    run: str = ""
-    """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
-    over since from one of an earlier start, over which a restored position wins. Only a group needs it."""
-    poll_batch: int = 128
-    """The most messages that are decoded and yielded together. Where a message is itself a batch, take 16."""
-    batch_wait: timedelta = timedelta(milliseconds=50)
-    """How long the first message of a batch waits for the rest of it."""
-    poll_timeout: timedelta = timedelta(seconds=10)
-    """How long one poll waits for a message."""
-    stream_timeout: timedelta | None = None
-    """The source ends after this long without a message, though not before one poll; None never ends it."""
-    start: str = "earliest"
-    """Where to begin without a position: "earliest" or "latest"."""
-    connect_timeout: timedelta = timedelta(seconds=30)
-    """How long to try until a broker answers for the first time."""
-    outage_timeout: timedelta = timedelta(minutes=10)
-    """How long the brokers may be out of reach later on."""
-    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    """Anything else librdkafka knows, security included: {"security.protocol": "SASL_SSL", ...}."""
-
-    def __post_init__(self) -> None:
-        for name in ("servers", "topics"):
-            given = getattr(self, name)
-            if isinstance(given, str) or not given or not all(given):
-                raise ConfigError(f"kafka: {name} must be a tuple of at least one name, got {given!r}")
-        if len(set(self.topics)) < len(self.topics):
-            raise ConfigError(f"kafka: topics names one twice: {', '.join(self.topics)}")
-        if not self.group:
-            raise ConfigError("kafka: group must not be empty, also where no group shares out partitions")
-        if self.poll_batch < 1:
-            raise ConfigError(f"kafka: poll_batch must be at least 1, got {self.poll_batch}")
-        if self.start not in STARTS:
-            raise ConfigError(f"kafka: start must be one of {', '.join(STARTS)}, got {self.start!r}")
-        for name in ("batch_wait", "poll_timeout", "connect_timeout", "outage_timeout", "stream_timeout"):
-            given = getattr(self, name)
-            if given is not None and given < timedelta(0):
-                raise ConfigError(f"kafka: {name} must not be negative, got {given}")
-        check_settings(self.settings, OURS)
-
-
-def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:
-    """Refuse extra settings that are decided elsewhere."""
-    for name in settings:
-        if name in TAKEN:
-            raise ConfigError(f"kafka: give {name!r} as {TAKEN[name]}, not in settings")
-        if name in ours:
-            raise ConfigError(
-                f"kafka: {name!r} cannot be set; which messages were read is for the checkpoint to say"
-            )
-
-
-def read_settings(pairs: Iterable[str]) -> dict[str, str | int | float | bool]:
-    """Return settings given as "key=value", as command lines have them."""
-    settings: dict[str, str | int | float | bool] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"kafka: a setting must be key=value, got {pair!r}")
-        settings[key.strip()] = value.strip()
-    return settings
-
-
-def plain_strings(payloads: list[bytes]) -> tuple[Records, Sequence[BadRecord]]:
-    """Decode nothing: one record per message, its bytes in the column `value`."""
-    return Records(len(payloads), {VALUE: string_column(payloads)}), ()
-
-
-def create_plain_kafka_dataset(config: KafkaConfig, *, metrics: Metrics | None = None) -> KafkaSource:
-    """Return a source of raw strings: one record per message, its bytes in the column `value`."""
-    return KafkaSource(config, plain_strings, metrics=metrics)
-
-
-def string_column(strings: Sequence[bytes]) -> RaggedTensor:
-    """Return a column with one string per record."""
-    joined = bytearray().join(strings)
-    values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
-    lengths = torch.tensor([len(string) for string in strings], dtype=torch.int64)
-    inner = RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    return RaggedTensor(inner, torch.arange(len(strings) + 1), validate=False)
-
-
-# Positions
-
-
-def merge_positions(positions: Iterable[Position]) -> Position:
-    """Return the position of several workers together, which any number of workers can be restored from.
-
-    Of two that know a partition the later offset counts: the other one gave the partition away.
-
-    Raises:
-        RestoreError: One of them is not a position of Kafka.
-    """
-    offsets: Offsets = {}
-    partitions: dict[str, int] = {}
-    for position in positions:
-        known, found = read_position(position)
-        for topic, count in known.items():
-            partitions[topic] = max(count, partitions.get(topic, 0))
-        for partition, offset in found.items():
-            offsets[partition] = max(offset, offsets.get(partition, 0))
-    return make_position(partitions, offsets)
-
-
-def make_position(partitions: Mapping[str, int], offsets: Mapping[Partition, int]) -> Position:
-    by_topic: dict[str, dict[str, int]] = {}
-    for (topic, partition), offset in sorted(offsets.items()):
-        by_topic.setdefault(topic, {})[str(partition)] = offset
-    return {"source": KIND, "partitions": dict(partitions), "offsets": by_topic}
-
-
-def read_position(position: Position) -> tuple[dict[str, int], Offsets]:
-    """Return how many partitions each topic had, and the offsets."""
-    if not isinstance(position, Mapping) or position.get("source") != KIND:
-        raise RestoreError(f"cannot restore a Kafka source from {position!r:.200}: of another kind")
-    try:
-        partitions = {topic: _whole(count) for topic, count in position["partitions"].items()}
-        offsets = {
-            (topic, int(partition)): _whole(offset)
-            for topic, found in position["offsets"].items()
-            for partition, offset in found.items()
-        }
-    except (KeyError, AttributeError, TypeError, ValueError) as cause:
-        raise RestoreError(f"cannot restore a Kafka source from {position!r:.200}: {cause!r}") from cause
-    return partitions, offsets
-
-
-def _whole(number: object) -> int:
-    if not isinstance(number, int) or number < 0:
-        raise ValueError(f"{number!r} is not a whole number")
-    return number
-
-
-# The source
 
 
 class KafkaSource:
@@ -275,7 +75,7 @@ class KafkaSource:
             MissingExtraError: confluent-kafka is not installed.
         """
         self.config = config
-        self._kafka = _import_kafka()
+        self._kafka = import_kafka()
         self._decode = decode
         self._on_bad = on_bad
         self._on_revoke_hook = on_revoke
@@ -885,137 +685,6 @@ def _name(partition: Partition) -> str:
     return f"partition {partition[1]} of topic {partition[0]!r}"
 
 
-# The sink
-
-
-class KafkaSink:
-    """Sends messages to a topic. One thread writes at a time. What could not be delivered is raised."""
-
-    def __init__(
-        self,
-        servers: Sequence[str],
-        topic: str,
-        *,
-        delivery_timeout: timedelta = timedelta(minutes=2),
-        settings: Mapping[str, str | int | float | bool] | None = None,
-    ) -> None:
-        """
-        Args:
-            delivery_timeout: How long a message may wait for a broker to take it.
-            settings: Anything else librdkafka knows. Unless they say otherwise every replica must have a
-                message, and sending it again leaves no second copy.
-
-        Raises:
-            MissingExtraError: confluent-kafka is not installed.
-        """
-        self._kafka = _import_kafka()
-        self.topic = topic
-        self._servers = ",".join(servers)
-        self._undelivered = 0
-        self._reason = ""
-        check_settings(settings or {}, ())
-        chosen: dict[str, Any] = {
-            "acks": "all",
-            "enable.idempotence": True,
-            "linger.ms": 5,
-            "message.timeout.ms": round(delivery_timeout.total_seconds() * 1000),
-            **(settings or {}),
-            "bootstrap.servers": self._servers,
-        }
-        try:
-            self._producer = self._kafka.Producer(chosen, logger=logger)
-        except self._kafka.KafkaException as cause:
-            raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
-
-    def send(
-        self,
-        payloads: Iterable[bytes],
-        keys: Iterable[bytes | None] | None = None,
-        *,
-        partition: int | None = None,
-    ) -> None:
-        """Hand over messages; they are on their way when this returns, and there after `flush`.
-
-        Args:
-            keys: One for each payload. Messages of one key go to one partition; None goes to any.
-            partition: Where all go, whatever the keys.
-
-        Raises:
-            DataError: Messages that were sent before could not be delivered.
-        """
-        where = {} if partition is None else {"partition": partition}
-        paired = (
-            ((payload, None) for payload in payloads) if keys is None else zip(payloads, keys, strict=True)
-        )
-        for payload, key in paired:
-            while True:
-                try:
-                    self._producer.produce(self.topic, payload, key, on_delivery=self._on_delivery, **where)
-                    break
-                except BufferError:
-                    self._producer.poll(
-                        _PAUSE_S
-                    )  # the client's buffer is full: wait for some to be delivered
-                    self._check()
-                except self._kafka.KafkaException as cause:
-                    raise DataError(f"kafka: cannot send to topic {self.topic!r}: {cause}") from cause
-        self._producer.poll(0)
-        self._check()
-
-    def write(self, records: Records) -> None:
-        """Send the strings of column `value`, one per record, by those of column `key` if there are any."""
-        payloads = records.strings(VALUE)
-        keys = records.strings(KEY) if KEY in records.columns else [[] for _ in payloads]
-        if not all(len(payload) == 1 for payload in payloads):
-            raise DataError(f"kafka: a record to send must have one string in column {VALUE!r}")
-        self.send((payload[0] for payload in payloads), (key[0] if key else None for key in keys))
-
-    def flush(self, timeout: timedelta | None = None) -> None:
-        """Wait until every message was delivered.
-
-        Raises:
-            DataError: Some could not be, or were not within `timeout`.
-        """
-        left = self._producer.flush(-1 if timeout is None else timeout.total_seconds())
-        self._check()
-        if left:
-            raise DataError(
-                f"kafka: {left} messages to topic {self.topic!r} were not delivered to {self._servers} "
-                f"within {timeout}"
-            )
-
-    def close(self) -> None:
-        """Deliver what is on its way."""
-        self.flush()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-
-    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
-        if error is not None:
-            self._undelivered += 1
-            self._reason = self._reason or str(error.str())
-
-    def _check(self) -> None:
-        if self._undelivered:
-            count, reason = self._undelivered, self._reason
-            self._undelivered, self._reason = 0, ""
-            raise DataError(
-                f"kafka: {count} messages to topic {self.topic!r} were not delivered to {self._servers}: "
-                f"{reason}"
-            )
-
-
-def _import_kafka() -> ModuleType:
-    """Return the client library, which not everybody has."""
-    try:
-        import confluent_kafka
-    except ImportError as cause:
-        raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
-    return confluent_kafka
+def create_plain_kafka_dataset(config: KafkaConfig, *, metrics: Metrics | None = None) -> KafkaSource:
+    """Return a source of raw strings: one record per message, its bytes in the column `value`."""
+    return KafkaSource(config, plain_strings, metrics=metrics)

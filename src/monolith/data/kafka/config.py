@@ -1,0 +1,128 @@
+"""How to reach Kafka, and which messages are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+from monolith.data.format import BadRecord
+from monolith.data.records import Records
+from monolith.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    pass
+
+STARTS = ("earliest", "latest")
+OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
+"""Settings on which the positions rest; nobody else may choose them."""
+TAKEN = {"bootstrap.servers": "servers", "group.id": "group"}
+"""Settings that have a field of their own."""
+
+
+class Decode(Protocol):
+    """Turns the payloads of messages into records."""
+
+    def __call__(self, payloads: list[bytes], /) -> tuple[Records, Sequence[BadRecord]]:
+        """Return the records in order, and what could not be read: `place` is the position in `payloads`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByWorker:
+    """Gives each worker fixed partitions: p of topic number t to worker (p + t) mod `num_workers`."""
+
+    worker: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.worker < self.num_workers:
+            raise ConfigError(
+                f"kafka: worker must be from 0 to num_workers - 1 = {self.num_workers - 1}, got {self.worker}"
+            )
+
+    def reads(self, topic: int, partition: int) -> bool:
+        return (partition + topic) % self.num_workers == self.worker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KafkaConfig:
+    """Which messages are read, by whom, and how long they are waited for."""
+
+    servers: tuple[str, ...]
+    """host:port of some brokers, which know the others."""
+    topics: tuple[str, ...]
+    group: str
+    """The consumer group: who shares out partitions, and under whose name offsets are committed."""
+    assignment: ByWorker | None = None
+    """None lets the group share out partitions."""
+    run: str = ""
+    """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
+    over since from one of an earlier start, over which a restored position wins. Only a group needs it."""
+    poll_batch: int = 128
+    """The most messages that are decoded and yielded together. Where a message is itself a batch, take 16."""
+    batch_wait: timedelta = timedelta(milliseconds=50)
+    """How long the first message of a batch waits for the rest of it."""
+    poll_timeout: timedelta = timedelta(seconds=10)
+    """How long one poll waits for a message."""
+    stream_timeout: timedelta | None = None
+    """The source ends after this long without a message, though not before one poll; None never ends it."""
+    start: str = "earliest"
+    """Where to begin without a position: "earliest" or "latest"."""
+    connect_timeout: timedelta = timedelta(seconds=30)
+    """How long to try until a broker answers for the first time."""
+    outage_timeout: timedelta = timedelta(minutes=10)
+    """How long the brokers may be out of reach later on."""
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Anything else librdkafka knows, security included: {"security.protocol": "SASL_SSL", ...}."""
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "topics"):
+            given = getattr(self, name)
+            if isinstance(given, str) or not given or not all(given):
+                raise ConfigError(f"kafka: {name} must be a tuple of at least one name, got {given!r}")
+        if len(set(self.topics)) < len(self.topics):
+            raise ConfigError(f"kafka: topics names one twice: {', '.join(self.topics)}")
+        if not self.group:
+            raise ConfigError("kafka: group must not be empty, also where no group shares out partitions")
+        if self.poll_batch < 1:
+            raise ConfigError(f"kafka: poll_batch must be at least 1, got {self.poll_batch}")
+        if self.start not in STARTS:
+            raise ConfigError(f"kafka: start must be one of {', '.join(STARTS)}, got {self.start!r}")
+        for name in ("batch_wait", "poll_timeout", "connect_timeout", "outage_timeout", "stream_timeout"):
+            given = getattr(self, name)
+            if given is not None and given < timedelta(0):
+                raise ConfigError(f"kafka: {name} must not be negative, got {given}")
+        check_settings(self.settings, OURS)
+
+
+def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:
+    """Refuse extra settings that are decided elsewhere."""
+    for name in settings:
+        if name in TAKEN:
+            raise ConfigError(f"kafka: give {name!r} as {TAKEN[name]}, not in settings")
+        if name in ours:
+            raise ConfigError(
+                f"kafka: {name!r} cannot be set; which messages were read is for the checkpoint to say"
+            )
+
+
+def read_settings(pairs: Iterable[str]) -> dict[str, str | int | float | bool]:
+    """Return settings given as "key=value", as command lines have them."""
+    settings: dict[str, str | int | float | bool] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"kafka: a setting must be key=value, got {pair!r}")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def import_kafka() -> ModuleType:
+    """Return the client library, which not everybody has."""
+    try:
+        import confluent_kafka
+    except ImportError as cause:
+        raise MissingExtraError("confluent-kafka", "kafka", "reading and writing Kafka topics") from cause
+    return confluent_kafka
