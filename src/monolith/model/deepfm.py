@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from monolith.feature import ADDN, CONCAT, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower, watch
+from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
 from monolith.nn import Dense
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -70,7 +69,7 @@ class DeepFMDense(nn.Module):
         return bias.squeeze(1) + pairs + deep.squeeze(1)
 
 
-class DeepFM(ReadyModel):
+class DeepFM(WatchedModel):
     """Factorization machine and MLP side by side; the usual place to start.
 
     Args:
@@ -117,20 +116,5 @@ class DeepFM(ReadyModel):
             Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim)),
         ]
         embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, dense, ("bias", "vectors"), numbers)
-        self._segments = dict.fromkeys(chosen.names, dim) | numbers.widths
-
-    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return logits of shape (examples,).
-
-        Args:
-            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
-        """
-        logits: Tensor = self.dense(*self.read(batch, floats))
-        return logits
-
-    def watch_features(self, report: Callable[[dict[str, Tensor]], None]) -> RemovableHandle:
-        """Report what each feature brings to the MLP, on each training step; see `ready.watch`."""
-        first = self.dense.first
-        assert isinstance(first, Dense)
-        return watch(first, self._segments, report)
+        segments = dict.fromkeys(chosen.names, dim) | numbers.widths
+        super().__init__(embeddings, dense, ("bias", "vectors"), numbers, segments=segments)

@@ -11,7 +11,7 @@ from monolith.errors import ConfigError
 from monolith.feature import STACK, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
+from monolith.model.ready import FloatFeatures, LogitModel, check_combined, seeded, tower
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
@@ -54,7 +54,7 @@ class DLRMDense(nn.Module):
         return logits.squeeze(1)
 
 
-class DLRM(ReadyModel):
+class DLRM(LogitModel):
     """Numbers through a bottom MLP, dot products of all pairs, and a top MLP over both.
 
     Args:
@@ -100,12 +100,3 @@ class DLRM(ReadyModel):
         layout = Layout("vectors", STACK, chosen.slices(chosen.names, "vector", dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
         super().__init__(embeddings, dense, ("vectors",), numbers)
-
-    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return logits of shape (examples,).
-
-        Args:
-            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
-        """
-        logits: Tensor = self.dense(*self.read(batch, floats))
-        return logits

@@ -6,7 +6,7 @@ pairs, four biases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from monolith.errors import ConfigError
 from monolith.feature import ADDN, CONCAT, Batch, FeatureIds, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined
+from monolith.model.ready import FloatFeatures, LogitModel, check_combined
 from monolith.store import Store
 from monolith.table import Ftrl, Initializer, Optimizer, Sgd
 from monolith.tensors import RaggedTensor
@@ -51,7 +51,7 @@ class FFMDense(nn.Module):
         return dots if bias is None else dots + bias.squeeze(1)
 
 
-class FFM(ReadyModel):
+class FFM(LogitModel):
     """Dot products of chosen pairs of features, and biases. `ffm_sample` makes upstream's.
 
     Args:
@@ -97,11 +97,6 @@ class FFM(ReadyModel):
             layouts.append(Layout("bias", ADDN, chosen.bias(biased)))
         embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
         super().__init__(embeddings, FFMDense(), [layout.name for layout in layouts], FloatFeatures(None))
-
-    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return logits of shape (examples,); float features are passed over."""
-        logits: Tensor = self.dense(*self.read(batch, floats))
-        return logits
 
 
 def ffm_sample(

@@ -161,3 +161,42 @@ class ReadyModel(nn.Module):
         numbers = self.floats.read(batch, floats, self.embeddings.device)
         inputs = [layouts[name] for name in self._inputs]
         return inputs if numbers is None else [*inputs, numbers]
+
+
+class LogitModel(ReadyModel):
+    """A model of one task."""
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        logits: Tensor = self.dense(*self.read(batch, floats))
+        return logits
+
+
+class WatchedModel(LogitModel):
+    """A model whose dense half begins with a layer over all features, its `first`.
+
+    Args:
+        segments: Feature to its width, in the order in which they lie in that layer's input.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingCollection,
+        dense: nn.Module,
+        inputs: Sequence[str],
+        floats: FloatFeatures,
+        *,
+        segments: Mapping[str, int],
+    ) -> None:
+        super().__init__(embeddings, dense, inputs, floats)
+        self._segments = dict(segments)
+
+    def watch_features(self, report: Callable[[dict[str, Tensor]], None]) -> RemovableHandle:
+        """Report what each feature brings to the first layer, on each training step; see `watch`."""
+        first = self.dense.first
+        assert isinstance(first, Dense)
+        return watch(first, self._segments, report)
