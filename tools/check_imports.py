@@ -50,8 +50,8 @@ PLAIN = {ROOT, "tensors", "feature", "table", "nn", "model"}
 OWNERS = {
     "confluent_kafka": {"data"},
     "fsspec": {"filesystem"},
-    "google": {"wire"},
-    "grpc": {"cluster", "serve"},
+    "google": {"wire", "checkpoint", "cluster", "train"},
+    "grpc": {"cluster", "train", "serve"},
     "httpx": {"cluster"},
     "kazoo": {"cluster"},
     "matplotlib": {"cli"},

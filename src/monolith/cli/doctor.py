@@ -38,16 +38,16 @@ REQUIRED = {
     "numpy": "1.26",
     "fsspec": "2024.6",
     "prometheus-client": "0.20",
+    "protobuf": "7.35",
     "rich": "13.7",
+    "safetensors": "0.5",
     "tyro": "0.9",
 }
 """Distribution -> the oldest version that will do."""
 
 OPTIONAL = {
     "pyarrow": ("arrow", "Parquet files and bulk transfer between processes"),
-    "safetensors": ("safetensors", "dense weights in checkpoints"),
     "grpcio": ("grpc", "the Open Inference Protocol and Primus"),
-    "protobuf": ("grpc", "messages on the wire"),
     "confluent-kafka": ("kafka", "training from a live stream"),
     "kazoo": ("zookeeper", "discovery through ZooKeeper"),
     "httpx": ("consul", "discovery through Consul"),

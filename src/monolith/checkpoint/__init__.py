@@ -1,0 +1,1 @@
+"""Checkpoints: everything a run needs to go on, committed together."""

@@ -1,0 +1,127 @@
+"""The hook seam: what else happens while a model trains.
+
+A hook is told of the life of a run, event by event:
+
+    begin          once, before any state exists
+    after_create   once per start, after parameters were made or restored
+    before_step    before each step
+    after_step     after each step
+    end            once, when the run ends well: at its limit, at the end of the data, or by a request
+    close          once, however the run ended: threads and files go here
+
+Hooks are called in the order they were given, the chief's own before all others, at every
+event. A request to stop lets the current step finish, and the hooks of that step hear of it,
+before `end`. When an error ends the run, `end` is not called and `close` is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from monolith.feature import Batch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one step did."""
+
+    step: int
+    """The global step after it."""
+    batch: Batch
+    loss: Tensor
+    """A scalar, detached, on the model's device."""
+    predictions: Mapping[str, Tensor] = field(default_factory=dict)
+    """By head, as they were before this step trained: probabilities, or values of a regression."""
+
+    @property
+    def examples(self) -> int:
+        return len(self.batch)
+
+
+class Run(Protocol):
+    """What a hook sees of the run it belongs to."""
+
+    @property
+    def step(self) -> int:
+        """The global step: how many steps the model has taken in all its runs."""
+
+    @property
+    def model_dir(self) -> str:
+        """Where the run writes; "" for one that leaves nothing behind."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run is to end; None while nobody asked."""
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after the current step. The first reason is kept. From any thread."""
+
+
+class Hook:
+    """A hook that does nothing; override what it should hear of."""
+
+    def begin(self, run: Run) -> None: ...
+    def after_create(self, run: Run) -> None: ...
+    def before_step(self, run: Run) -> None: ...
+    def after_step(self, run: Run, result: StepResult) -> None: ...
+    def end(self, run: Run) -> None: ...
+    def close(self) -> None: ...
+
+
+def drive(
+    run: Run,
+    hooks: Sequence[Hook],
+    *,
+    step: Callable[[], StepResult | None],
+    create: Callable[[], None] = lambda: None,
+    chief_hooks: Sequence[Hook] = (),
+) -> None:
+    """Take steps until a hook asks to stop or the data ends, and tell hooks of everything.
+
+    Args:
+        step: Takes one step; returns None, having done nothing, at the end of the data.
+        create: Makes or restores the parameters, between `begin` and `after_create`.
+        chief_hooks: Called before `hooks` at every event.
+    """
+    everyone = [*chief_hooks, *hooks]
+    try:
+        for hook in everyone:
+            hook.begin(run)
+        create()
+        for hook in everyone:
+            hook.after_create(run)
+        while run.stop_reason is None:
+            for hook in everyone:
+                hook.before_step(run)
+            result = step()
+            if result is None:
+                run.request_stop("the data ended")
+                break
+            for hook in everyone:
+                hook.after_step(run, result)
+        for hook in everyone:
+            hook.end(run)
+    except BaseException:
+        _close(everyone, failed=True)
+        raise
+    _close(everyone, failed=False)
+
+
+def _close(hooks: Sequence[Hook], *, failed: bool) -> None:
+    """Close every hook; the first error is raised, unless a greater one is on its way already."""
+    first: Exception | None = None
+    for hook in hooks:
+        try:
+            hook.close()
+        except Exception as error:
+            _log.exception("closing %s failed", type(hook).__name__)
+            first = first or error
+    if first is not None and not failed:
+        raise first
