@@ -130,6 +130,9 @@ void bind_admission(nb::module_& m) {
            "A copy of up to `count` cells (None is the rest) as uint16. Hold sightings back between calls to "
            "save one "
            "moment.")
+      .def(
+          "copy", [](const SlidingFilter& filter) { return std::shared_ptr(filter.copy()); }, Unlocked(),
+          "The filter at this moment, as another one.")
       .def("restore", &SlidingFilter::restore, "meta"_a, Unlocked(),
            "Empty every split and take over the head; `restore_split` and `write_cells` follow.")
       .def("restore_split", &SlidingFilter::restore_split, "split"_a, "meta"_a, Unlocked(),
@@ -149,6 +152,8 @@ void bind_admission(nb::module_& m) {
           "seed"_a)
       .def("refuse", &refuse<ProbabilisticFilter>, "ids"_a.noconvert(),
            "counts"_a.noconvert().none() = nb::none(), kRefuse)
+      .def_prop_rw("draws", &ProbabilisticFilter::draws, &ProbabilisticFilter::set_draws,
+                   "How often it has drawn, which is all there is to save.")
       .def_static("admission_rate", &ProbabilisticFilter::admission_rate, "equal_probability"_a, "count"_a,
                   "threshold"_a, "The probability that `count` sightings admit an id.");
 }

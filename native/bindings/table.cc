@@ -14,6 +14,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "hash.h"
+#include "table_cut.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -123,19 +124,25 @@ nb::ndarray<nb::numpy, T> column(std::unique_ptr<T[]> data, std::initializer_lis
   return nb::ndarray<nb::numpy, T>(memory, shape, owner);
 }
 
-nb::tuple scan(const Table& table, std::uint64_t cursor, std::uint64_t last, std::size_t limit) {
+template <class Scanned, class... Options>
+nb::tuple scan(const Scanned& scanned, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
+               Options... options) {
   Chunk chunk;
   {
     nb::gil_scoped_release unlocked;
-    chunk = table.scan(cursor, last, limit);
+    chunk = scanned.scan(cursor, last, limit, options...);
   }
   const std::size_t rows = chunk.rows;
-  const auto dim = static_cast<std::size_t>(table.dim());
-  const auto state_dim = static_cast<std::size_t>(table.state_dim());
+  const auto dim = static_cast<std::size_t>(scanned.dim());
+  const auto state_dim = static_cast<std::size_t>(scanned.state_dim());
   nb::object next = chunk.done ? nb::none() : nb::cast(chunk.cursor);
   return nb::make_tuple(column(std::move(chunk.ids), {rows}), column(std::move(chunk.times), {rows}),
                         column(std::move(chunk.values), {rows, dim}),
                         column(std::move(chunk.state), {rows, state_dim}), next);
+}
+
+nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> removed(const TableCut& cut) {
+  return owned(cut.removed());
 }
 
 }  // namespace
@@ -254,15 +261,34 @@ void bind_table(nb::module_& m) {
       .def("remove", &remove, "ids"_a.noconvert())
       .def("evict", &Table::evict, "now"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, nb::call_guard<nb::gil_scoped_release>())
-      .def("scan", &scan, "cursor"_a, "last"_a, "limit"_a,
+      .def("scan", &scan<Table>, "cursor"_a, "last"_a, "limit"_a,
            nb::sig("def scan(self, cursor: int, last: int, limit: int) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]"),
            "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their "
            "order.")
+      .def("track_changes", &Table::track_changes, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Remember from now on which rows change and which go, for cuts to tell; or stop.")
       .def("freeze", &Table::freeze, nb::call_guard<nb::gil_scoped_release>())
       .def("thaw", &Table::thaw)
       .def_prop_rw("scales", &Table::scales, &Table::set_scales)
       .def("stats", &Table::stats, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<TableCut>(m, "TableCut", "A table as it was at one moment, while it goes on being trained.")
+      .def(nb::init<Table&>(), "table"_a, nb::keep_alive<1, 2>(), nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("rows", &TableCut::rows)
+      .def_prop_ro("max_event_time", &TableCut::max_event_time)
+      .def_prop_ro("scales", &TableCut::scales)
+      .def_prop_ro("captured_bytes", &TableCut::captured_bytes, "Bytes of rows copied because they changed.")
+      .def_prop_ro("tracked", &TableCut::tracked, "Whether it knows what changed since the cut before.")
+      .def_prop_ro("cleared", &TableCut::cleared)
+      .def("removed", &removed, "Ids removed since the cut before, as int64; some may have come back.")
+      .def("scan", &scan<TableCut, bool>, "cursor"_a, "last"_a, "limit"_a, "changed_only"_a,
+           nb::sig("def scan(self, cursor: int, last: int, limit: int, changed_only: bool) -> "
+                   "tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], "
+                   "NDArray[numpy.float32], int | None]"),
+           "As Table.scan; with `changed_only`, rows that changed since the cut before.")
+      .def("close", &TableCut::close, "saved"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Let the copies go. What changed up to the cut counts as saved, or again as changed.");
 }
 
 }  // namespace monolith

@@ -85,6 +85,12 @@ class HashFilter {
     elements_.fetch_add(used(saved) - used(to), std::memory_order_relaxed);
     std::copy(saved.begin(), saved.end(), to.begin());
   }
+  // Becomes as `other`, which is of the same size; an unused one costs nothing.
+  void copy(const HashFilter& other) {
+    if (other.elements() != 0) std::memcpy(region_.data(), other.region_.data(), region_.size());
+    elements_.store(other.elements_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    failures_ = other.failures_;
+  }
   void set_failures(std::uint64_t failures) { failures_ = failures; }
 
   std::size_t capacity() const { return capacity_; }

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 
 namespace monolith {
@@ -161,7 +162,12 @@ class Index {
 };
 static_assert(sizeof(Index) == 8);
 
+struct CapturedRows;  // see table_cut.h
+
 struct alignas(64) Partition {
+  Partition();
+  ~Partition();
+
   // What readers look at, in one cache line. Changed only between begin_write and end_write.
   std::atomic<std::uint64_t> version{0};
   std::atomic<Index> index;
@@ -180,6 +186,7 @@ struct alignas(64) Partition {
   std::uint64_t refused = 0;
   std::uint64_t evicted = 0;
   std::uint64_t removed = 0;
+  std::unique_ptr<CapturedRows> captured;  // while a cut is open, and rows changed since
 
   bool owns(std::uint64_t hash) const {
     return first.load(std::memory_order_relaxed) <= hash && hash <= last.load(std::memory_order_relaxed);

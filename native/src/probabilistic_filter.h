@@ -25,6 +25,10 @@ class ProbabilisticFilter final : public Admission {
   void refuse(std::span<const std::int64_t> ids, std::span<const std::uint32_t> counts,
               std::span<std::uint8_t> mask);
 
+  // How often it has drawn, which is all there is to save.
+  std::uint64_t draws() const { return draws_.load(std::memory_order_relaxed); }
+  void set_draws(std::uint64_t draws) { draws_.store(draws, std::memory_order_relaxed); }
+
   // The probability that `count` sightings admit an id; 1 for a threshold of 0.
   static double admission_rate(bool equal_probability, std::uint32_t count, std::uint32_t threshold);
 

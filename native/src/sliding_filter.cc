@@ -68,6 +68,23 @@ SlidingFilter::SlidingFilter(std::size_t capacity, std::size_t splits, SlotThres
   stripe_width_ = std::max(kProbes, (cells_per_split() + kStripes - 1) / kStripes);
 }
 
+SlidingFilter::SlidingFilter(const SlidingFilter& other, const WholeLock&)
+    : thresholds_(other.thresholds_),
+      stripe_width_(other.stripe_width_),
+      head_(other.head_.load(std::memory_order_relaxed)),
+      head_increment_(other.head_increment_),
+      failures_(other.failures_.load(std::memory_order_relaxed)) {
+  for (const auto& block : other.blocks_) {
+    blocks_.push_back(std::make_unique<HashFilter>(block->capacity(), block->fill_rate()));
+    blocks_.back()->copy(*block);
+  }
+}
+
+std::unique_ptr<SlidingFilter> SlidingFilter::copy() const {
+  const WholeLock held(*this);
+  return std::unique_ptr<SlidingFilter>(new SlidingFilter(*this, held));
+}
+
 std::size_t SlidingFilter::backward_blocks() const {
   return std::min<std::size_t>(head_increment_, blocks_.size() - kForwardBlocks);
 }

@@ -77,6 +77,9 @@ class SlidingFilter final : public Admission {
   std::size_t cells_per_split() const { return blocks_.front()->cells().size(); }
   void read_cells(std::size_t split, std::size_t offset, std::span<Cell> out) const;
 
+  // The filter at this moment, as another one; holds sightings off meanwhile.
+  std::unique_ptr<SlidingFilter> copy() const;
+
   // Restoring: first the filter, which empties every split, then each split's meta and cells. Elements
   // are counted from the cells. Throws std::invalid_argument, with nothing changed by that call, when what
   // was saved does not fit this filter.
@@ -105,6 +108,8 @@ class SlidingFilter final : public Admission {
   };
   class PlaceLock;
   class WholeLock;
+
+  SlidingFilter(const SlidingFilter& other, const WholeLock& held);
 
   Place place(std::int64_t id) const { return {blocks_.front()->position(id), HashFilter::signature(id)}; }
   void prefetch(const Place& place) const;

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "table_body.h"
+#include "table_cut.h"
 
 namespace monolith {
 namespace {
@@ -14,13 +15,16 @@ namespace {
 // Where a range of hashes is cut. The first cuts are uneven, so that partitions come to their limit at
 // different times: at any moment some are large and some have just split, index arrays given back by one are
 // taken by the next, and memory grows smoothly. Once a range is below 12/64 of all hashes it is halved.
-std::uint64_t cut(std::uint64_t first, std::uint64_t last) {
+std::uint64_t middle_of(std::uint64_t first, std::uint64_t last) {
   constexpr std::uint64_t kUnit = std::uint64_t{1} << 58;
   const std::uint64_t units = (last - first) / kUnit + 1;
   return first + (units >= 12 ? units * 15 / 32 * kUnit : (last - first) / 2 + 1);
 }
 
 }  // namespace
+
+Partition::Partition() = default;
+Partition::~Partition() = default;
 
 Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_ptr<TouchedKeySet> touched,
              std::shared_ptr<Workers> workers)
@@ -70,7 +74,7 @@ std::unique_ptr<Table::Body> Table::make_body() const {
       add(first, last, rows);
       return;
     }
-    const std::uint64_t middle = cut(first, last);
+    const std::uint64_t middle = middle_of(first, last);
     depth = std::max(depth, 64 - std::countr_zero(middle));
     self(self, first, middle - 1);
     self(self, middle, last);
@@ -124,6 +128,14 @@ void Table::clear() {
   gate_changed_.wait(lock, [&] { return frozen_ == 0; });  // clearing is a write, and waits like one
   ++frozen_;
   gate_changed_.wait(lock, [&] { return writers_ == 0; });
+  if (cut_ != nullptr) {
+    if (--frozen_ == 0) gate_changed_.notify_all();
+    throw std::invalid_argument("clear: a cut of this table is open; close it first");
+  }
+  if (changes_ != nullptr) {
+    changes_ = std::make_unique<TableChanges>();
+    changes_->cleared = true;
+  }
   lock.unlock();
   TableStats kept = stats();
   Body* old = body_.exchange(fresh.release());
@@ -188,6 +200,7 @@ Slot* Table::insert(Body& body, Partition& part, std::uint64_t hash, std::uint32
   if (row == 0) return nullptr;
   ++part.rows;
   ++part.inserted;
+  if (watched()) note_birth(row);
   return index.place(hash, row, time);
 }
 
@@ -243,7 +256,7 @@ void Table::split(Body& body, Partition& part) {
   }
   if (part.rows <= part.split_at) return;
   const Index old = part.index.load(std::memory_order_relaxed);
-  const std::uint64_t middle = cut(part.first, part.last);
+  const std::uint64_t middle = middle_of(part.first, part.last);
   const int depth = 64 - std::countr_zero(middle);  // leading bits that tell the two sides apart
   std::size_t upper = 0;
   const Slot* slot = old.slots();
@@ -267,6 +280,7 @@ void Table::split(Body& body, Partition& part) {
   sibling->rows = static_cast<std::uint32_t>(upper);
   sibling->index = high;
   sibling->split_at = part.split_at;
+  split_captured(part, *sibling, middle);
 
   Change change(part);
   part.last.store(middle - 1, std::memory_order_relaxed);
@@ -311,11 +325,17 @@ std::size_t Table::expire_oldest(Body& body, Partition& part, std::size_t wanted
   }
   wanted = std::min(wanted, candidates.size());
   std::nth_element(candidates.begin(), candidates.begin() + wanted, candidates.end());
+  std::vector<std::uint64_t> gone;
   for (std::size_t i = 0; i < wanted; ++i) {
     Slot* slot = index.find(candidates[i].second);
+    if (watched()) {
+      note_change(body, part, *slot);
+      gone.push_back(slot->hash);
+    }
     free_row(body, part, slot->row);
     index.erase(slot);
   }
+  note_removals(gone);
   part.rows -= static_cast<std::uint32_t>(wanted);
   part.evicted += wanted;
   return wanted;
@@ -345,9 +365,11 @@ std::size_t Table::evict(std::int64_t now) {
       Change change(part);
       for (const std::uint64_t hash : gone) {
         Slot* slot = index.find(hash);
+        if (watched()) note_change(body, part, *slot);
         free_row(body, part, slot->row);
         index.erase(slot);
       }
+      note_removals(gone);
       part.rows -= static_cast<std::uint32_t>(gone.size());
       part.evicted += gone.size();
       if (static_cast<double>(part.rows) < static_cast<double>(index.size()) * 0.3)
@@ -361,6 +383,11 @@ std::size_t Table::evict(std::int64_t now) {
 // ---- walking -------------------------------------------------------------------------------------
 
 Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const {
+  return scan_rows(cursor, last, limit, nullptr, false);
+}
+
+Chunk Table::scan_rows(std::uint64_t cursor, std::uint64_t last, std::size_t limit, const TableCut* cut,
+                       bool changed_only) const {
   if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
   Chunk chunk;
   const std::size_t dim = entry_.dim();
@@ -382,37 +409,53 @@ Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) c
     moved(chunk.state, state_dim);
     room = wanted;
   };
-  std::vector<Slot> slots;
+  struct Found {
+    std::uint64_t hash;
+    const std::byte* row;
+    std::uint32_t time;
+  };
+  std::vector<Found> found;
+  const auto wanted = [&](std::uint64_t hash, std::uint32_t row) {
+    return hash >= cursor && hash <= last && (!changed_only || cut->changes_->rows.test(row));
+  };
   for (;;) {
     Partition& part = *body.route(cursor);
     std::unique_lock lock(part.mutex);
     if (!part.owns(cursor)) continue;
+    if (cut != nullptr && !cut->open_) throw std::invalid_argument("scan: the cut was closed");
     const Index index = part.index.load(std::memory_order_relaxed);
-    slots.clear();
+    found.clear();
     for (std::size_t i = 0; i < index.size(); ++i) {
       const Slot& slot = index.slots()[i];
-      if (slot.row != 0 && slot.hash >= cursor && slot.hash <= last) slots.push_back(slot);
+      if (slot.row != 0 && (cut == nullptr || !cut->taken_.test(slot.row)) && wanted(slot.hash, slot.row))
+        found.push_back({slot.hash, body.rows.row(slot.row), slot.time});
     }
-    const std::size_t take = std::min(slots.size(), limit - chunk.rows);
+    if (cut != nullptr && part.captured != nullptr) {
+      const CapturedRows& captured = *part.captured;
+      for (std::size_t i = 0; i < captured.keys.size(); ++i)
+        if (const auto& key = captured.keys[i]; wanted(key.hash, key.row))
+          found.push_back({key.hash, captured.bytes.data() + i * entry_.row_bytes(), key.time});
+    }
+    const std::size_t take = std::min(found.size(), limit - chunk.rows);
     // In the order of hashes: a table with the same rows is always walked the same way.
-    const auto by_hash = [](const Slot& a, const Slot& b) { return a.hash < b.hash; };
-    if (take < slots.size()) std::nth_element(slots.begin(), slots.begin() + take, slots.end(), by_hash);
-    std::sort(slots.begin(), slots.begin() + take, by_hash);
+    const auto by_hash = [](const Found& a, const Found& b) { return a.hash < b.hash; };
+    if (take < found.size()) std::nth_element(found.begin(), found.begin() + take, found.end(), by_hash);
+    std::sort(found.begin(), found.begin() + take, by_hash);
     if (chunk.rows + take > room) grow_to(chunk.rows + take);
     for (std::size_t i = 0; i < take; ++i) {
-      if (i + 8 < take) __builtin_prefetch(body.rows.row(slots[i + 8].row));
-      const std::byte* row = body.rows.row(slots[i].row);
+      if (i + 8 < take) __builtin_prefetch(found[i + 8].row);
+      const std::byte* row = found[i].row;
       const std::size_t at = chunk.rows + i;
-      chunk.ids[at] = unmix(slots[i].hash);
-      chunk.times[at] = slots[i].time;
+      chunk.ids[at] = unmix(found[i].hash);
+      chunk.times[at] = found[i].time;
       entry_.read(row, chunk.values.get() + at * dim);
       std::memcpy(chunk.state.get() + at * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
     }
     chunk.rows += take;
     const std::uint64_t part_last = part.last;
     lock.unlock();
-    if (take < slots.size()) {
-      chunk.cursor = slots[take - 1].hash + 1;
+    if (take < found.size()) {
+      chunk.cursor = found[take - 1].hash + 1;
       return chunk;
     }
     if (part_last >= last) {

@@ -72,6 +72,9 @@ struct Chunk {
   std::uint64_t cursor = 0;  // the hash to go on from, unless done
 };
 
+class TableCut;
+struct TableChanges;
+
 class Table {
  public:
   explicit Table(TableSpec spec, std::shared_ptr<Admission> admission = nullptr,
@@ -110,6 +113,10 @@ class Table {
   // throughout is met exactly once.
   Chunk scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const;
 
+  // Remembers from now on which rows change and which go, for cuts to tell; or stops. What was remembered is
+  // forgotten.
+  void track_changes(bool on);
+
   // While frozen, calls that write wait. Nests.
   void freeze();
   void thaw();
@@ -120,6 +127,8 @@ class Table {
   TableStats stats() const;
 
  private:
+  friend class TableCut;
+
   // One id of a batch; `count` sightings when equal ids were brought together.
   struct Item {
     std::uint64_t hash;
@@ -161,6 +170,14 @@ class Table {
   void split(Body& body, Partition& part);
   std::size_t expire_oldest(Body& body, Partition& part, std::size_t wanted, std::uint32_t time);
   bool expired(std::uint64_t hash, std::uint32_t time, std::int64_t now) const;
+
+  bool watched() const { return cut_ != nullptr || changes_ != nullptr; }
+  void note_change(const Body& body, Partition& part, const Slot& slot);
+  void note_birth(std::uint32_t row);
+  void note_removals(const std::vector<std::uint64_t>& hashes);
+  void split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const;
+  Chunk scan_rows(std::uint64_t cursor, std::uint64_t last, std::size_t limit, const TableCut* cut,
+                  bool changed_only) const;
 
   // Copies the first `bytes` bytes of each row, block after block `step` bytes further on, zeros where there
   // is none, and calls done(first, count) after each block.
@@ -205,6 +222,10 @@ class Table {
   std::condition_variable gate_changed_;
   int writers_ = 0;
   int frozen_ = 0;
+
+  // Set while writers are held off, so a writer may look at them without a lock.
+  TableCut* cut_ = nullptr;
+  std::unique_ptr<TableChanges> changes_;
 
   std::mutex batches_mutex_;                     // guards batches_
   std::vector<std::unique_ptr<Batch>> batches_;  // scratch of earlier calls, for the next ones

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "table_body.h"
+#include "table_cut.h"
 
 namespace monolith {
 namespace {
@@ -202,6 +203,9 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
     slots[late[l]] = index.find(items[late[l]].hash);
     fetch_row(late[l]);
   }
+  if (watched())
+    for (std::size_t i = 0; i < count; ++i)
+      if (slots[i] != nullptr) note_change(body, part, *slots[i]);
   Change change(part);
   if (all_there) {
     for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, times.at(items[i].position));
@@ -476,6 +480,7 @@ std::size_t Table::remove(std::span<const std::int64_t> ids) {
   const Epochs::Visit visit(epochs_);
   Body& body = *body_.load();
   std::size_t removed = 0;
+  std::vector<std::uint64_t> gone;
   for (const std::int64_t id : ids) {
     const std::uint64_t hash = mix(id);
     for (;;) {
@@ -484,6 +489,10 @@ std::size_t Table::remove(std::span<const std::int64_t> ids) {
       if (!part.owns(hash)) continue;
       const Index index = part.index.load(std::memory_order_relaxed);
       if (Slot* slot = index.find(hash)) {
+        if (watched()) {
+          note_change(body, part, *slot);
+          gone.push_back(hash);
+        }
         Change change(part);
         free_row(body, part, slot->row);
         index.erase(slot);
@@ -494,6 +503,7 @@ std::size_t Table::remove(std::span<const std::int64_t> ids) {
       break;
     }
   }
+  note_removals(gone);
   return removed;
 }
 

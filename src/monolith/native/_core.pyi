@@ -178,6 +178,9 @@ class SlidingFilter(Admission):
         A copy of up to `count` cells (None is the rest) as uint16. Hold sightings back between calls to save one moment.
         """
 
+    def copy(self) -> SlidingFilter:
+        """The filter at this moment, as another one."""
+
     def restore(self, meta: SlidingFilterMeta) -> None:
         """
         Empty every split and take over the head; `restore_split` and `write_cells` follow.
@@ -199,6 +202,13 @@ class ProbabilisticFilter(Admission):
         """
         Record `counts` sightings of each id (None is one each), in order; a uint8 mask, 1 where the id must wait.
         """
+
+    @property
+    def draws(self) -> int:
+        """How often it has drawn, which is all there is to save."""
+
+    @draws.setter
+    def draws(self, arg: int, /) -> None: ...
 
     @staticmethod
     def admission_rate(equal_probability: bool, count: int, threshold: int) -> float:
@@ -471,6 +481,11 @@ class Table:
         (ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their order.
         """
 
+    def track_changes(self, on: bool) -> None:
+        """
+        Remember from now on which rows change and which go, for cuts to tell; or stop.
+        """
+
     def freeze(self) -> None: ...
 
     def thaw(self) -> None: ...
@@ -482,6 +497,44 @@ class Table:
     def scales(self, arg: Sequence[float], /) -> None: ...
 
     def stats(self) -> TableStats: ...
+
+class TableCut:
+    """A table as it was at one moment, while it goes on being trained."""
+
+    def __init__(self, table: Table) -> None: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def max_event_time(self) -> int: ...
+
+    @property
+    def scales(self) -> list[float]: ...
+
+    @property
+    def captured_bytes(self) -> int:
+        """Bytes of rows copied because they changed."""
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it knows what changed since the cut before."""
+
+    @property
+    def cleared(self) -> bool: ...
+
+    def removed(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Ids removed since the cut before, as int64; some may have come back."""
+
+    def scan(self, cursor: int, last: int, limit: int, changed_only: bool) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]:
+        """
+        As Table.scan; with `changed_only`, rows that changed since the cut before.
+        """
+
+    def close(self, saved: bool) -> None:
+        """
+        Let the copies go. What changed up to the cut counts as saved, or again as changed.
+        """
 
 def fused_offsets(dims: NDArray[numpy.int64], sizes: NDArray[numpy.int64], num_shards: int, num_ids: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """

@@ -17,14 +17,19 @@ from monolith.table.admission import (
 )
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
 from monolith.table.config import Segment, TableConfig
+from monolith.table.cuts import CuttableTable, TableCut
 from monolith.table.dict_table import DictTable
 from monolith.table.dumps import (
+    ChangesReport,
     DumpableTable,
     DumpReport,
     LoadReport,
     Manifest,
     dump,
+    dump_changes,
+    dump_cut,
     load,
+    load_changes,
     read_manifest,
     table_basename,
 )
@@ -96,9 +101,11 @@ __all__ = [
     "Amsgrad",
     "BatchSoftmax",
     "BatchSoftmaxInit",
+    "ChangesReport",
     "Compressor",
     "Constant",
     "ConstantRate",
+    "CuttableTable",
     "DelayCompensated",
     "DictTable",
     "DumpReport",
@@ -141,10 +148,13 @@ __all__ = [
     "StochasticRounding",
     "Table",
     "TableConfig",
+    "TableCut",
     "TableStats",
     "TouchedKeySet",
     "Zeros",
     "dump",
+    "dump_changes",
+    "dump_cut",
     "encode_entry_dumps",
     "entry_dumps_of",
     "export_entry_dumps",
@@ -155,6 +165,7 @@ __all__ = [
     "iterate",
     "legacy_names",
     "load",
+    "load_changes",
     "make_filter",
     "merge",
     "merged_name",

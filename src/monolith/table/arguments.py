@@ -8,6 +8,8 @@ the path on which all is well asks as little as possible.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
@@ -24,6 +26,15 @@ MAX_EVENT_TIME = (1 << 32) - 1
 
 _INT64_MAX = (1 << 63) - 1
 _UINT32_MAX = (1 << 32) - 1
+
+
+@contextmanager
+def core_errors() -> Iterator[None]:
+    """Let what the core refuses be an error of ours."""
+    try:
+        yield
+    except ValueError as cause:
+        raise TableArgumentError(str(cause)) from cause
 
 
 def id_array(ids: Tensor, name: str = "ids") -> NDArray[np.int64]:

@@ -135,6 +135,8 @@ class DictTable:
         self._rows: dict[int, _Row] = {}
         self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
         self._counts = _Counts()
+        self._cut: DictTableCut | None = None
+        self._saved: dict[int, _Row] | None = None  # as of the last cut; None tracks nothing
         self._closed = False
 
     @property
@@ -265,12 +267,8 @@ class DictTable:
         """Return rows in the order of their hashes: a shard is a range of hashes, a cursor the next one."""
         with self._open():
             start, end = arguments.scan_range(cursor, limit, shard, num_shards)
-            keys = np.fromiter(self._rows, np.int64, len(self._rows))
-            hashes = mix(keys)
-            order = np.argsort(hashes)
-            left = [i for i in order.tolist() if start <= int(hashes[i]) < end]
-            chunk, more = left[:limit], len(left) > limit
-            return Scan(self._gather(keys[chunk]), int(hashes[chunk[-1]]) + 1 if more else None)
+            keys, following = _chunk_of(self._rows, start, end, limit)
+            return Scan(self._gather(keys), following)
 
     def restore(self, rows: Rows) -> None:
         with self._writing():
@@ -287,6 +285,8 @@ class DictTable:
 
     def clear(self) -> None:
         with self._writing():
+            if self._cut is not None:
+                raise TableArgumentError("clear: a cut of this table is open; close it first")
             self._rows.clear()
             self._counts.max_event_time = 0
 
@@ -301,6 +301,27 @@ class DictTable:
             with self._lock:
                 self._frozen -= 1
                 self._thawed.notify_all()
+
+    def cut(self) -> DictTableCut:
+        """Hold this moment fast, by copying all of it."""
+        with self._writing():
+            if self._cut is not None:
+                raise TableArgumentError("table: a cut is open already; close it first")
+            rows = self._copied()
+            self._cut = DictTableCut(self, rows, self._saved, list(self._scales), self._counts.max_event_time)
+            return self._cut
+
+    def track_changes(self, on: bool = True) -> None:
+        with self._writing():
+            rows = self._copied()
+            self._saved = rows if on else None
+
+    def end_cut(self, rows: dict[int, _Row] | None) -> None:
+        """Take note that a cut was closed: with its rows if they are saved. Called by the cut."""
+        with self._lock:
+            self._cut = None
+            if self._saved is not None and rows is not None:
+                self._saved = rows
 
     @property
     def scales(self) -> list[float]:
@@ -358,21 +379,16 @@ class DictTable:
         if self._closed:
             raise TableClosedError(f"table {self._config.name!r} was closed")
 
+    def _copied(self) -> dict[int, _Row]:
+        return {
+            key: _Row(row.values.copy(), row.state.copy(), row.event_time) for key, row in self._rows.items()
+        }
+
     def _found(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.array([key in self._rows for key in keys.tolist()], dtype=np.bool_)
 
     def _gather(self, keys: NDArray[np.int64]) -> Rows:
-        n = len(keys)
-        times = np.zeros(n, np.int64)
-        values = np.zeros((n, self.dim), np.float32)
-        state = np.zeros((n, self.state_dim), np.float32)
-        for position, key in enumerate(keys.tolist()):
-            if row := self._rows.get(key):
-                times[position] = row.event_time
-                values[position] = row.values
-                state[position] = row.state
-        columns = (keys.copy(), times, values, state)
-        return Rows(*(torch.from_numpy(column) for column in columns))
+        return _gathered(self._rows, keys, self.dim, self.state_dim)
 
     def _write_arguments(
         self, ids: Tensor, values: Tensor, event_time: int | Tensor, name: str = "values"
@@ -472,6 +488,103 @@ class DictTable:
     def _touch(self, keys: NDArray[np.int64]) -> None:
         if self._touched is not None and len(keys):
             self._touched.insert(torch.from_numpy(np.unique(keys)))
+
+
+class DictTableCut:
+    """A `TableCut` that is a copy. What changed is what differs from the copy before."""
+
+    def __init__(
+        self,
+        table: DictTable,
+        rows: dict[int, _Row],
+        before: dict[int, _Row] | None,
+        scales: list[float],
+        max_event_time: int,
+    ) -> None:
+        self._table = table
+        self._rows = rows
+        self._before = before
+        self.scales = scales
+        self.max_event_time = max_event_time
+        self.captured_bytes = 0
+        self.cleared = False
+        self._open = True
+
+    @property
+    def config(self) -> TableConfig:
+        return self._table.config
+
+    @property
+    def tracked(self) -> bool:
+        return self._before is not None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def removed(self) -> Tensor:
+        gone = (self._before or {}).keys() - self._rows.keys()
+        return torch.tensor(sorted(gone), dtype=torch.int64)
+
+    def scan(
+        self,
+        cursor: int | None = None,
+        *,
+        limit: int = 65536,
+        shard: int = 0,
+        num_shards: int = 1,
+        changed_only: bool = False,
+    ) -> Scan:
+        start, end = arguments.scan_range(cursor, limit, shard, num_shards)
+        if not self._open:
+            raise TableArgumentError("scan: the cut was closed")
+        rows = self._rows
+        if changed_only:
+            before = self._before
+            if before is None:
+                raise TableArgumentError("scan: this table does not keep track of changes")
+            rows = {key: row for key, row in rows.items() if not _alike(row, before.get(key))}
+        keys, following = _chunk_of(rows, start, end, limit)
+        return Scan(_gathered(rows, keys, self.config.dim, self._table.state_dim), following)
+
+    def close(self, *, saved: bool) -> None:
+        if self._open:
+            self._open = False
+            self._table.end_cut(self._rows if saved else None)
+
+
+def _alike(row: _Row, other: _Row | None) -> bool:
+    return (
+        other is not None
+        and row.event_time == other.event_time
+        and row.values.tobytes() == other.values.tobytes()
+        and row.state.tobytes() == other.state.tobytes()
+    )
+
+
+def _chunk_of(
+    rows: dict[int, _Row], start: int, end: int, limit: int
+) -> tuple[NDArray[np.int64], int | None]:
+    """Return up to `limit` ids with hashes [start, end), in their order, and the hash to go on from."""
+    keys = np.fromiter(rows, np.int64, len(rows))
+    hashes = mix(keys)
+    left = [i for i in np.argsort(hashes).tolist() if start <= int(hashes[i]) < end]
+    chunk = left[:limit]
+    return keys[chunk], int(hashes[chunk[-1]]) + 1 if len(left) > limit else None
+
+
+def _gathered(rows: dict[int, _Row], keys: NDArray[np.int64], dim: int, state_dim: int) -> Rows:
+    """Return whole rows of these ids, zeros where there is none."""
+    n = len(keys)
+    times = np.zeros(n, np.int64)
+    values = np.zeros((n, dim), np.float32)
+    state = np.zeros((n, state_dim), np.float32)
+    for position, key in enumerate(keys.tolist()):
+        if row := rows.get(key):
+            times[position] = row.event_time
+            values[position] = row.values
+            state[position] = row.state
+    columns = (keys.copy(), times, values, state)
+    return Rows(*(torch.from_numpy(column) for column in columns))
 
 
 def _pieces(config: TableConfig) -> Iterator[_Piece]:

@@ -22,7 +22,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -34,10 +34,12 @@ from torch import Tensor
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.table.config import TableConfig
+from monolith.table.cuts import TableCut
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import (
     Description,
     Layout,
+    SegmentLayout,
     ShardInfo,
     ShardReader,
     rows_per_block,
@@ -54,6 +56,7 @@ Keep = Callable[[Tensor], Tensor] | tuple[int, int]
 as unsigned numbers, `shard` modulo `num_shards`."""
 
 _ROWS_PER_SHARD = 1_000_000
+_IDS_ONLY = Layout((SegmentLayout(dim=0, state_dim=0, optimizer="none", compressor="none"),))
 _MANIFEST_VERSION = 1
 _MANIFEST_LIMIT = 64 << 20
 _GENERATION = re.compile(r"\.([0-9a-f]{16})(?=-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
@@ -86,6 +89,17 @@ class DumpReport:
     files: tuple[str, ...]
     skipped: int
     """Files that `resume` found complete and kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesReport:
+    """What a dump of changes wrote."""
+
+    changed: DumpReport
+    removed: int
+    removed_bytes: int
+    cleared: bool
+    """Whether the table was cleared in between; `load_changes` must be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,54 +172,175 @@ def dump(
         raise TableArgumentError("dump: resume needs a stamp, to know that the table is still the same")
     if num_shards is not None:
         sharded_names(basename, num_shards)  # refuses a number that cannot be
-    config = table.config
-    filesystem.make_dirs(filesystem.parent(basename) or ".")
     with table.frozen() if consistent else contextlib.nullcontext():
         stats = table.stats()
         total = default_num_shards(stats.rows) if num_shards is None else num_shards
-        wanted = Description(
-            table=config.name,
-            layout=Layout.of(config),
-            shard=0,
-            num_shards=total,
-            dump=secrets.token_hex(8),
-            stamp=stamp,
-            scales=tuple(table.scales),
+        wanted = _description(table.config, Layout.of(table.config), total, stamp, table.scales)
+        return _write(
+            basename,
+            wanted,
+            lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
+            live=_unexpired(table.config, stats.max_event_time) if drop_expired else None,
+            workers=workers,
+            resume=resume,
+            progress=progress,
         )
-        kept = _resumable(basename, wanted, workers) if resume else {}
-        if kept:
-            wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
-        paths = sharded_names(f"{basename}.{wanted.dump}", total)
-        expired = [0] * total
 
-        def live_rows(shard: int) -> Iterator[Rows]:
-            for rows in iterate(table, limit=rows_per_block(wanted.layout), shard=shard, num_shards=total):
-                live = without_expired(rows, config, stats.max_event_time) if drop_expired else rows
-                expired[shard] += len(rows) - len(live)
-                if len(live):
-                    yield live
-                if progress is not None:
-                    progress.advance(len(rows))
 
-        def write(shard: int, stop: StopTogether) -> ShardInfo:
-            return write_shard(paths[shard], replace(wanted, shard=shard), stop.chunks(live_rows(shard)))
+def dump_cut(
+    cut: TableCut,
+    basename: str,
+    *,
+    num_shards: int | None = None,
+    workers: int = 4,
+    drop_expired: bool = True,
+    stamp: str | int = "",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> DumpReport:
+    """Write all rows of a cut to `basename`, as `dump` does those of a table."""
+    total = default_num_shards(len(cut)) if num_shards is None else num_shards
+    return _write(
+        basename,
+        _description(cut.config, Layout.of(cut.config), total, stamp, cut.scales),
+        lambda shard, limit: _scanned(cut, shard, total, limit, changed_only=False),
+        live=_unexpired(cut.config, cut.max_event_time) if drop_expired else None,
+        workers=workers,
+        resume=resume,
+        progress=progress,
+    )
 
-        missing = [shard for shard in range(total) if shard not in kept]
-        try:
-            written = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
-            shards = [written[shard] for shard in range(total)]
-            manifest = Manifest(
-                table=config.name,
-                dump=wanted.dump,
-                stamp=stamp,
-                rows=tuple(shard.rows for shard in shards),
-                bytes=tuple(shard.bytes for shard in shards),
-            )
-            _write_manifest(basename, manifest)
-        except BaseException:
-            if stamp == "":
-                _remove_generations(basename, lambda name: name == wanted.dump)
-            raise
+
+def dump_changes(
+    cut: TableCut,
+    basename: str,
+    *,
+    workers: int = 4,
+    stamp: str | int = "",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> ChangesReport:
+    """Write what changed since the cut before: the rows to `basename`, the ids that went to `.removed` of it.
+
+    Expired rows are written too: what is left out would come back as it was in the dump before.
+
+    Raises:
+        TableArgumentError: The table does not keep track of changes.
+    """
+    if not cut.tracked:
+        raise TableArgumentError(
+            f"cannot dump the changes of table {cut.config.name!r}: it does not keep track of them; "
+            "call track_changes() before the cut they count from"
+        )
+    config = cut.config
+    changed = _write(
+        basename,
+        _description(config, Layout.of(config), 1, stamp, cut.scales),
+        lambda shard, limit: _scanned(cut, shard, 1, limit, changed_only=True),
+        live=None,
+        workers=workers,
+        resume=resume,
+        progress=progress,
+    )
+    removed = cut.removed()
+    none = torch.empty(len(removed), 0)
+
+    def ids(_shard: int, limit: int) -> Iterator[Rows]:
+        for at in range(0, len(removed), limit):
+            part = slice(at, at + limit)
+            yield Rows(removed[part], torch.zeros_like(removed[part]), none[part], none[part])
+
+    gone = _write(
+        _removed(basename),
+        _description(config, _IDS_ONLY, 1, stamp, ()),
+        ids,
+        live=None,
+        workers=1,
+        resume=resume,
+        progress=None,
+    )
+    return ChangesReport(changed, gone.rows, gone.bytes, cut.cleared)
+
+
+def _description(
+    config: TableConfig, layout: Layout, num_shards: int, stamp: str | int, scales: Sequence[float]
+) -> Description:
+    return Description(
+        table=config.name,
+        layout=layout,
+        shard=0,
+        num_shards=num_shards,
+        dump=secrets.token_hex(8),
+        stamp=stamp,
+        scales=tuple(scales),
+    )
+
+
+def _scanned(cut: TableCut, shard: int, num_shards: int, limit: int, *, changed_only: bool) -> Iterator[Rows]:
+    cursor: int | None = None
+    while True:
+        scan = cut.scan(cursor, limit=limit, shard=shard, num_shards=num_shards, changed_only=changed_only)
+        if len(scan.rows):
+            yield scan.rows
+        if scan.cursor is None:
+            return
+        cursor = scan.cursor
+
+
+def _unexpired(config: TableConfig, now: int) -> Callable[[Rows], Rows]:
+    return lambda rows: without_expired(rows, config, now)
+
+
+def _write(
+    basename: str,
+    wanted: Description,
+    scan: Callable[[int, int], Iterator[Rows]],
+    *,
+    live: Callable[[Rows], Rows] | None,
+    workers: int,
+    resume: bool,
+    progress: Progress | None,
+) -> DumpReport:
+    """Write a dump of `wanted.num_shards` shards; `scan(shard, limit)` yields the rows of one."""
+    if resume and wanted.stamp == "":
+        raise TableArgumentError("dump: resume needs a stamp, to know that the table is still the same")
+    total = wanted.num_shards
+    sharded_names(basename, total)  # refuses a number that cannot be
+    filesystem.make_dirs(filesystem.parent(basename) or ".")
+    kept = _resumable(basename, wanted, workers) if resume else {}
+    if kept:
+        wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
+    paths = sharded_names(f"{basename}.{wanted.dump}", total)
+    expired = [0] * total
+
+    def live_rows(shard: int) -> Iterator[Rows]:
+        for rows in scan(shard, rows_per_block(wanted.layout)):
+            kept_rows = rows if live is None else live(rows)
+            expired[shard] += len(rows) - len(kept_rows)
+            if len(kept_rows):
+                yield kept_rows
+            if progress is not None:
+                progress.advance(len(rows))
+
+    def write(shard: int, stop: StopTogether) -> ShardInfo:
+        return write_shard(paths[shard], replace(wanted, shard=shard), stop.chunks(live_rows(shard)))
+
+    missing = [shard for shard in range(total) if shard not in kept]
+    try:
+        written = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
+        shards = [written[shard] for shard in range(total)]
+        manifest = Manifest(
+            table=wanted.table,
+            dump=wanted.dump,
+            stamp=wanted.stamp,
+            rows=tuple(shard.rows for shard in shards),
+            bytes=tuple(shard.bytes for shard in shards),
+        )
+        _write_manifest(basename, manifest)
+    except BaseException:
+        if wanted.stamp == "":
+            _remove_generations(basename, lambda name: name == wanted.dump)
+        raise
     _remove_generations(basename, lambda name: name != wanted.dump)
     return DumpReport(
         rows=sum(manifest.rows),
@@ -249,6 +384,30 @@ def load(
         RestoreError: There is no dump, a shard is missing, or rows do not fit the table.
         CorruptFileError: A file is damaged; nothing was touched if `verify_first`.
     """
+    return _load(
+        table,
+        basename,
+        lambda: clean_slate(table, clear),
+        keep=keep,
+        optimizer_state=optimizer_state,
+        workers=workers,
+        verify_first=verify_first,
+        progress=progress,
+    )
+
+
+def _load(
+    table: DumpableTable,
+    basename: str,
+    ready: Callable[[], AbstractContextManager[None]],
+    *,
+    keep: Keep | None,
+    optimizer_state: Literal["keep", "reset"],
+    workers: int,
+    verify_first: bool,
+    progress: Progress | None,
+) -> LoadReport:
+    """Check a dump, and restore its rows within `ready()`."""
     if optimizer_state not in ("keep", "reset"):
         raise TableArgumentError(f"optimizer_state must be 'keep' or 'reset', got {optimizer_state!r}")
     config = table.config
@@ -285,7 +444,7 @@ def load(
                     progress.advance(len(rows))
 
     before = table.stats().refused
-    with clean_slate(table, clear):
+    with ready():
         _restore_scales(table, shards[0].description)
         in_parallel(restore, range(len(paths)), workers)
     return LoadReport(
@@ -295,6 +454,60 @@ def load(
         skipped=sum(skipped),
         refused=table.stats().refused - before,
     )
+
+
+def load_changes(
+    table: DumpableTable,
+    basename: str,
+    *,
+    cleared: bool = False,
+    keep: Keep | None = None,
+    optimizer_state: Literal["keep", "reset"] = "keep",
+    workers: int = 4,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Bring a table from the state before some changes to the state after them.
+
+    All files are checked before the table is touched.
+
+    Args:
+        cleared: What `dump_changes` reported: the table begins anew.
+
+    Raises:
+        RestoreError: There is no such dump, or rows do not fit the table.
+        CorruptFileError: A file is damaged; nothing was touched.
+    """
+    gone = [rows.ids for rows in _all_rows(_removed(basename))]
+
+    @contextlib.contextmanager
+    def ready() -> Iterator[None]:
+        if cleared:
+            table.clear()
+        for ids in gone:
+            table.remove(ids)
+        yield
+
+    return _load(
+        table,
+        basename,
+        ready,
+        keep=keep,
+        optimizer_state=optimizer_state,
+        workers=workers,
+        verify_first=True,
+        progress=progress,
+    )
+
+
+def _all_rows(basename: str) -> Iterator[Rows]:
+    manifest = read_manifest(basename)
+    for path in find_sharded(f"{basename}.{manifest.dump}"):
+        with ShardReader(path) as reader:
+            yield from reader
+
+
+def _removed(basename: str) -> str:
+    return f"{basename}.removed"
 
 
 def read_manifest(basename: str) -> Manifest:

@@ -194,7 +194,9 @@ class NativeTable:
         core.restore(keys, times.astype(np.uint32), values, state, None)
 
     def clear(self) -> None:
-        self.core.clear()
+        core = self.core
+        with arguments.core_errors():
+            core.clear()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -208,6 +210,13 @@ class NativeTable:
             yield
         finally:
             core.thaw()
+
+    def cut(self) -> NativeTableCut:
+        """Hold this moment fast, without waiting for more than the writes under way."""
+        return NativeTableCut(self)
+
+    def track_changes(self, on: bool = True) -> None:
+        self.core.track_changes(on)
 
     @property
     def scales(self) -> list[float]:
@@ -239,6 +248,62 @@ class NativeTable:
 
     def close(self) -> None:
         self._core = None  # calls still running hold on to it; the last one frees it
+
+
+class NativeTableCut:
+    """A `TableCut` in the core. It keeps the core of its table alive."""
+
+    def __init__(self, table: NativeTable) -> None:
+        self._config = table.config
+        with arguments.core_errors():
+            self._core = native.TableCut(table.core)
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def scales(self) -> list[float]:
+        return list(self._core.scales)
+
+    @property
+    def max_event_time(self) -> int:
+        return self._core.max_event_time
+
+    @property
+    def captured_bytes(self) -> int:
+        return self._core.captured_bytes
+
+    @property
+    def tracked(self) -> bool:
+        return self._core.tracked
+
+    @property
+    def cleared(self) -> bool:
+        return self._core.cleared
+
+    def __len__(self) -> int:
+        return self._core.rows
+
+    def removed(self) -> Tensor:
+        return torch.from_numpy(self._core.removed())
+
+    def scan(
+        self,
+        cursor: int | None = None,
+        *,
+        limit: int = 65536,
+        shard: int = 0,
+        num_shards: int = 1,
+        changed_only: bool = False,
+    ) -> Scan:
+        begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
+        with arguments.core_errors():
+            *columns, following = self._core.scan(begin, min(end - 1, _LAST_HASH), limit, changed_only)
+        return Scan(Rows(*(torch.from_numpy(column) for column in columns)), following)
+
+    def close(self, *, saved: bool) -> None:
+        self._core.close(saved)
 
 
 def _mask(found: NDArray[np.uint8]) -> Tensor:

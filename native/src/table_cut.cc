@@ -1,0 +1,112 @@
+#include "table_cut.h"
+
+#include <stdexcept>
+
+#include "table_body.h"
+
+namespace monolith {
+
+TableCut::TableCut(Table& table) : table_(table) {
+  table_.freeze();
+  try {
+    if (table_.cut_ != nullptr) throw std::invalid_argument("table: a cut is open already; close it first");
+    stats_ = table_.stats();
+    scales_ = table_.scales();
+    if (table_.changes_ != nullptr) {
+      auto fresh = std::make_unique<TableChanges>();
+      changes_ = std::exchange(table_.changes_, std::move(fresh));
+    }
+    table_.cut_ = this;
+  } catch (...) {
+    table_.thaw();
+    throw;
+  }
+  table_.thaw();
+}
+
+TableCut::~TableCut() {
+  close(false);
+}
+
+Chunk TableCut::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit, bool changed_only) const {
+  if (!open_) throw std::invalid_argument("scan: the cut was closed");
+  if (changed_only && changes_ == nullptr)
+    throw std::invalid_argument("scan: this table does not keep track of changes");
+  return table_.scan_rows(cursor, last, limit, this, changed_only);
+}
+
+std::vector<std::int64_t> TableCut::removed() const {
+  std::vector<std::int64_t> ids;
+  if (changes_ != nullptr)
+    for (const std::uint64_t hash : changes_->removed) ids.push_back(unmix(hash));
+  return ids;
+}
+
+void TableCut::close(bool saved) {
+  if (!open_.exchange(false)) return;
+  table_.freeze();
+  table_.cut_ = nullptr;
+  Table::Body& body = *table_.body_.load();
+  std::vector<Partition*> parts;
+  {
+    std::lock_guard lock(body.mutex);
+    for (const auto& part : body.partitions) parts.push_back(part.get());
+  }
+  for (Partition* part : parts) {
+    std::lock_guard lock(part->mutex);  // a scan may still be there
+    part->captured.reset();
+  }
+  if (!saved && changes_ != nullptr && table_.changes_ != nullptr && !table_.changes_->cleared) {
+    table_.changes_->rows.add(changes_->rows);
+    table_.changes_->remove(changes_->removed);
+    table_.changes_->cleared = changes_->cleared;
+  }
+  table_.thaw();
+}
+
+void Table::track_changes(bool on) {
+  freeze();
+  changes_ = on ? std::make_unique<TableChanges>() : nullptr;
+  thaw();
+}
+
+// Called with the partition locked, before the row in `slot` changes or goes.
+void Table::note_change(const Body& body, Partition& part, const Slot& slot) {
+  if (changes_ != nullptr) changes_->rows.set(slot.row);
+  if (cut_ == nullptr || cut_->taken_.set(slot.row)) return;
+  if (part.captured == nullptr) part.captured = std::make_unique<CapturedRows>();
+  CapturedRows& captured = *part.captured;
+  captured.keys.push_back({slot.hash, slot.row, slot.time});
+  const std::byte* row = body.rows.row(slot.row);
+  captured.bytes.insert(captured.bytes.end(), row, row + entry_.row_bytes());
+  cut_->captured_bytes_.fetch_add(sizeof(CapturedRows::Key) + entry_.row_bytes(), std::memory_order_relaxed);
+}
+
+// A row was given to an id that had none.
+void Table::note_birth(std::uint32_t row) {
+  if (changes_ != nullptr) changes_->rows.set(row);
+  if (cut_ != nullptr) cut_->taken_.set(row);
+}
+
+void Table::note_removals(const std::vector<std::uint64_t>& hashes) {
+  if (changes_ != nullptr && !hashes.empty()) changes_->remove(hashes);
+}
+
+// Called with both partitions locked or unknown to others: `sibling` has taken the hashes from `middle` on.
+void Table::split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const {
+  if (part.captured == nullptr) return;
+  const std::size_t row_bytes = entry_.row_bytes();
+  auto low = std::make_unique<CapturedRows>();
+  auto high = std::make_unique<CapturedRows>();
+  const CapturedRows& old = *part.captured;
+  for (std::size_t i = 0; i < old.keys.size(); ++i) {
+    CapturedRows& side = old.keys[i].hash >= middle ? *high : *low;
+    side.keys.push_back(old.keys[i]);
+    const std::byte* row = old.bytes.data() + i * row_bytes;
+    side.bytes.insert(side.bytes.end(), row, row + row_bytes);
+  }
+  part.captured = std::move(low);
+  sibling.captured = std::move(high);
+}
+
+}  // namespace monolith

@@ -1,0 +1,334 @@
+"""What a cut of a table is, for every table that can be cut. Read the names in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contracts.tables import ids, rows, table_classes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monolith.errors import CorruptFileError, RestoreError, TableArgumentError
+from monolith.table import (
+    Adagrad,
+    Expiry,
+    Segment,
+    TableConfig,
+    dump_changes,
+    dump_cut,
+    iterate,
+    load,
+    load_changes,
+)
+
+CONFIG = TableConfig(
+    name="item",
+    segments=(Segment(dim=2, optimizer=Adagrad(), learning_rate=0.5),),
+    expiry=Expiry(default=timedelta(seconds=100)),
+)
+Content = dict[int, tuple[int, list[float], list[float]]]
+
+
+@pytest.fixture(params=table_classes(), ids=lambda cls: cls.__name__)
+def make(request: pytest.FixtureRequest) -> Any:
+    return lambda config=CONFIG: request.param(config)
+
+
+@pytest.fixture
+def table(make: Any) -> Iterator[Any]:
+    made = make()
+    yield made
+    made.close()
+
+
+def read(chunks: Any) -> Content:
+    found: Content = {}
+    for chunk in chunks:
+        columns = (chunk.ids, chunk.event_times, chunk.values, chunk.state)
+        for key, *row in zip(*(column.tolist() for column in columns), strict=True):
+            assert key not in found
+            found[key] = tuple(row)
+    return found
+
+
+def content(table: Any) -> Content:
+    return read(iterate(table))
+
+
+def scanned(cut: Any, **how: Any) -> Content:
+    def chunks() -> Iterator[Any]:
+        cursor = None
+        while True:
+            scan = cut.scan(cursor, limit=3, **how)
+            yield scan.rows
+            cursor = scan.cursor
+            if cursor is None:
+                return
+
+    return read(chunks())
+
+
+def train(table: Any, *keys: int, time: int = 1) -> None:
+    table.apply_gradients(ids(*keys), torch.ones(len(keys), 2), event_time=time, dedup=True)
+
+
+def test_a_cut_shows_what_the_table_held_when_it_was_opened(table: Any) -> None:
+    train(table, *range(10))
+    before = content(table)
+    cut = table.cut()
+    train(table, 3, 4, 100, time=5)
+    table.remove(ids(5, 6))
+    table.assign(ids(7), rows([9.0, 9.0]), event_time=7)
+    table.reinitialize(ids(8), now=9)
+    train(table, 5)  # one that went and came back is another row
+    assert scanned(cut) == before
+    assert len(cut) == 10
+    assert cut.max_event_time == 1
+
+
+def test_a_cut_outlives_the_eviction_of_all_its_rows(table: Any) -> None:
+    train(table, *range(5))
+    before = content(table)
+    cut = table.cut()
+    assert table.evict(now=1000) == 5
+    train(table, *range(50, 60), time=1000)  # where the old ones were
+    assert scanned(cut) == before
+
+
+def test_shards_of_a_cut_are_disjoint_and_cover_it(table: Any) -> None:
+    train(table, *range(30))
+    before = content(table)
+    cut = table.cut()
+    train(table, *range(15, 45))
+    shards = [scanned(cut, shard=shard, num_shards=3) for shard in range(3)]
+    assert sum(map(len, shards)) == 30
+    assert shards[0] | shards[1] | shards[2] == before
+
+
+def test_a_cut_can_be_read_again(table: Any) -> None:
+    train(table, *range(10))
+    cut = table.cut()
+    train(table, *range(5))
+    assert scanned(cut) == scanned(cut)
+
+
+def test_one_cut_at_a_time(table: Any) -> None:
+    cut = table.cut()
+    with pytest.raises(TableArgumentError, match="a cut is open already"):
+        table.cut()
+    cut.close(saved=True)
+    table.cut().close(saved=True)
+
+
+def test_a_table_is_not_cleared_under_a_cut(table: Any) -> None:
+    train(table, 1)
+    cut = table.cut()
+    with pytest.raises(TableArgumentError, match="cut of this table is open"):
+        table.clear()
+    cut.close(saved=False)
+    cut.close(saved=False)
+    table.clear()
+
+
+def test_a_closed_cut_is_not_read(table: Any) -> None:
+    cut = table.cut()
+    cut.close(saved=True)
+    with pytest.raises(TableArgumentError, match="closed"):
+        cut.scan()
+
+
+def test_changes_are_told_only_by_a_table_that_tracks_them(table: Any) -> None:
+    cut = table.cut()
+    assert not cut.tracked
+    with pytest.raises(TableArgumentError, match="does not keep track"):
+        cut.scan(changed_only=True)
+
+
+def test_a_cut_tells_what_changed_since_the_one_before(table: Any) -> None:
+    train(table, *range(10))
+    table.track_changes()
+    train(table, 3, 11)
+    table.remove(ids(4))
+    cut = table.cut()
+    train(table, 5)  # after the cut: the next one's business
+    assert sorted(scanned(cut, changed_only=True)) == [3, 11]
+    assert cut.removed().tolist() == [4]
+    cut.close(saved=True)
+    again = table.cut()
+    assert sorted(scanned(again, changed_only=True)) == [5]
+    assert again.removed().tolist() == []
+
+
+def test_evicted_ids_count_as_removed(table: Any) -> None:
+    train(table, 1, 2, time=1)
+    train(table, 3, time=200)
+    table.track_changes()
+    table.evict()
+    assert sorted(table.cut().removed().tolist()) == [1, 2]
+
+
+def test_changes_of_a_cut_that_was_not_saved_are_told_again(table: Any) -> None:
+    train(table, *range(10))
+    table.track_changes()
+    train(table, 1)
+    table.remove(ids(2))
+    cut = table.cut()
+    train(table, 3)
+    cut.close(saved=False)
+    again = table.cut()
+    assert sorted(scanned(again, changed_only=True)) == [1, 3]
+    assert again.removed().tolist() == [2]
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_base_and_changes_make_the_table_whatever_happened(data: st.DataObject) -> None:
+    """The same operations on every kind of table, saved by a base and increments, some of which fail."""
+    steps = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["train", "remove", "evict", "clear", "save", "fail"]),
+                st.lists(st.integers(-3, 12), min_size=1, max_size=6),
+            ),
+            max_size=25,
+        )
+    )
+    for cls in table_classes():
+        table = cls(CONFIG)
+        table.track_changes()
+        copy: Content = {}
+        for time, (what, keys) in enumerate(steps):
+            if what == "train":
+                train(table, *keys, time=40 * time)
+            elif what == "remove":
+                table.remove(ids(*keys))
+            elif what == "evict":
+                table.evict()
+            elif what == "clear":
+                table.clear()
+            else:
+                truth = content(table)
+                cut = table.cut()
+                train(table, *keys, time=40 * time)
+                if what == "save":
+                    if cut.cleared:
+                        copy.clear()
+                    for key in cut.removed().tolist():
+                        copy.pop(key, None)
+                    copy |= scanned(cut, changed_only=True)
+                    assert copy == truth
+                cut.close(saved=what == "save")
+        table.close()
+
+
+def test_a_cut_is_of_one_moment_while_others_write(make: Any) -> None:
+    table = make()
+    train(table, *range(200))
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            train(table, *range(100, 300))
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            cut = table.cut()
+            first = scanned(cut, num_shards=1)
+            assert scanned(cut) == first
+            cut.close(saved=True)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    table.close()
+
+
+# On disk
+
+
+def test_a_dump_of_a_cut_is_of_its_moment(make: Any, tmp_path: Path) -> None:
+    table, base = make(), str(tmp_path / "item")
+    train(table, *range(20))
+    before = content(table)
+    cut = table.cut()
+    train(table, *range(10, 30), time=50)
+    report = dump_cut(cut, base, num_shards=3)
+    assert (report.rows, report.expired) == (20, 0)
+    other = make()
+    load(other, base)
+    assert content(other) == before
+
+
+def test_a_base_and_its_changes_make_the_table(make: Any, tmp_path: Path) -> None:
+    table, base, more = make(), str(tmp_path / "a" / "item"), str(tmp_path / "b" / "item")
+    table.track_changes()
+    train(table, *range(20))
+    cut = table.cut()
+    dump_cut(cut, base)
+    cut.close(saved=True)
+    train(table, 3, 50, time=60)
+    table.remove(ids(4, 5))
+    cut = table.cut()
+    report = dump_changes(cut, more)
+    cut.close(saved=True)
+    assert (report.changed.rows, report.removed, report.cleared) == (2, 2, False)
+    other = make()
+    load(other, base)
+    load_changes(other, more)
+    assert content(other) == content(table)
+
+
+def test_changes_of_a_table_that_was_cleared_start_anew(make: Any, tmp_path: Path) -> None:
+    table, base, more = make(), str(tmp_path / "a" / "item"), str(tmp_path / "b" / "item")
+    table.track_changes()
+    train(table, *range(20))
+    cut = table.cut()
+    dump_cut(cut, base)
+    cut.close(saved=True)
+    table.clear()
+    train(table, 7)
+    cut = table.cut()
+    report = dump_changes(cut, more)
+    other = make()
+    load(other, base)
+    load_changes(other, more, cleared=report.cleared)
+    assert content(other) == content(table)
+
+
+def test_damaged_changes_touch_nothing(make: Any, tmp_path: Path) -> None:
+    table, more = make(), str(tmp_path / "item")
+    table.track_changes()
+    train(table, 1, 2)
+    table.remove(ids(2))
+    dump_changes(table.cut(), more)
+    other = make()
+    train(other, 2)
+    before = content(other)
+    for path in sorted(tmp_path.glob("item*-of-*")):
+        good = path.read_bytes()
+        path.write_bytes(good[:70] + bytes([good[70] ^ 1]) + good[71:])
+        with pytest.raises(CorruptFileError, match=path.name):
+            load_changes(other, more)
+        assert content(other) == before
+        path.write_bytes(good)
+    for path in sorted(tmp_path.glob("*.manifest")):
+        good = path.read_bytes()
+        path.unlink()
+        with pytest.raises((RestoreError, FileNotFoundError)):
+            load_changes(other, more)
+        assert content(other) == before
+        path.write_bytes(good)
+
+
+def test_changes_are_not_dumped_from_a_table_that_does_not_track_them(table: Any, tmp_path: Path) -> None:
+    with pytest.raises(TableArgumentError, match=r"track_changes\(\)"):
+        dump_changes(table.cut(), str(tmp_path / "item"))
