@@ -27,9 +27,22 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
     │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
     │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
+    ├── ClusterError            processes cannot find, reach or agree with each other
+    │   ├── AddressError        a text is no host:port                               (also ValueError)
+    │   ├── DiscoveryError      a registry refused, was closed, or lost what it was told (also OSError)
+    │   └── RetryableError      what may pass by itself: failover tries again after these
+    │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
+    │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
+    │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
+    ├── MetricError             a metric was given what it cannot measure            (also ValueError)
     ├── QueueClosedError        the queue was closed, and holds nothing more
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
+    ├── TrainingError           a run cannot go on, or cannot do what was asked      (also RuntimeError)
+    │   ├── DivergedError       the loss is NaN, infinite or exploding
+    │   └── BarrierAlreadyPlacedError  somebody else holds the workers back
+    ├── ModelDirLockedError     another process writes to this model_dir; names it
+    ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
     └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
 
 The builtin parent is there for callers who know only Python. A message says what
@@ -162,6 +175,50 @@ class SparseGradientError(GradientError, NotImplementedError):
     """A dense optimizer was given a sparse gradient; rows of tables have optimizers of their own."""
 
 
+class ClusterError(MonolithError):
+    """Processes cannot find, reach or agree with each other."""
+
+
+class AddressError(ClusterError, ValueError):
+    """A text is no host:port."""
+
+
+class DiscoveryError(ClusterError, OSError):
+    """A registry refused, was closed, or lost what it was told; asking again will not help."""
+
+
+class RetryableError(ClusterError):
+    """Something that may pass by itself; whoever runs the job may try again. All else is final."""
+
+
+class UnavailableError(RetryableError, ConnectionError):
+    """A peer or a registry is gone, or cannot be reached now."""
+
+
+class DeadlineExceededError(RetryableError, TimeoutError):
+    """It took longer than allowed."""
+
+
+class NodeAliveCheckerError(RetryableError, ConnectionError):
+    """Nodes do not answer.
+
+    Attributes:
+        dead: Address -> why it counts as dead.
+    """
+
+    def __init__(self, dead: dict[str, str]) -> None:
+        named = "; ".join(f"{address} ({reason})" for address, reason in sorted(dead.items()))
+        super().__init__(
+            f"{len(dead)} node(s) do not answer: {named}. They may have died or be starting again; "
+            "see their logs."
+        )
+        self.dead = dead
+
+
+class MetricError(MonolithError, ValueError):
+    """A metric was given predictions, labels or weights that it cannot measure."""
+
+
 class QueueClosedError(MonolithError):
     """The queue was closed, and what it held has been taken."""
 
@@ -172,6 +229,36 @@ class ListenError(MonolithError, OSError):
 
 class WrongThreadError(MonolithError, RuntimeError):
     """Only the main thread may make this call."""
+
+
+class TrainingError(MonolithError, RuntimeError):
+    """A run cannot go on, or cannot do what was asked of it."""
+
+
+class DivergedError(TrainingError):
+    """The loss is NaN, infinite or exploding: what this run goes on to learn is worth nothing."""
+
+
+class BarrierAlreadyPlacedError(TrainingError):
+    """A barrier is placed already: somebody else holds the workers back."""
+
+
+class ModelDirLockedError(MonolithError):
+    """Another process writes to this model_dir.
+
+    Attributes:
+        pid: Of the process that holds the lock, or None if it has not said yet.
+        host: The machine it runs on, or None.
+    """
+
+    def __init__(self, message: str, pid: int | None = None, host: str | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+        self.host = host
+
+
+class SaveError(MonolithError, ValueError):
+    """State is of a kind that a checkpoint cannot hold; nothing was written."""
 
 
 class RestoreError(MonolithError, ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vectors import feature_ops, layer_ops, optimizer_ops, table_ops, tensor_ops
+from vectors import feature_ops, layer_ops, optimizer_ops, summary_ops, table_ops, tensor_ops
 from vectors.case import Case
 
 OPS: dict[str, Callable[[Case], Any]] = {
@@ -17,6 +17,7 @@ OPS: dict[str, Callable[[Case], Any]] = {
     **feature_ops.OPS,
     **optimizer_ops.OPS,
     **layer_ops.OPS,
+    **summary_ops.OPS,
 }
 
 
@@ -28,6 +29,5 @@ def run(case: Case) -> Any:
 NOT_YET: dict[str, str] = {
     "sliding_filter_meta": "checkpoint",
     "hash_table_pair": "checkpoint",
-    "summary_head": "observe",
 }
 """Ops of rooms that are not built yet, and which room that is."""

@@ -1,5 +1,7 @@
 """Configuration: frozen dataclasses read strictly from files, environment and flags; and hyper-parameters."""
 
+from monolith.config.aliases import Aliases, Dropped, Renamed
+from monolith.config.fields import FieldInfo, describe_fields
 from monolith.config.naming import UniqueNames, to_snake_case
 from monolith.config.params import (
     InstantiableParams,
@@ -10,16 +12,29 @@ from monolith.config.params import (
     update_params,
     with_params,
 )
-from monolith.config.typed import config_from_mapping, load_config, to_dict, to_toml
+from monolith.config.problems import Checked, ConfigProblemsError, Problem
+from monolith.config.secret import MASK, Secret
+from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
 from monolith.config.units import format_duration, parse_bytes, parse_duration
 
 __all__ = [
+    "MASK",
+    "Aliases",
+    "Checked",
+    "ConfigProblemsError",
+    "Dropped",
+    "FieldInfo",
     "InstantiableParams",
     "Params",
+    "Problem",
+    "Renamed",
+    "Secret",
     "UniqueNames",
     "allowed_kwargs",
     "config_from_mapping",
     "copy_params_to",
+    "describe_fields",
+    "differences",
     "format_duration",
     "load_config",
     "params",

@@ -7,18 +7,15 @@ once. tyro splits the command line, knows the names and prints the help.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, get_args
 
+from monolith.config.fields import default_of, default_text, field_docs, leaf_paths, nested_class
 from monolith.config.hints import (
     dataclass_members,
     describe,
@@ -31,7 +28,6 @@ from monolith.config.hints import (
 )
 from monolith.config.reading import TAG, nearest
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
-from monolith.config.units import format_duration
 
 _NOT_GIVEN = ("\0",)  # no shell can pass it
 _Shadow = Any  # a dataclass made on the fly
@@ -47,14 +43,16 @@ def variable_name(prefix: str, path: str) -> str:
     return f"{prefix}_{path.replace('.', '__')}".upper()
 
 
-def flags_tree(cls: type, args: Sequence[str], prog: str | None = None) -> tuple[Node, list[str]]:
+def flags_tree(
+    cls: type, args: Sequence[str], prog: str | None = None, old: Collection[str] = ()
+) -> tuple[Node, list[str]]:
     """What `args` say about the fields of `cls`, and what is wrong with their names.
 
-    `--help` prints and exits, as tyro does.
+    `--help` prints and exits, as tyro does. `old` names are known, too, to whoever mistypes one.
     """
     import tyro
 
-    shadow = _shadow(cls, tyro, ())
+    shadow = _shadow(cls, tyro, (), dataclasses.MISSING)
     given, unknown = tyro.cli(shadow, args=args, prog=prog, return_unknown_args=True)
     tree: Node = Branch({}, "flags")
     known = set(leaf_paths(cls))
@@ -65,18 +63,37 @@ def flags_tree(cls: type, args: Sequence[str], prog: str | None = None) -> tuple
         else:  # --no-x turns x off
             positive = (*path[:-1], path[-1].removeprefix("no_"))
             tree = overlay(tree, plant(positive, Leaf(("false", *words), source, is_text=True)))
-    return tree, _unknown_flags(cls, unknown)
+    return tree, _unknown_flags([*leaf_paths(cls), *old], unknown)
 
 
 def environment_tree(
-    cls: type, environ: Mapping[str, str], prefix: str, ignore: Collection[str]
+    cls: type,
+    environ: Mapping[str, str],
+    prefix: str,
+    *,
+    ignore: Collection[str] = (),
+    foreign: Mapping[str, str] | None = None,
+    old: Collection[str] = (),
 ) -> tuple[Node, list[str]]:
-    """What the variables that begin with `prefix` say, and which of them no field answers to."""
+    """What the variables that begin with `prefix` say, and which of them no field answers to.
+
+    Args:
+        ignore: Variables that begin with `prefix` and are not config.
+        foreign: Variables of others -> the path of the field that one sets. Ours win over them.
+        old: Old names of fields, which stand in the tree as they are.
+    """
     tree: Node = Branch({}, "the environment")
     problems = []
+    for name, field in (foreign or {}).items():
+        if environ.get(name):
+            tree = overlay(tree, plant(tuple(field.split(".")), Leaf(environ[name], name, is_text=True)))
     ours = [name for name in environ if name.startswith(f"{prefix}_") and name not in ignore]
     for name in sorted(ours, key=lambda each: (each.count("__"), each)):
-        found = _locate(cls, name[len(prefix) + 1 :].split("__"))
+        ending = name[len(prefix) + 1 :]
+        if ending.lower() in old:
+            tree = overlay(tree, plant((ending.lower(),), Leaf(environ[name], name, is_text=True)))
+            continue
+        found = _locate(cls, ending.split("__"))
         if found is None:
             known = [variable_name(prefix, path) for path in leaf_paths(cls)]
             near = nearest(name, known)
@@ -86,12 +103,6 @@ def environment_tree(
         path, hint = found
         tree = overlay(tree, plant(path, _variable(hint, name, environ[name])))
     return tree, problems
-
-
-def leaf_paths(cls: type) -> Iterator[str]:
-    """Dotted path of every field below `cls` that is no table of known fields itself."""
-    for path, _, _ in _fields(cls, ()):
-        yield ".".join(path)
 
 
 def _variable(hint: Any, name: str, text: str) -> Node:
@@ -121,41 +132,23 @@ def _locate(hint: Any, segments: list[str]) -> tuple[tuple[str, ...], Any] | Non
     return None
 
 
-def _fields(
-    cls: type, path: tuple[str, ...], above: tuple[type, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], dataclasses.Field[Any], Any]]:
-    hints = field_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.name not in hints:
-            continue
-        inner = _nested(hints[field.name], (*above, cls))
-        if inner is None:
-            yield (*path, field.name), field, hints[field.name]
-        else:
-            yield from _fields(inner, (*path, field.name), (*above, cls))
-
-
-def _nested(hint: Any, above: tuple[type, ...]) -> type | None:
-    """The dataclass whose fields get names of their own; one of several, or one inside itself, does not."""
-    classes = dataclass_members(hint)
-    return classes[0] if len(classes) == 1 and classes[0] not in above else None
-
-
-def _shadow(cls: type, tyro: Any, above: tuple[type, ...]) -> _Shadow:
+def _shadow(cls: type, tyro: Any, above: tuple[type, ...], default: Any) -> _Shadow:
     """A dataclass with the same nested names as `cls`, where every leaf takes any number of words."""
-    hints, docs = field_hints(cls), _field_docs(cls)
+    hints, docs = field_hints(cls), field_docs(cls)
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(cls):
         if field.name not in hints:
             continue
         hint = hints[field.name]
-        inner = _nested(hint, (*above, cls))
+        inner = nested_class(hint, (*above, cls))
         if inner is not None:
-            nested = _shadow(inner, tyro, (*above, cls))
+            nested = _shadow(inner, tyro, (*above, cls), default_of(field, default))
             fields.append((field.name, nested, dataclasses.field(default_factory=nested)))
             continue
         told = tyro.conf.arg(
-            metavar=_metavar(hint), help=docs.get(field.name, ""), help_behavior_hint=_default_hint(field)
+            metavar=_metavar(hint),
+            help=docs.get(field.name, ""),
+            help_behavior_hint=_default_hint(default_of(field, default)),
         )
         fields.append((field.name, Annotated[tuple[str, ...], told], dataclasses.field(default=_NOT_GIVEN)))
         if bool in members(hint) and f"no_{field.name}" not in hints:
@@ -176,13 +169,13 @@ def _given(shadow: _Shadow, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
             yield (*path, field.name), value
 
 
-def _unknown_flags(cls: type, words: Sequence[str]) -> list[str]:
+def _unknown_flags(known: Sequence[str], words: Sequence[str]) -> list[str]:
     problems = []
     after_flag = False
     for word in words:
         if word.startswith("-"):
             flag = word.partition("=")[0]
-            near = nearest(flag.replace("_", "-"), map(flag_name, leaf_paths(cls)))
+            near = nearest(flag.replace("_", "-"), map(flag_name, known))
             problems.append(f"unknown flag {flag}" + (f"; the nearest known one is {near}" if near else ""))
         elif not after_flag:
             problems.append(f"unexpected argument {word!r}; values follow a flag, as in --name value")
@@ -216,37 +209,5 @@ def _one_metavar(hint: Any) -> str:
     return describe(hint).upper()
 
 
-def _default_hint(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        value = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        return "(required)"
-    if isinstance(value, timedelta):
-        value = format_duration(value)
-    elif isinstance(value, Enum):
-        value = value.name.lower()
-    return f"(default: {value})"
-
-
-def _field_docs(cls: type) -> dict[str, str]:
-    """The string below each field, over all bases; nothing where there is no source to read."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        try:
-            module = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        [definition] = module.body
-        body = definition.body if isinstance(definition, ast.ClassDef) else []
-        for statement, following in itertools.pairwise(body):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-                and isinstance(following.value.value, str)
-            ):
-                docs[statement.target.id] = inspect.cleandoc(following.value.value)
-    return docs
+def _default_hint(default: Any) -> str:
+    return "(required)" if default is dataclasses.MISSING else f"(default: {default_text(default)})"

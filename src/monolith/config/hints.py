@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from monolith.config.secret import Secret
 from monolith.errors import ConfigError
 
 NONE_TYPE = type(None)
@@ -125,6 +126,8 @@ def describe(hint: Any) -> str:
         return 'duration (seconds or text such as "10m")'
     if isinstance(hint, type) and issubclass(hint, PurePath):
         return "path"
+    if hint is Secret:
+        return "secret text"
     if is_dataclass_type(hint):
         return f"table of {hint.__name__}"
     if args and is_mapping(hint):

@@ -6,12 +6,13 @@ import dataclasses
 import difflib
 import json
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
 
+from monolith.config.fields import default_of
 from monolith.config.hints import (
     NONE_TYPE,
     allows_none,
@@ -26,8 +27,10 @@ from monolith.config.hints import (
     mapping_types,
     members,
 )
+from monolith.config.problems import ConfigProblemsError, Problem
+from monolith.config.secret import MASK, Secret
 from monolith.config.toml import NONE
-from monolith.config.tree import Branch, Leaf, Node, grow
+from monolith.config.tree import Branch, Leaf, Node, find, grow
 from monolith.config.units import parse_bytes, parse_duration
 from monolith.errors import ConfigError
 
@@ -50,14 +53,19 @@ _INVALID = _Invalid.VALUE
 class Reader:
     """Reads trees and collects what is wrong with them."""
 
-    def __init__(self, how_to_set: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self, how_to_set: Callable[[str], str] | None = None, elsewhere: Mapping[str, str] | None = None
+    ) -> None:
         """
         Args:
             how_to_set: Says, for the dotted path of a missing value, how to give it.
+            elsewhere: Names that are not keys of the table they may be found in -> the dotted path to use.
         """
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
+        """Each with full paths, and its text a whole sentence."""
         self.cause: Exception | None = None
         self._how_to_set = how_to_set or (lambda path: f"set {path}")
+        self._elsewhere = elsewhere or {}
 
     def read(self, hint: Any, node: Node, path: str, *, default: Any = None, is_size: bool = False) -> Any:
         """The value of type `hint` that `node` holds; meaningless once there are problems.
@@ -112,15 +120,14 @@ class Reader:
         hints = field_hints(cls)
         for key, child in table.children.items():
             if key not in hints:
-                near = nearest(key, hints)
-                advice = f"; the nearest known key is {_below(path, near)}" if near else "; it takes no keys"
-                self.problems.append(f"unknown key {_below(path, key)} (from {child.source}){advice}")
+                here, advice = _below(path, key), self._advice(key, hints, path)
+                self.problems.append(Problem((here,), f"unknown key {here} (from {child.source}); {advice}"))
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name not in hints:
                 continue
             here, hint = _below(path, field.name), hints[field.name]
-            fallback = getattr(default, field.name) if type(default) is cls else _field_default(field)
+            fallback = default_of(field, default if type(default) is cls else None)
             if field.name in table.children:
                 is_size = field.name.endswith("_bytes")
                 child = table.children[field.name]
@@ -135,14 +142,38 @@ class Reader:
         """A required field nobody set: a dataclass whose own fields have defaults needs no value."""
         if is_dataclass_type(bare(hint)):
             return self._read_dataclass(bare(hint), Branch({}, "defaults"), path)
-        self.problems.append(f"{path} is required: expected {describe(hint)}; {self._how_to_set(path)}")
+        text = f"{path} is required: expected {describe(hint)}; {self._how_to_set(path)}"
+        self.problems.append(Problem((path,), text))
         return _INVALID
+
+    def _advice(self, key: str, hints: Iterable[str], path: str) -> str:
+        known = {**{_below(path, name): name for name in hints}, **{name: name for name in self._elsewhere}}
+        if key in self._elsewhere:
+            return f"did you mean {self._elsewhere[key]}?"
+        if not known:
+            return "it takes no keys"
+        scored = {name: difflib.SequenceMatcher(None, key, known[name]).ratio() for name in known}
+        near = max(scored, key=scored.__getitem__)
+        return f"the nearest known key is {self._elsewhere.get(near, near)}"
 
     def _construct(self, cls: type, values: dict[str, Any], node: Branch, path: str) -> Any:
         if any(isinstance(value, _Invalid) for value in values.values()):
             return _INVALID
         try:
             return cls(**values)
+        except ConfigProblemsError as cause:
+            self.cause = self.cause or cause
+            for problem in cause.problems:
+                paths = tuple(_below(path, field) for field in problem.fields)
+                found = {
+                    p: find(node, tuple(f.split("."))) for p, f in zip(paths, problem.fields, strict=True)
+                }
+                given = {p: child.source for p, child in found.items() if child is not None}
+                blamed = given or {paths[0]: "the defaults"}
+                sources = " and ".join(dict.fromkeys(blamed.values()))
+                said = f"{' and '.join(blamed)} (from {sources}): {problem.text}"
+                self.problems.append(Problem(paths, said))
+            return _INVALID
         except ValueError as cause:  # __post_init__ found the values do not go together
             self.cause = self.cause or cause
             return self._note(path or cls.__name__, node, str(cause))
@@ -166,7 +197,7 @@ class Reader:
         exact = [m for m in offered if is_typed and isinstance(node, Leaf) and type(node.value) is m]
         rest = sorted((m for m in offered if m not in exact), key=lambda m: m is str)  # any text is a str
         for member in [*exact, *rest]:
-            trial = Reader(self._how_to_set)
+            trial = Reader(self._how_to_set, self._elsewhere)
             result = trial.read(member, node, path, default=default, is_size=is_size)
             if not trial.problems:
                 return result
@@ -186,7 +217,7 @@ class Reader:
             return self._read_dataclass(by_name[str(name)], Branch(rest, node.source), path, default)
         fitting = []
         for cls in sorted(classes, key=lambda cls: cls is not type(default)):
-            trial = Reader(self._how_to_set)
+            trial = Reader(self._how_to_set, self._elsewhere)
             result = trial._read_dataclass(cls, node, path, default)
             if not trial.problems:
                 fitting.append(result)
@@ -252,23 +283,18 @@ class Reader:
             return None
 
     def _mismatch(self, hint: Any, node: Node, path: str) -> _Invalid:
-        return self._note(path, node, f"expected {describe(hint)}, got {_shown(node)}")
+        hidden = Secret in members(hint) and isinstance(node, Leaf)
+        shown = "something else, which is not shown" if hidden else _shown(node)
+        return self._note(path, node, f"expected {describe(hint)}, got {shown}")
 
     def _note(self, path: str, node: Node, problem: str) -> _Invalid:
-        self.problems.append(f"{path} (from {node.source}): {problem}")
+        self.problems.append(Problem((path,), f"{path} (from {node.source}): {problem}"))
         return _INVALID
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`; None if there are none."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)), None)
-
-
-def _field_default(field: dataclasses.Field[Any]) -> Any:
-    """What the field is when nobody sets it; `dataclasses.MISSING` when somebody must."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _scalar(hint: Any, leaf: Leaf, *, is_size: bool) -> Any:
@@ -296,9 +322,19 @@ def _scalar(hint: Any, leaf: Leaf, *, is_size: bool) -> Any:
         return float(text) if leaf.is_text and text is not None else float(_instance((int, float), value))
     if hint is timedelta:
         return value if isinstance(value, timedelta) else parse_duration(_instance((int, float, str), value))
+    if hint is Secret:
+        return _secret(value)
     if issubclass(hint, PurePath):
         return value if isinstance(value, hint) else hint(_instance(str, value))
     return _instance(hint, value)
+
+
+def _secret(value: object) -> Secret:
+    if isinstance(value, Secret):
+        return value
+    if value == MASK:
+        raise ConfigError(f"{MASK} is what is printed in place of a secret; give the secret itself")
+    return Secret(_instance(str, value))
 
 
 def _instance(kind: type | tuple[type, ...], value: Any) -> Any:

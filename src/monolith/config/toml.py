@@ -29,7 +29,7 @@ def _table(data: Mapping[str, object], path: tuple[str, ...], lines: list[str]) 
     plain = {key: value for key, value in data.items() if key not in tables}
     if path and (plain or not tables):
         lines += ["", f"[{'.'.join(map(_key, path))}]"]
-    lines += [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
+    lines += [f"{_key(key)} = {toml_value(value)}" for key, value in plain.items()]
     for key, table in tables.items():
         _table(table, (*path, key), lines)
 
@@ -38,7 +38,8 @@ def _key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _text(key)
 
 
-def _value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """One value of plain data as TOML, on one line."""
     if value is None:
         return _text(NONE)
     if isinstance(value, bool):
@@ -50,11 +51,10 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else ("nan" if math.isnan(value) else f"{value:+}")
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }" if value else "{}"
-        )
+        pairs = ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if value else "{}"
     if isinstance(value, Sequence):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 

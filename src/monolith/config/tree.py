@@ -56,3 +56,23 @@ def overlay(lower: Node, higher: Node) -> Node:
     for key, node in higher.children.items():
         children[key] = overlay(children[key], node) if key in children else node
     return Branch(children, higher.source)
+
+
+def find(node: Node, path: tuple[str, ...]) -> Node | None:
+    """What stands at the end of `path`."""
+    for key in path:
+        child = node.children.get(key) if isinstance(node, Branch) else None
+        if child is None:
+            return None
+        node = child
+    return node
+
+
+def cut(node: Node, path: tuple[str, ...]) -> Node:
+    """`node` without what stands at the end of `path`."""
+    if not path or not isinstance(node, Branch) or path[0] not in node.children:
+        return node
+    rest = {key: child for key, child in node.children.items() if key != path[0]}
+    if len(path) > 1:
+        rest[path[0]] = cut(node.children[path[0]], path[1:])
+    return Branch(rest, node.source)

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+from monolith.config.aliases import Aliases, Renamed, old_flags, rename
 from monolith.config.flags import environment_tree, flag_name, flags_tree, variable_name
 from monolith.config.hints import (
     allows_none,
@@ -37,12 +39,14 @@ from monolith.config.hints import (
     members,
 )
 from monolith.config.reading import TAG, Reader
+from monolith.config.secret import MASK, Secret
 from monolith.config.toml import NONE, write_toml
-from monolith.config.tree import Branch, Node, grow, overlay, plant
+from monolith.config.tree import Branch, Node, cut, grow, overlay, plant
 from monolith.config.units import format_duration
 from monolith.errors import ConfigError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def load_config(
@@ -55,6 +59,10 @@ def load_config(
     args: Sequence[str] | None = None,
     prog: str | None = None,
     code: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    aliases: Aliases | None = None,
+    foreign: Mapping[str, str] | None = None,
+    warn: Callable[[str], None] = _log.warning,
 ) -> T:
     """Read a config from all the sources given; each may be left out.
 
@@ -67,26 +75,36 @@ def load_config(
         args: Flags such as `--table.dim 8`, `--no-use-gpu`. `--help` prints and exits.
         prog: The program's name in that help.
         code: Values by name or dotted path; typed values and whole configs are welcome.
+        defaults: As `code`, but instead of the defaults of `cls`, and so below all other sources.
+        aliases: Old names of fields, which any source may use.
+        foreign: Variables of others, such as TF_CONFIG -> the dotted path of the field that one sets.
+        warn: Told of names that are accepted and mean nothing any more.
 
     Raises:
         ConfigError: Lists every problem found.
     """
     if not dataclasses.is_dataclass(cls):
         raise ConfigError(f"cannot read {cls!r}: it is not a dataclass")
-    tree: Node = Branch({}, "defaults")
+    known = aliases or {}
+    layers: list[Node] = [_code_tree(defaults or {}, "defaults")]
     problems: list[str] = []
     if file is not None:
-        tree = overlay(tree, grow(_file_data(file), str(file)))
+        layers.append(grow(_file_data(file), str(file)))
     if environ is not None:
-        layer, unknown = environment_tree(cls, environ, prefix, ignore)
-        tree = overlay(tree, layer)
+        layer, unknown = environment_tree(cls, environ, prefix, ignore=ignore, foreign=foreign, old=known)
+        layers.append(layer)
         problems += unknown
     if args is not None:
-        layer, unknown = flags_tree(cls, args, prog)
-        tree = overlay(tree, layer)
+        old, rest = old_flags(args, known)
+        layer, unknown = flags_tree(cls, rest, prog, old=known)
+        layers.append(overlay(old, layer))
         problems += unknown
-    for path, value in (code or {}).items():
-        tree = overlay(tree, plant(tuple(path.split(".")), grow(value, "code")))
+    layers.append(_code_tree(code or {}, "code"))
+    tree: Node = Branch({}, "defaults")
+    for layer in layers:
+        renamed, wrong = rename(layer, known, warn)
+        tree = overlay(tree, renamed)
+        problems += wrong
 
     def how_to_set(path: str) -> str:
         ways = [f"{path} in {file}"] if file is not None else []
@@ -94,7 +112,8 @@ def load_config(
         ways += [flag_name(path)] if args is not None else []
         return "set " + (" or ".join(ways) or path)
 
-    return _typed(cls, tree, problems, Reader(how_to_set))
+    elsewhere = {old: alias.path for old, alias in known.items() if isinstance(alias, Renamed)}
+    return _typed(cls, tree, problems, lambda: Reader(how_to_set, elsewhere))
 
 
 def config_from_mapping(cls: type[T], data: Mapping[str, Any], source: str = "mapping") -> T:
@@ -106,14 +125,14 @@ def config_from_mapping(cls: type[T], data: Mapping[str, Any], source: str = "ma
     Raises:
         ConfigError: Lists every problem found.
     """
-    return _typed(cls, grow(data, source), [], Reader())
+    return _typed(cls, grow(data, source), [], Reader)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as plain data that JSON can hold and `config_from_mapping` reads back.
+    """A config as plain data that JSON can hold and `config_from_mapping` reads back, but for secrets.
 
     Durations become text, enum members their names, paths strings, tuples and sets
-    lists.
+    lists, and a secret a mask.
 
     Raises:
         ConfigError: A value has no plain form.
@@ -131,14 +150,66 @@ def to_toml(config: Any) -> str:
     return write_toml(to_dict(config))
 
 
-def _typed(cls: type[T], tree: Node, problems: list[str], reader: Reader) -> T:
-    config: T = reader.read(cls, tree, "")
-    problems = problems + reader.problems
-    if problems:
-        count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-        listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise ConfigError(f"cannot read {cls.__name__}: {count}{listed}") from reader.cause
+def differences(config: Any, other: Any) -> dict[str, Any]:
+    """Dotted path -> value of every field in which `config` is not as `other`, of the same class.
+
+    What a dataclass cannot say is whether a value was chosen or left alone; this takes one that
+    is as in `other`, the defaults, to be left alone. Good as `code` of `load_config`.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        mine, theirs = getattr(config, field.name), getattr(other, field.name)
+        if not field.init or mine == theirs:
+            continue
+        if type(mine) is type(theirs) and dataclasses.is_dataclass(mine):
+            inner = differences(mine, theirs)
+            found |= {f"{field.name}.{path}": value for path, value in inner.items()}
+        else:
+            found[field.name] = mine
+    return found
+
+
+def _code_tree(values: Mapping[str, Any], source: str) -> Node:
+    tree: Node = Branch({}, source)
+    for path, value in values.items():
+        tree = overlay(tree, plant(tuple(path.split(".")), grow(value, source)))
+    return tree
+
+
+def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[[], Reader]) -> T:
+    """The config that `tree` describes.
+
+    Fields with a problem are taken out and the rest read again, so that what is wrong
+    between the other fields is found as well.
+    """
+    found = list(problems)
+    cause: Exception | None = None
+    bad: set[str] = set()
+    while True:
+        reader = make_reader()
+        config: T = reader.read(cls, tree, "")
+        cause = cause or reader.cause
+        fresh = [p for p in reader.problems if not any(_touches(f, bad) for f in p.fields)]
+        if not fresh:
+            break
+        found += [problem.text for problem in fresh]
+        paths = {field for problem in fresh for field in problem.fields}
+        bad |= paths
+        for path in paths:
+            tree = cut(tree, tuple(path.split(".")))
+    if found:
+        count = "one problem" if len(found) == 1 else f"{len(found)} problems"
+        listed = "".join(f"\n  - {problem}" for problem in found)
+        raise ConfigError(f"cannot read {cls.__name__}: {count}{listed}") from cause
     return config
+
+
+def _touches(path: str, others: Collection[str]) -> bool:
+    """Whether `path` is one of the others, or above or below one."""
+    return any(
+        not path or path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
+        for other in others
+    )
 
 
 def _file_data(file: Path) -> dict[str, Any]:
@@ -177,6 +248,8 @@ def _plain(value: Any, hint: Any, path: str) -> Any:
         hints = field_hints(type(value))
         fields = {n: _plain(getattr(value, n), h, f"{path}.{n}") for n, h in hints.items()}
         return {TAG: type(value).__name__, **fields} if len(dataclass_members(hint)) > 1 else fields
+    if isinstance(value, Secret):
+        return MASK
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, timedelta):

@@ -11,6 +11,7 @@ from monolith import native
 from monolith.errors import FeatureError
 from monolith.store.store import TableIds
 from monolith.table import (
+    AdmissionFilter,
     MultiTable,
     NativeTable,
     SlotThresholds,
@@ -26,6 +27,7 @@ class LocalStore:
 
     Args:
         tables: Table to itself. The store closes them; nobody else may.
+        filters: Table to the filter it asks, for checkpoints to keep.
         workers: Threads that share a batch; None works on the calling thread alone.
         counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
     """
@@ -34,9 +36,11 @@ class LocalStore:
         self,
         tables: Mapping[str, Table],
         *,
+        filters: Mapping[str, AdmissionFilter] | None = None,
         workers: native.Workers | None = None,
         counts_sightings: bool = True,
     ) -> None:
+        self.filters = dict(filters or {})
         self._multi = MultiTable(tables, workers=workers, exclusive=True)
         self._counts_sightings = counts_sightings
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
@@ -63,14 +67,17 @@ class LocalStore:
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         tables: dict[str, Table] = {}
+        filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
-            admission = make_filter(filter_kind, (thresholds or {}).get(name), capacity=filter_capacity)
+            filters[name] = admission = make_filter(
+                filter_kind, (thresholds or {}).get(name), capacity=filter_capacity
+            )
             if make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
                 tables[name] = make_table(config, admission=admission)
         filtered = any(threshold.largest for threshold in (thresholds or {}).values())
-        return cls(tables, workers=team, counts_sightings=filtered)
+        return cls(tables, filters=filters, workers=team, counts_sightings=filtered)
 
     @property
     def tables(self) -> Mapping[str, int]:

@@ -17,11 +17,10 @@ from monolith.table.admission import (
 )
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
 from monolith.table.config import Segment, TableConfig
-from monolith.table.cuts import CuttableTable, TableCut
+from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.dict_table import DictTable
 from monolith.table.dumps import (
     ChangesReport,
-    DumpableTable,
     DumpReport,
     LoadReport,
     Manifest,
@@ -105,7 +104,6 @@ __all__ = [
     "Compressor",
     "Constant",
     "ConstantRate",
-    "CuttableTable",
     "DelayCompensated",
     "DictTable",
     "DumpReport",

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith import native
-from monolith.errors import ConfigError, TableArgumentError
+from monolith import filesystem, native
+from monolith.errors import ConfigError, CorruptFileError, TableArgumentError
 from monolith.table import arguments, filter_files
 from monolith.table.hashing import MAX_SLOTS
 
@@ -73,6 +73,9 @@ class AdmissionFilter(Protocol):
             ids: int64 of shape (n,).
             counts: int64 of shape (n,), 0 or more: sightings of each id; one each by default.
         """
+
+    def copy(self) -> AdmissionFilter:
+        """Return the filter as it is now, to be saved while this one goes on counting."""
 
     def save(self, basename: str) -> None:
         """Write what was counted to `<basename>-ddddd-of-ddddd`; nothing where there is nothing to keep."""
@@ -157,6 +160,12 @@ class SlidingFilter:
     def split_num(self) -> int:
         return int(self._core.split_num)
 
+    def copy(self) -> SlidingFilter:
+        twin = object.__new__(SlidingFilter)
+        twin.thresholds = self.thresholds
+        twin._core = self._core.copy()
+        return twin
+
     def save(self, basename: str) -> None:
         """Write one file per split; see `filter_files`."""
         filter_files.save(self._core, basename)
@@ -167,7 +176,7 @@ class SlidingFilter:
 
 
 class ProbabilisticFilter:
-    """Admits an id by chance, the likelier the more sightings a batch brings. Remembers nothing.
+    """Admits an id by chance, the likelier the more sightings a batch brings. Remembers no ids.
 
     Args:
         equal: False admits `c` sightings with probability `min(1, c / T)`. True gives each
@@ -178,6 +187,7 @@ class ProbabilisticFilter:
         self.thresholds = SlotThresholds() if thresholds is None else thresholds
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"probabilistic_filter: seed must be from 0 to 2^64 - 1, got {seed}")
+        self._equal, self._seed = equal, seed
         self._core = native.ProbabilisticFilter(
             equal_probability=equal,
             default_threshold=self.thresholds.default,
@@ -192,11 +202,25 @@ class ProbabilisticFilter:
     def refuse(self, ids: Tensor, counts: Tensor | None = None) -> Tensor:
         return _refuse(self._core, ids, counts)
 
+    def copy(self) -> ProbabilisticFilter:
+        twin = ProbabilisticFilter(self.thresholds, self._equal, self._seed)
+        twin._core.draws = self._core.draws
+        return twin
+
     def save(self, basename: str) -> None:
-        """Write nothing: there is no state."""
+        """Write how often it has drawn, so that the same chances follow."""
+        with filesystem.atomic_write(basename + ".draws") as file:
+            file.write(b"%d\n" % self._core.draws)
 
     def restore(self, basename: str) -> None:
-        """Read nothing: there is no state."""
+        """Go on where a saved filter stopped; upstream's dumps have nothing to go on from."""
+        path = basename + ".draws"
+        if not filesystem.exists(path):
+            return
+        text = filesystem.read_bytes(path)
+        if not text.endswith(b"\n") or not text[:-1].isdigit():
+            raise CorruptFileError(path, 0, "it should hold one number")
+        self._core.draws = int(text)
 
 
 class NoFilter:
@@ -209,6 +233,9 @@ class NoFilter:
         if counts is not None:
             _counts(counts, len(keys))
         return torch.zeros(len(keys), dtype=torch.bool)
+
+    def copy(self) -> NoFilter:
+        return self
 
     def save(self, basename: str) -> None:
         """Write nothing: there is no state."""

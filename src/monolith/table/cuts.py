@@ -11,6 +11,7 @@ rows changed and which ids went. That is all an incremental checkpoint writes.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -71,8 +72,11 @@ class TableCut(Protocol):
         """
 
 
-class CuttableTable(Table, Protocol):
+class DumpableTable(Table, Protocol):
     """A table in this process, which can be held still and cut."""
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """Hold writers off while the block runs; readers go on. Nests."""
 
     def cut(self) -> TableCut:
         """Hold this moment fast. Writers wait while it is opened, not longer.
@@ -83,3 +87,9 @@ class CuttableTable(Table, Protocol):
 
     def track_changes(self, on: bool = True) -> None:
         """Remember from now on which rows change, for cuts to tell; what was remembered is forgotten."""
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+
+    def set_scales(self, scales: list[float]) -> None: ...

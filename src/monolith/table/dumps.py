@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
 from monolith.table.config import TableConfig
-from monolith.table.cuts import TableCut
+from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import (
     Description,
@@ -62,19 +62,6 @@ _MANIFEST_LIMIT = 64 << 20
 _GENERATION = re.compile(r"\.([0-9a-f]{16})(?=-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
 
 _log = logging.getLogger(__name__)
-
-
-class DumpableTable(Table, Protocol):
-    """A table in this process, which can be held still."""
-
-    def frozen(self) -> AbstractContextManager[None]:
-        """Hold writers off while the block runs; readers go on."""
-
-    @property
-    def scales(self) -> list[float]:
-        """One per segment: how steep a one_bit segment has become."""
-
-    def set_scales(self, scales: list[float]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

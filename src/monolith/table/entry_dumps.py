@@ -24,8 +24,8 @@ from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError, ServingTableError
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
+from monolith.table.cuts import DumpableTable
 from monolith.table.dumps import (
-    DumpableTable,
     DumpReport,
     Keep,
     LoadReport,

@@ -1,0 +1,207 @@
+"""Where a run begins: at the latest checkpoint, at an earlier one, or at another run's.
+
+`restore_ckpt` names an earlier checkpoint of the same folder. A training run goes back to it
+once: the marker `restore_ckpt` says that it did, and a restart goes on from what was
+saved since. An evaluation goes there every time and leaves no trace.
+
+`restore_dir` is the folder of another run to begin from. The chief writes state files that
+point there; no data is copied. The other workers wait for the marker `restore_dir`, which
+says that this is done, or why it cannot be.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+from monolith import filesystem
+from monolith.checkpoint.saver import require_checkpoint
+from monolith.checkpoint.state_files import (
+    CHECKPOINT_FILE,
+    CheckpointState,
+    MonolithCheckpointState,
+    Sleep,
+    absolute_path,
+    read_checkpoint_state,
+    read_monolith_checkpoint,
+    update_monolith_checkpoint,
+    write_checkpoint_state,
+)
+from monolith.errors import (
+    ConfigError,
+    CorruptFileError,
+    FileMissingError,
+    FilesystemError,
+    MonolithError,
+    RestoreError,
+)
+
+RESTORE_CKPT_MARKER = "restore_ckpt"
+RESTORE_DIR_MARKER = "restore_dir"
+
+_POLL_SECONDS = 30.0
+_EARLIER_RUN_SECONDS = 60.0
+"""A failure published so long before a worker began to wait is that of an earlier run."""
+
+_log = logging.getLogger(__name__)
+
+Mode = Literal["train", "eval", "predict"]
+
+
+def resolve_restore(
+    model_dir: str,
+    *,
+    restore_ckpt: str | None = None,
+    mode: Mode = "train",
+    latest_filename: str = CHECKPOINT_FILE,
+    sleep: Sleep = time.sleep,
+) -> CheckpointState | None:
+    """Return the state of a folder with the checkpoint to restore as its latest; None if it has none.
+
+    Any thread may call it, all at once too: they agree.
+
+    Args:
+        restore_ckpt: The checkpoint to go back to; only its name counts. One that is not listed
+            is passed over with a warning.
+        mode: Whether to go back once and for all ("train"), or for this reading only.
+
+    Raises:
+        CorruptFileError: The state file makes no sense.
+        FilesystemError: It cannot be read; or, in training, the choice cannot be written.
+    """
+    if mode not in ("train", "eval", "predict"):
+        raise ConfigError(f"a run can train, eval or predict, got the mode {mode!r}")
+    marker = filesystem.join(model_dir, RESTORE_CKPT_MARKER)
+    overrides = bool(restore_ckpt) and latest_filename == CHECKPOINT_FILE
+    # Looked for before the state is read: it is written after it, so who sees it sees the choice too.
+    was_applied = overrides and mode == "train" and filesystem.exists(marker)
+    state = read_checkpoint_state(model_dir, latest_filename, sleep=sleep)
+    if state is None or not restore_ckpt or not overrides or was_applied:
+        return state
+    latest = state.model_checkpoint_path
+    wanted = filesystem.join(filesystem.parent(latest), filesystem.base_name(restore_ckpt))
+    if wanted not in state.all_model_checkpoint_paths:
+        _log.warning("checkpoint %s not exists in %s; going on from %s", wanted, model_dir, latest)
+        return state
+    if wanted == latest:
+        _log.warning("restore_ckpt %s and the latest checkpoint are identity", wanted)
+    chosen = replace(state, model_checkpoint_path=wanted)
+    if mode == "train":
+        if wanted != latest:
+            write_checkpoint_state(model_dir, chosen, latest_filename)
+        _write(marker, absolute_path(wanted))
+    return chosen
+
+
+def start_from(
+    restore_dir: str,
+    model_dir: str,
+    restore_ckpt: str | None = None,
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Sleep = time.sleep,
+) -> str | None:
+    """Let the run in `model_dir` begin with a checkpoint of another folder. For the chief.
+
+    Does nothing where `model_dir` has checkpoints already: this is for a first start. The
+    state file is written last, so a chief that was killed half-way begins again.
+
+    Args:
+        restore_ckpt: Which checkpoint; the latest by default, or if that one is not listed.
+
+    Returns:
+        The checkpoint to begin with, or None if the run had begun already.
+
+    Raises:
+        RestoreError: There is no such checkpoint, or the files cannot be written. The other workers
+            are told, as far as that can be done.
+    """
+    try:
+        filesystem.make_dirs(model_dir)
+        picked = None
+        if not filesystem.exists(filesystem.join(model_dir, CHECKPOINT_FILE)):
+            picked = _pick(restore_dir, restore_ckpt, sleep)
+            theirs = read_monolith_checkpoint(restore_dir) or MonolithCheckpointState()
+            update_monolith_checkpoint(
+                model_dir, seed=replace(theirs, exempt_model_checkpoint_paths=(picked,))
+            )
+            write_checkpoint_state(model_dir, CheckpointState(picked, (picked,)), relative_paths=False)
+        _publish(model_dir, "done", clock())
+    except MonolithError as cause:
+        message = f"cannot start {model_dir} from {restore_dir}: {cause}"
+        try:
+            _publish(model_dir, "failed", clock(), message)
+        except FilesystemError as silenced:
+            _log.error("the other workers cannot be told: %s", silenced)
+        raise RestoreError(message) from cause
+    return picked
+
+
+def wait_for_start(
+    model_dir: str,
+    timeout: timedelta = timedelta(minutes=30),
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Sleep = time.sleep,
+) -> None:
+    """Wait until the chief has done `start_from`. For the other workers.
+
+    Raises:
+        RestoreError: The chief failed, or said nothing in time.
+    """
+    began = clock()
+    deadline = began + timeout.total_seconds()
+    while True:
+        word, at, reason = _published(model_dir)
+        if word == "done" and filesystem.exists(filesystem.join(model_dir, CHECKPOINT_FILE)):
+            return
+        failed = f" The chief's last word was: {reason}" if word == "failed" else ""
+        if failed and at >= began - _EARLIER_RUN_SECONDS:
+            raise RestoreError(f"the chief could not prepare {model_dir}.{failed}")
+        left = deadline - clock()
+        if left <= 0:
+            raise RestoreError(
+                f"waited {timeout} for the chief to prepare {model_dir} from its restore_dir.{failed} "
+                "Look at the chief's log; if it only needs longer, raise the timeout."
+            )
+        sleep(min(_POLL_SECONDS, left))
+
+
+def _pick(restore_dir: str, restore_ckpt: str | None, sleep: Sleep) -> str:
+    state = read_checkpoint_state(restore_dir, sleep=sleep)
+    if state is None:
+        raise RestoreError(f"no checkpoint in {restore_dir}: it has no file {CHECKPOINT_FILE!r}")
+    picked = state.model_checkpoint_path
+    if restore_ckpt:
+        wanted = filesystem.join(filesystem.parent(picked), filesystem.base_name(restore_ckpt))
+        if wanted in state.all_model_checkpoint_paths:
+            picked = wanted
+        else:
+            _log.warning("checkpoint %s not exists in %s; starting from %s", wanted, restore_dir, picked)
+    return absolute_path(require_checkpoint(picked))
+
+
+def _publish(model_dir: str, word: str, at: float, reason: str = "") -> None:
+    content = {"state": word, "at": at, "reason": reason}
+    _write(filesystem.join(model_dir, RESTORE_DIR_MARKER), json.dumps(content))
+
+
+def _published(model_dir: str) -> tuple[str, float, str]:
+    path = filesystem.join(model_dir, RESTORE_DIR_MARKER)
+    try:
+        found = json.loads(filesystem.read_bytes(path))
+        return str(found["state"]), float(found["at"]), str(found["reason"])
+    except FileMissingError:
+        return "", 0.0, ""
+    except (ValueError, TypeError, KeyError) as cause:
+        raise CorruptFileError(path, 0, f"it is not what a chief writes: {cause}") from cause
+
+
+def _write(path: str, text: str) -> None:
+    with filesystem.atomic_write(path) as file:
+        file.write(text.encode())

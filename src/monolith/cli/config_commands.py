@@ -1,0 +1,117 @@
+"""`monolith config init | explain | check | show`: write, understand and check the config of a run."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import textwrap
+
+from monolith import filesystem
+from monolith.cli.config_options import (
+    ConfigCheckOptions,
+    ConfigExplainOptions,
+    ConfigInitOptions,
+    ConfigShowOptions,
+)
+from monolith.cluster.run_config import ALIASES, FLAGS_OF_OTHERS, RunConfig, load_run_config, settle
+from monolith.cluster.run_config.templates import template
+from monolith.config import Dropped, FieldInfo, Renamed, describe_fields, to_toml
+from monolith.config.flags import flag_name, variable_name
+from monolith.errors import ConfigError
+
+_WIDTH = 100
+_OLD = {**FLAGS_OF_OTHERS, **ALIASES}
+
+
+def init(options: ConfigInitOptions) -> int:
+    """Write a file to begin with."""
+    text = template(options.kind)
+    if options.to is None:
+        sys.stdout.write(text)
+        return 0
+    if options.to.suffix != ".toml":
+        raise ConfigError(f"cannot write {options.to}: the name of a config file in TOML ends in .toml")
+    if options.to.exists():
+        raise ConfigError(f"cannot write {options.to}: it exists; remove it first, or choose another name")
+    with filesystem.atomic_write(options.to) as file:
+        file.write(text.encode())
+    _say(f"wrote {options.to}; check it with: monolith config check {options.to}")
+    return 0
+
+
+def explain(options: ConfigExplainOptions) -> int:
+    """Say what a field does."""
+    fields = describe_fields(RunConfig)
+    name = options.field.removeprefix("--").replace("-", "_")
+    exact = {info.path: info for info in fields}
+    alias = _OLD.get(name)
+    if name in exact:
+        _say(_explained(exact[name]))
+    elif isinstance(alias, Renamed):
+        _say(f"{name} is the old name of {alias.path}.\n\n{_explained(exact[alias.path])}")
+    elif isinstance(alias, Dropped):
+        _say(f"{name} is accepted and ignored: {alias.reason}.")
+    else:
+        group = [info for info in fields if name == "all" or info.path.startswith(f"{name}.")]
+        if not group:
+            raise ConfigError(f"no field of the config is called {options.field!r}; {_near(name, exact)}")
+        _say("\n".join(_listed(info) for info in group))
+    return 0
+
+
+def check(options: ConfigCheckOptions) -> int:
+    """Name everything that is wrong with a file; status 1 if there is something."""
+    warnings: list[str] = []
+    try:
+        load_run_config(file=options.file, warn=warnings.append)
+    except ConfigError as error:
+        problem = str(error)
+    else:
+        problem = ""
+    for warning in warnings:
+        _say(f"warning: {warning}")
+    _say(problem or f"{options.file}: no problems")
+    return 1 if problem else 0
+
+
+def show(options: ConfigShowOptions) -> int:
+    """Print a file with every default and decision spelled out."""
+    environ = os.environ if options.environment else None
+    _say(to_toml(settle(load_run_config(file=options.file, environ=environ))).rstrip("\n"))
+    return 0
+
+
+def _explained(info: FieldInfo) -> str:
+    old = [name for name, alias in _OLD.items() if isinstance(alias, Renamed) and alias.path == info.path]
+    facts = {
+        "type": info.type_text,
+        "default": info.default_text or ("(empty)" if info.default == "" else "(none)"),
+        "flag": flag_name(info.path),
+        "variable": variable_name("MONOLITH", info.path),
+        "old name": ", ".join(old),
+    }
+    doc = textwrap.fill(info.doc, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(
+        [info.path, doc, *(f"  {key + ':':<10}{value}" for key, value in facts.items() if value)]
+    )
+
+
+def _listed(info: FieldInfo) -> str:
+    return f"{info.path:<40} {textwrap.shorten(info.doc, 80, placeholder=' ...')}"
+
+
+def _near(name: str, exact: dict[str, FieldInfo]) -> str:
+    """The known names most like one that is not."""
+    leaf = name.rpartition(".")[2]
+    known = {**{path.rpartition(".")[2]: path for path in exact}, **{path: path for path in exact}}
+    known |= {old: old for old in _OLD}
+    found = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or difflib.get_close_matches(
+        leaf, known, n=3, cutoff=0.5
+    )
+    names = list(dict.fromkeys(known[each] for each in found))
+    return f"the nearest are {', '.join(names)}" if names else "`monolith config explain all` lists them"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

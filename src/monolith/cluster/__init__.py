@@ -1,0 +1,75 @@
+"""How the processes of a job find each other, and know who is alive."""
+
+from monolith.cluster.addresses import (
+    Address,
+    AddressFamily,
+    check_port,
+    concat_ip_and_port,
+    get_local_host,
+    get_local_ip,
+    get_local_server_addr,
+    is_ipv4_supported,
+    is_ipv6_address,
+    wait_for_port,
+)
+from monolith.cluster.consul import ConsulClient, ConsulConfig, ConsulDiscovery, ConsulService
+from monolith.cluster.discovery import Discovery, MemoryDiscovery, MemoryRegistry, Registration
+from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
+from monolith.cluster.liveness import NodeAliveChecker
+from monolith.cluster.manager import (
+    Cluster,
+    ClusterManager,
+    ClusterManagerConfig,
+    Task,
+    Waiting,
+    fetch_ps_cluster,
+    save_ps_cluster,
+)
+from monolith.cluster.mlp import MLPDiscovery, MLPEnv
+from monolith.cluster.tf_config import TfConfigDiscovery
+from monolith.cluster.zookeeper import (
+    ZooKeeperConfig,
+    ZooKeeperDiscovery,
+    clear_zk_path,
+    default_zk_servers,
+    get_zk_auth_data,
+)
+
+__all__ = [
+    "Address",
+    "AddressFamily",
+    "Cluster",
+    "ClusterManager",
+    "ClusterManagerConfig",
+    "ConsulClient",
+    "ConsulConfig",
+    "ConsulDiscovery",
+    "ConsulService",
+    "Discovery",
+    "FilesConfig",
+    "FilesDiscovery",
+    "MLPDiscovery",
+    "MLPEnv",
+    "MemoryDiscovery",
+    "MemoryRegistry",
+    "NodeAliveChecker",
+    "Registration",
+    "Task",
+    "TfConfigDiscovery",
+    "Waiting",
+    "ZooKeeperConfig",
+    "ZooKeeperDiscovery",
+    "check_port",
+    "clear_zk_path",
+    "concat_ip_and_port",
+    "default_zk_servers",
+    "fetch_ps_cluster",
+    "get_local_host",
+    "get_local_ip",
+    "get_local_server_addr",
+    "get_zk_auth_data",
+    "is_ipv4_supported",
+    "is_ipv6_address",
+    "save_ps_cluster",
+    "wait_for_port",
+]

@@ -1,0 +1,191 @@
+"""Addresses: host:port as text, where IPv6 wears brackets, and whether anybody listens there.
+
+A host is a name, an IPv4 address or an IPv6 address. Only the last has colons of its own, so an
+address without brackets has exactly one colon; `a:b::c:80` could be two things and is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, Self
+
+from monolith.cluster.waiting import Clock, Sleep, poll
+from monolith.errors import AddressError, ClusterError, DeadlineExceededError
+
+Resolve = Callable[..., list[Any]]
+"""Has the arguments and the result of `socket.getaddrinfo`."""
+
+_RETRY_EVERY = timedelta(milliseconds=100)
+
+
+class AddressFamily(StrEnum):
+    """Which kind of address to prefer or to listen on."""
+
+    IPV4 = "ipv4"
+    IPV6 = "ipv6"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Address:
+    """A host and a port; as text, `host:port` or `[host]:port`."""
+
+    host: str
+    """Without brackets."""
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `host:port` or `[v6]:port`.
+
+        Raises:
+            AddressError: It is neither; an IPv6 address without brackets cannot be told from its port.
+        """
+        host, colon, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if bracketed else host
+        if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) >= 1 << 16:
+            raise AddressError(f"Invalid addr: {text!r}; expected host:port, with a port from 0 to 65535")
+        if bracketed != is_ipv6_address(host) or host.strip() != host:
+            hint = "an IPv6 address, and nothing else, is put in brackets: [::1]:80"
+            raise AddressError(f"Invalid addr: {text!r}; {hint}")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return concat_ip_and_port(self.host, self.port)
+
+
+def is_ipv6_address(ip: str) -> bool:
+    """Whether this is a literal IPv6 address; a name, a bracketed address and garbage are not."""
+    try:
+        return ipaddress.ip_address(ip).version == 6
+    except ValueError:
+        return False
+
+
+def concat_ip_and_port(ip: str, port: int) -> str:
+    """Return `ip:port`, or `[ip]:port` for a literal IPv6 address."""
+    return f"[{ip}]:{port}" if is_ipv6_address(ip) else f"{ip}:{port}"
+
+
+def get_local_ip(resolve: Resolve = socket.getaddrinfo) -> str:
+    """Return the first address that this machine's own name has; where it has none, the first IPv6 one.
+
+    Raises:
+        ClusterError: The name of this machine cannot be resolved.
+    """
+    name = socket.gethostname()
+    try:
+        try:
+            found = resolve(name, None)
+        except socket.gaierror:
+            found = resolve(name, None, family=socket.AF_INET6)
+    except socket.gaierror as cause:
+        raise ClusterError(
+            f"cannot find an address of this machine: its name {name!r} does not resolve ({cause}). "
+            "Add it to /etc/hosts, or set CLOUDNATIVE_INET_ADDR."
+        ) from cause
+    return str(found[0][4][0])
+
+
+def get_local_host(environment: Mapping[str, str], resolve: Resolve = socket.getaddrinfo) -> str:
+    """Return the host under which others reach this process: what the scheduler says, else the local ip.
+
+    A variable that is there counts even when it is empty: a scheduler that names no host is broken,
+    and an address found in another way would be reachable by nobody.
+
+    Raises:
+        ClusterError: The variable is empty, or the name of this machine cannot be resolved.
+    """
+    for name in ("CLOUDNATIVE_INET_ADDR", "YARN_INET_ADDR"):
+        if name in environment:
+            host = environment[name].partition(",")[0].strip()
+            if not host:
+                raise ClusterError(f"the environment's {name} names no host; unset it or give it one")
+            return host
+    return get_local_ip(resolve)
+
+
+def is_ipv4_supported(resolve: Resolve = socket.getaddrinfo) -> bool:
+    """Whether the local ip is not an IPv6 one."""
+    return not is_ipv6_address(get_local_ip(resolve))
+
+
+def get_local_server_addr(port: int, resolve: Resolve = socket.getaddrinfo) -> str:
+    """Return the local ip joined with a port."""
+    return concat_ip_and_port(get_local_ip(resolve), port)
+
+
+def connect_error(address: Address, timeout: timedelta) -> OSError | None:
+    """Connect once and hang up; return what went wrong, if something did.
+
+    Tries every address that the host has, IPv6 too, and gives each of them the whole timeout.
+    """
+    try:
+        socket.create_connection((address.host, address.port), timeout.total_seconds()).close()
+    except OSError as error:
+        return error
+    except UnicodeError as error:  # a name that cannot be asked for: an empty label, or a too long one
+        return OSError(f"not a host name: {error}")
+    return None
+
+
+def check_port(
+    host: str,
+    port: int,
+    timeout: timedelta = timedelta(seconds=1),
+    *,
+    clock: Clock = time.monotonic,
+    sleep: Sleep = time.sleep,
+) -> bool:
+    """Whether a port accepts a connection before `timeout` is over. A refusal is asked again until then.
+
+    Args:
+        host: With or without brackets.
+    """
+    address = Address(host.removeprefix("[").removesuffix("]"), port)
+
+    def ask() -> bool | None:
+        error = connect_error(address, timeout)
+        return False if isinstance(error, TimeoutError) else True if error is None else None
+
+    return bool(poll(ask, timeout=timeout, every=_RETRY_EVERY, clock=clock, sleep=sleep))
+
+
+def wait_for_port(
+    address: str,
+    timeout: timedelta | None,
+    *,
+    every: timedelta = timedelta(milliseconds=500),
+    connect_timeout: timedelta = timedelta(seconds=1),
+    clock: Clock = time.monotonic,
+    sleep: Sleep = time.sleep,
+) -> None:
+    """Return once somebody listens at `address`.
+
+    Args:
+        timeout: None waits for as long as it takes.
+
+    Raises:
+        AddressError: It is no address; waiting would not help.
+        DeadlineExceededError: Nobody listened in time. Says what the last attempt met.
+    """
+    parsed = Address.parse(address)
+    last: OSError | None = None
+
+    def ask() -> bool | None:
+        nonlocal last
+        last = connect_error(parsed, connect_timeout)
+        return True if last is None else None
+
+    if poll(ask, timeout=timeout, every=every, clock=clock, sleep=sleep) is None:
+        assert timeout is not None
+        raise DeadlineExceededError(
+            f"{address} connect error! Nobody answered within {timeout.total_seconds():g} s "
+            f"(last: {last}). Is it running, and is the port open to this machine?"
+        ) from last

@@ -1,0 +1,199 @@
+"""Discovery by files: one file per entry in a folder that all processes see.
+
+For tests, one machine, and a shared disk. `<folder>/<role>/<index>` has the address on its first
+line; below it the time of the registration and a mark of who made it. The file's time is touched
+while its process lives: an entry that nobody touched for `expire_after` is as good as gone.
+
+Changes are made under a lock, by renaming: a reader sees an entry whole or not at all. The clocks
+of the machines may differ by less than `expire_after`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from monolith.cluster.addresses import Address
+from monolith.cluster.discovery import (
+    Callback,
+    Closing,
+    PollingWatch,
+    Registration,
+    check_registration,
+    check_role,
+    closed_error,
+)
+from monolith.cluster.waiting import Clock
+from monolith.errors import AddressError, ConfigError, FilesystemError
+from monolith.filesystem import atomic_write
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilesConfig:
+    """Where entries lie, and how long one counts without a sign of life."""
+
+    folder: str
+    expire_after: timedelta = timedelta(seconds=60)
+    heartbeat: timedelta = timedelta(seconds=15)
+    """How often an entry is touched, and put right where it was damaged."""
+    watch_every: timedelta = timedelta(seconds=1)
+    """How often a watch looks for changes."""
+
+    def __post_init__(self) -> None:
+        if not timedelta(0) < self.heartbeat < self.expire_after:
+            raise ConfigError(
+                f"discovery in {self.folder}: heartbeat ({self.heartbeat}) must be shorter than "
+                f"expire_after ({self.expire_after}), or living entries would expire"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    registration: Registration
+    owner: str
+    touched: float
+
+
+class FilesDiscovery(Closing):
+    """Entries in a folder. The process that made one touches it from a thread until it is closed."""
+
+    def __init__(self, config: FilesConfig, clock: Clock = time.time) -> None:
+        self._config = config
+        self._clock = clock
+        self._folder = Path(config.folder)
+        self._owner = secrets.token_hex(8)
+        self._lock = threading.Lock()  # guards _mine and _closed
+        self._mine: dict[tuple[str, int], Registration] = {}
+        self._closed = False
+        self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._watch = PollingWatch(self.query, config.watch_every, f"files-watch-{self._folder.name}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise FilesystemError(f"cannot make the discovery folder {self._folder}: {cause}") from cause
+
+    def register(self, role: str, index: int, address: str) -> None:
+        check_registration(role, index, address)
+        registration = Registration(index, address, self._clock())
+        with self._lock:
+            if self._closed:
+                raise closed_error(f"the discovery in {self._folder}")
+            with self._locked():
+                self._write(role, registration)
+            self._mine[role, index] = registration
+            if self._heart is None:
+                self._heart = threading.Thread(
+                    target=self._beat, name=f"files-heartbeat-{self._folder.name}", daemon=True
+                )
+                self._heart.start()
+
+    def deregister(self, role: str, index: int, address: str | None = None) -> None:
+        check_role(role)
+        with self._lock, self._locked():
+            mine = self._mine.get((role, index))
+            if mine is not None and address in (None, mine.address):
+                del self._mine[role, index]
+            entry = self._read(role, index)
+            if entry is None or address in (None, entry.registration.address):
+                self._path(role, index).unlink(missing_ok=True)
+
+    def query(self, role: str) -> dict[int, str]:
+        return {entry.index: entry.address for entry in self.entries(role)}
+
+    def entries(self, role: str) -> list[Registration]:
+        if self._closed:
+            return []
+        check_role(role)
+        oldest = self._clock() - self._config.expire_after.total_seconds()
+        try:
+            names = [path.name for path in (self._folder / role).iterdir()]
+        except FileNotFoundError:
+            return []
+        found = [self._read(role, int(name)) for name in names if name.isascii() and name.isdecimal()]
+        return sorted(entry.registration for entry in found if entry is not None and entry.touched >= oldest)
+
+    def watch(self, role: str, callback: Callback) -> Callable[[], None]:
+        return self._watch.add(role, callback)
+
+    def close(self) -> None:
+        self._watch.close()
+        with self._lock:
+            self._closed = True
+            heart, self._heart = self._heart, None
+            mine, self._mine = self._mine, {}
+        self._stop.set()
+        if heart is not None:
+            heart.join()
+        if mine:
+            with self._locked():
+                for role, index in mine:
+                    entry = self._read(role, index)
+                    if entry is not None and entry.owner == self._owner:
+                        self._path(role, index).unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._config.heartbeat.total_seconds()):
+            try:
+                self.touch()
+            except OSError as error:  # a disk that is gone may come back, and the entries with it
+                _log.warning("discovery in %s: cannot touch entries, will try again: %s", self._folder, error)
+
+    def touch(self) -> None:
+        """Give the entries made here a sign of life, and write those again that are gone or unreadable.
+
+        The heartbeat does this; a test may.
+        """
+        with self._lock, self._locked():
+            for (role, index), registration in self._mine.items():
+                entry = self._read(role, index)
+                if entry is None:
+                    self._write(role, registration)
+                elif entry.owner == self._owner:
+                    now = self._clock()
+                    os.utime(self._path(role, index), (now, now))
+                # Else another process has the place now, and this one was replaced.
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder against other processes."""
+        with (self._folder / ".lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _path(self, role: str, index: int) -> Path:
+        return self._folder / role / str(index)
+
+    def _write(self, role: str, registration: Registration) -> None:
+        path = self._path(role, registration.index)
+        path.parent.mkdir(exist_ok=True)
+        with atomic_write(str(path)) as file:
+            file.write(f"{registration.address}\n{registration.registered_at}\n{self._owner}\n".encode())
+        now = self._clock()
+        os.utime(path, (now, now))
+
+    def _read(self, role: str, index: int) -> _Entry | None:
+        """Return an entry; None where there is none, or none that makes sense."""
+        path = self._path(role, index)
+        try:
+            with path.open("rb") as file:
+                address, registered_at, owner = file.read().decode().split()
+                touched = os.fstat(file.fileno()).st_mtime
+            Address.parse(address)
+            return _Entry(Registration(index, address, float(registered_at)), owner, touched)
+        except FileNotFoundError:
+            return None
+        except (AddressError, ValueError) as error:
+            _log.warning("discovery: %s is not an entry and is passed over: %s", path, error)
+            return None

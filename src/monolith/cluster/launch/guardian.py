@@ -1,0 +1,113 @@
+"""The process between the launcher and a command it runs; ends the command when the launcher is gone.
+
+A killed process cannot clean up after itself, so somebody else must. The guardian holds one end
+of a pipe, of which only the launcher has the other: when that reads as ended, the launcher is dead,
+however it died. Then, and when it is told to by SIGTERM, the guardian asks the command and what
+it started to stop, and makes them after a while; a second SIGTERM makes them at once. On Linux the
+command dies with the guardian, too, should somebody kill that.
+
+Runs by itself, without the package: it needs to be small and there early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+
+NOT_STARTED = 127
+"""Exit status of a command that could not be started, as shells have it."""
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def main(arguments: list[str]) -> None:
+    """Run a command until it ends, and end as it did.
+
+    Args:
+        arguments: The pipe's descriptor, seconds from asking to making, and the command.
+    """
+    pipe, grace, command = int(arguments[0]), float(arguments[1]), arguments[2:]
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(writer)
+    asked: list[int] = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at a terminal: the launcher has it too, and decides
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only wakes us up
+
+    child = _start(command, (pipe, reader, writer))
+    selector = selectors.DefaultSelector()
+    selector.register(reader, selectors.EVENT_READ)
+    selector.register(pipe, selectors.EVENT_READ)
+    deadline: float | None = None
+    told = 0
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if left == 0.0 or told > 1:
+            _signal_group(child, signal.SIGKILL)
+            left = 1.0
+        for key, _ in selector.select(left):
+            if key.fd == reader:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 4096)
+            elif not os.read(pipe, 1):
+                selector.unregister(pipe)
+                asked.append(0)
+        if len(asked) > told:
+            told = len(asked)
+            _signal_group(child, signal.SIGTERM)
+            deadline = deadline or time.monotonic() + grace
+    _signal_group(child, signal.SIGKILL)  # what it has left behind
+    _end_like(status)
+
+
+def _start(command: list[str], private: tuple[int, ...]) -> int:
+    guardian = os.getpid()
+    child = os.fork()
+    if child:
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)  # as the child does: whoever comes first
+        return child
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for end in private:
+            os.close(end)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guardian:  # it died before we asked
+                os._exit(NOT_STARTED)
+        os.execvp(command[0], command)
+    except BaseException as error:
+        os.write(2, f"cannot start {command[0]}: {error}\n".encode())
+    finally:
+        os._exit(NOT_STARTED)
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _end_like(status: int) -> None:
+    """End with the exit status, or by the signal, that a command ended with."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command's core is the one to look at
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)
+    os._exit(os.waitstatus_to_exitcode(status))

@@ -1,0 +1,318 @@
+"""All processes of a run as children of one: their output side by side, their end together.
+
+Each child has a guardian (see `guardian`), so that none is left over when this process is killed.
+A child that fails takes the others with it, and the outcome says which one it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, TextIO
+
+from monolith.errors import ConfigError, WrongThreadError
+
+_log = logging.getLogger(__name__)
+
+_GUARD = "import sys; sys.path.append({folder!r}); import guardian; guardian.main(sys.argv[1:])"
+_COLORS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # SGR foregrounds; red is for errors
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+_LATE = timedelta(seconds=5)
+"""Beyond its grace, how long a guardian may take to end its command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One process to run."""
+
+    role: str
+    index: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    status: int
+    """For this process to exit with: 0, that of the member that failed, or 128 and a signal's number."""
+    failed: Member | None = None
+    """The first member that failed; None where all went well, or somebody stopped the run."""
+    text: str = "all done"
+    """In words."""
+
+
+def job_members(
+    command: Sequence[str], *, num_ps: int, num_workers: int, folder: str, flags: Sequence[str] = ()
+) -> tuple[Member, ...]:
+    """Return the members of a run on this machine, parameter servers first, who meet in a folder.
+
+    Args:
+        command: Trains, given the flags of a RunConfig after it: ("monolith", "train", "tasks:MyTask").
+        folder: An empty one, in which they register.
+        flags: For all of them.
+
+    Raises:
+        ConfigError: There is nobody to run.
+    """
+    if num_ps < 0 or num_workers < 1:
+        raise ConfigError(f"a run needs workers, and no fewer than 0 servers; got {num_workers} and {num_ps}")
+    shared = [
+        *flags,
+        *("--cluster.num-ps", str(num_ps), "--cluster.num-workers", str(num_workers)),
+        *("--discovery.kind", "files", "--discovery.folder", folder),
+    ]
+    places = [("ps", index) for index in range(num_ps)] + [("worker", index) for index in range(num_workers)]
+    return tuple(
+        Member(
+            role=role,
+            index=index,
+            command=(*command, *shared, "--cluster.role", role, "--cluster.index", str(index)),
+        )
+        for role, index in places
+    )
+
+
+def launch(
+    members: Sequence[Member],
+    *,
+    output: TextIO | None = None,
+    color: bool | None = None,
+    grace: timedelta = timedelta(seconds=20),
+    followers: Collection[str] = ("ps",),
+) -> Outcome:
+    """Run all members until they are done, one fails, or Ctrl-C or SIGTERM says to stop; again, at once.
+
+    For the main thread, since it takes the two signals for as long as it runs. See `run_members`.
+
+    Raises:
+        WrongThreadError: This is another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise WrongThreadError("only the main thread may launch: signals come to it. Use run_members.")
+    events: Events = queue.SimpleQueue()
+    with _signals_into(events):
+        return run_members(
+            members, output=output, color=color, grace=grace, followers=followers, events=events
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequest:
+    """Somebody wants the run to stop; asked again, at once."""
+
+    signal: int = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A member has ended; the status is negative for a signal."""
+
+    member: Member
+    status: int
+
+
+Events = queue.SimpleQueue["StopRequest | Ended"]
+
+
+def run_members(
+    members: Sequence[Member],
+    *,
+    output: TextIO | None = None,
+    color: bool | None = None,
+    grace: timedelta = timedelta(seconds=20),
+    followers: Collection[str] = ("ps",),
+    events: Events | None = None,
+) -> Outcome:
+    """Run all members until they are done, or one fails. When it returns, none of them runs.
+
+    Args:
+        output: Where their lines go, each after its member's name; by default standard output.
+        color: Whether names have colours; by default where `output` is a terminal.
+        grace: From asking to stop (SIGTERM) to making (SIGKILL).
+        followers: Roles that have nothing to do once the others are done: they are then asked to stop.
+        events: A StopRequest put here stops the run.
+
+    Raises:
+        ConfigError: No members, or two of one name.
+    """
+    names = [member.name for member in members]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"cannot launch: members must be some, with different names; got {names}")
+    stream = sys.stdout if output is None else output
+    lines = _Lines(stream, names, stream.isatty() if color is None else color)
+    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace)
+    try:
+        return running.until_done(followers)
+    finally:
+        running.close()
+
+
+class _Running:
+    """The children of one run."""
+
+    def __init__(self, members: Sequence[Member], lines: _Lines, events: Events, grace: timedelta) -> None:
+        self._events = events
+        self._grace = grace
+        self._lines = lines
+        self._alive: dict[str, subprocess.Popen[bytes]] = {}
+        self._threads: list[threading.Thread] = []
+        # Guardians read from the one end, which ends when this process does, whatever ends it.
+        self._pipe, self._lifeline = os.pipe()
+        try:
+            for member in members:
+                self._start(member)
+        except BaseException:
+            self.close()
+            raise
+
+    def until_done(self, followers: Collection[str]) -> Outcome:
+        leaders = {name for name in self._alive if name.rpartition(" ")[0] not in followers} or set(
+            self._alive
+        )
+        outcome: Outcome | None = None
+        deadline: timedelta | None = None
+        while self._alive:
+            try:
+                event = self._events.get(timeout=None if deadline is None else deadline.total_seconds())
+            except queue.Empty:
+                self._ask_all()
+                deadline = None
+                continue
+            if isinstance(event, StopRequest):
+                text = f"stopped by {signal.Signals(event.signal).name}"
+                outcome = outcome or Outcome(status=128 + event.signal, text=text)
+                self._ask_all()
+                continue
+            self._alive.pop(event.member.name, None)
+            leaders.discard(event.member.name)
+            if event.status != 0 and outcome is None:
+                outcome = _failure(event)
+                _log.error("%s; stopping the others", outcome.text)
+                self._ask_all()
+            elif not leaders and outcome is None and deadline is None:
+                # Leaders tell followers to end; those that were not told hear it from us.
+                deadline = time.monotonic() + self._grace.total_seconds()
+                outcome = Outcome(status=0)
+        return outcome or Outcome(status=0)
+
+    def close(self) -> None:
+        """End whoever still runs."""
+        self._ask_all()
+        for child in self._alive.values():
+            try:
+                child.wait((self._grace + _LATE).total_seconds())
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        for thread in self._threads:
+            thread.join(_LATE.total_seconds())
+        os.close(self._lifeline)
+        os.close(self._pipe)
+
+    def _ask_all(self) -> None:
+        for child in self._alive.values():
+            child.terminate()
+
+    def _start(self, member: Member) -> None:
+        guard = _GUARD.format(folder=str(Path(__file__).parent))
+        child = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", "-c", guard),
+                *(str(self._pipe), str(self._grace.total_seconds())),
+                *member.command,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={"PYTHONUNBUFFERED": "1", **os.environ, **member.environment},
+            pass_fds=(self._pipe,),
+            start_new_session=True,  # Ctrl-C is for this process alone, which then asks them in order
+        )
+        assert child.stdout is not None
+        self._alive[member.name] = child
+        copier = threading.Thread(target=self._lines.copy, args=(member.name, child.stdout), daemon=True)
+        waiter = threading.Thread(target=self._wait, args=(member, child, copier), daemon=True)
+        self._threads += [copier, waiter]
+        copier.start()
+        waiter.start()
+
+    def _wait(self, member: Member, child: subprocess.Popen[bytes], copier: threading.Thread) -> None:
+        status = child.wait()
+        # Its last words come before the news of its end, unless somebody who left its group keeps the pipe.
+        copier.join(_LATE.total_seconds())
+        self._events.put(Ended(member, status))
+
+
+class _Lines:
+    """Lines of many processes on one stream, whole, each after a name."""
+
+    def __init__(self, stream: TextIO, names: Sequence[str], color: bool) -> None:
+        width = max(map(len, names))
+        self._stream = stream
+        self._lock = threading.Lock()  # one line at a time
+        self._prefixes: dict[str, str] = {}
+        for position, name in enumerate(names):
+            prefix = f"[{name}]{' ' * (width - len(name))}"
+            code = _COLORS[position % len(_COLORS)]
+            self._prefixes[name] = f"\033[{code}m{prefix}\033[0m" if color else prefix
+
+    def copy(self, name: str, source: IO[bytes]) -> None:
+        """Copy until the source ends."""
+        rest = b""
+        with source:
+            while chunk := os.read(source.fileno(), 65536):
+                end = 0
+                rest += chunk
+                for match in _LINE.finditer(rest):
+                    self._write(name, match[0])
+                    end = match.end()
+                rest = rest[end:]
+        if rest:
+            self._write(name, rest)
+
+    def _write(self, name: str, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        with self._lock:
+            self._stream.write(f"{self._prefixes[name]} {text}\n")
+            self._stream.flush()
+
+
+def _failure(event: Ended) -> Outcome:
+    name, status = event.member.name, event.status
+    if status < 0:
+        text = f"{name} was ended by {signal.Signals(-status).name}"
+        return Outcome(status=128 - status, failed=event.member, text=text)
+    return Outcome(status=status, failed=event.member, text=f"{name} exited with status {status}")
+
+
+@contextmanager
+def _signals_into(events: Events) -> Iterator[None]:
+    """Ctrl-C and SIGTERM as stop requests, as long as the block lasts."""
+    before = {
+        number: signal.signal(number, lambda number, _: events.put(StopRequest(number)))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,373 @@
+"""Who may talk to whom: mutual TLS, and a token that all processes of a job share.
+
+One `SecurityConfig` serves every listener and every caller of a process. It may be empty only where
+nobody else can reach: a listener on any address but loopback must demand a certificate or the token.
+
+    guard = guard_listener(host, config)              # ConfigError unless host is loopback or guarded
+    server = grpc.server(pool, interceptors=grpc_interceptors(guard))
+    port = add_grpc_port(server, f"{host}:0", guard)
+
+    channel = grpc_channel(address, guard_caller(config))
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from monolith.config import Checked, Problem, Secret
+from monolith.errors import ConfigError, ListenError, MissingExtraError
+
+_log = logging.getLogger(__name__)
+
+HEADER = "authorization"
+REFUSAL = "the shared token is missing or wrong"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecurityConfig(Checked):
+    """What this process shows to others, and asks of them. Empty only on loopback."""
+
+    cert: Path | None = None
+    """This process's certificate, PEM, its chain after it."""
+    key: Path | None = None
+    """The private key of that certificate, PEM."""
+    ca: Path | None = None
+    """Who must have signed the certificates of the others, PEM."""
+    server_name: str | None = None
+    """The name in the servers' certificates, where it is not the host they are reached by."""
+    token: Secret | None = None
+    """What callers must present. Better in a file: others on the machine can read flags and variables."""
+    token_file: Path | None = None
+    """A file with the token in it."""
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted, and both ends show a certificate."""
+        return self.cert is not None
+
+    def problems(self) -> Iterator[Problem]:
+        given = [name for name in ("cert", "key", "ca") if getattr(self, name) is not None]
+        if given and len(given) < 3:
+            missing = ", ".join(name for name in ("cert", "key", "ca") if name not in given)
+            yield Problem(("cert", "key", "ca"), f"mutual TLS needs all three; {missing} is missing")
+        if self.token is not None and self.token_file is not None:
+            yield Problem(("token", "token_file"), "only one of them may be set")
+        if self.token is not None and not _is_sendable(self.token.reveal()):
+            yield Problem(("token",), "must be visible ASCII characters without blanks, at least one")
+        if self.server_name and not self.uses_tls:
+            yield Problem(("server_name", "cert"), "names are compared only with TLS; set cert, key and ca")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """A SecurityConfig with its files read: what a listener demands, and a caller presents."""
+
+    cert: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    ca: bytes | None = None
+    token: Secret | None = None
+    server_name: str | None = None
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.cert is not None
+
+    @property
+    def header(self) -> str | None:
+        """What callers send under "authorization"; None without a token."""
+        return None if self.token is None else f"Bearer {self.token.reveal()}"
+
+    def admits(self, header: str | bytes) -> bool:
+        """Whether a caller that sent this may come in. Takes as long for a near miss as for a far one."""
+        if self.header is None:
+            return True
+        given = header if isinstance(header, bytes) else header.encode()
+        return hmac.compare_digest(given, self.header.encode())
+
+
+def guard_listener(bind: str, config: SecurityConfig) -> Guard:
+    """Return what a listener on `bind` demands.
+
+    Args:
+        bind: Host, host:port, or unix:path.
+
+    Raises:
+        ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be read.
+    """
+    guard = guard_caller(config)
+    if not is_loopback(bind):
+        if not guard.uses_tls and guard.token is None:
+            raise ConfigError(
+                f"cannot listen on {bind}: others can reach it, and neither certificates nor a token would "
+                "be asked of them. Set security.cert, key and ca, or security.token_file; or take 127.0.0.1."
+            )
+        if not guard.uses_tls:
+            _log.warning("listening on %s without TLS: the token can be read on the way", bind)
+    return guard
+
+
+def guard_caller(config: SecurityConfig) -> Guard:
+    """Return what a caller presents.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    return Guard(
+        cert=_read("cert", config.cert),
+        key=_read("key", config.key),
+        ca=_read("ca", config.ca),
+        token=_token(config),
+        server_name=config.server_name,
+    )
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this machine can reach an address: a host, host:port, or unix:path."""
+    if bind.startswith(("unix:", "/")):
+        return True
+    host = bind
+    if bind.startswith("["):
+        host = bind[1:].partition("]")[0]
+    elif bind.count(":") == 1:
+        host = bind.partition(":")[0]
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False  # a name may mean any address, and another one tomorrow
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+# gRPC
+
+
+def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
+    """Let a gRPC server listen on `address` and return the port. The token needs `grpc_interceptors`, too.
+
+    Raises:
+        ListenError: The port is taken, or the address is not of this machine.
+    """
+    grpc = _import_grpc()
+    try:
+        if guard.uses_tls:
+            credentials = grpc.ssl_server_credentials(
+                [(guard.key, guard.cert)], root_certificates=guard.ca, require_client_auth=True
+            )
+            port: int = server.add_secure_port(address, credentials)
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as cause:
+        raise ListenError(f"cannot listen on {address}: {cause}") from cause
+    if port == 0:
+        raise ListenError(f"cannot listen on {address}: the port is taken, or not of this machine")
+    return port
+
+
+def grpc_interceptors(guard: Guard) -> tuple[Any, ...]:
+    """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token."""
+    if guard.token is None:
+        return ()
+    grpc = _import_grpc()
+
+    def refuse(request: Any, context: Any) -> Any:  # noqa: ARG001
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+    makers = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+
+    class TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
+        def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+            handler = continuation(details)
+            sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
+            if handler is None or (len(sent) == 1 and guard.admits(sent[0])):
+                return handler
+            return makers[handler.request_streaming, handler.response_streaming](refuse)
+
+    return (TokenCheck(),)
+
+
+def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:
+    """Return a channel to `address` that presents the certificate and the token. Connects when first used."""
+    grpc = _import_grpc()
+    settings = dict(options or {})
+    if guard.uses_tls:
+        if guard.server_name:
+            settings["grpc.ssl_target_name_override"] = guard.server_name
+        credentials = grpc.ssl_channel_credentials(guard.ca, guard.key, guard.cert)
+        channel = grpc.secure_channel(address, credentials, options=list(settings.items()))
+    else:
+        channel = grpc.insecure_channel(address, options=list(settings.items()))
+    if guard.header is not None:
+        channel = grpc.intercept_channel(channel, _token_sender(grpc, guard.header))
+    return channel
+
+
+def _token_sender(grpc: Any, header: str) -> Any:
+    class TokenSender(
+        grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+        grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+        grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
+        grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
+    ):
+        # Call credentials would need TLS; a token is allowed without it.
+        def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+            return continuation(_with_header(details, header), request)
+
+        intercept_unary_unary = intercept_unary_stream = _call
+        intercept_stream_unary = intercept_stream_stream = _call
+
+    return TokenSender()
+
+
+class _CallDetails:
+    """gRPC's call details, with other metadata; its own are a tuple that cannot be changed."""
+
+    def __init__(self, details: Any, metadata: list[tuple[str, str]]) -> None:
+        self.method = details.method
+        self.timeout = details.timeout
+        self.metadata = metadata
+        self.credentials = details.credentials
+        self.wait_for_ready = getattr(details, "wait_for_ready", None)
+        self.compression = getattr(details, "compression", None)
+
+
+def _with_header(details: Any, header: str) -> _CallDetails:
+    return _CallDetails(details, [*(details.metadata or ()), (HEADER, header)])
+
+
+# Arrow Flight
+
+
+def flight_location(address: str, guard: Guard) -> str:
+    """Return host:port as Flight writes it."""
+    return f"{'grpc+tls' if guard.uses_tls else 'grpc+tcp'}://{address}"
+
+
+def flight_server_options(guard: Guard) -> dict[str, Any]:
+    """Return the keyword arguments that make a FlightServerBase demand certificate and token."""
+    options: dict[str, Any] = {}
+    if guard.uses_tls:
+        options |= {
+            "tls_certificates": [(guard.cert, guard.key)],
+            "verify_client": True,
+            "root_certificates": guard.ca,
+        }
+    if guard.token is not None:
+        flight = _import_flight()
+
+        class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
+            def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:  # noqa: ARG002
+                sent = headers.get(HEADER, [])
+                if len(sent) != 1 or not guard.admits(sent[0]):
+                    raise flight.FlightUnauthenticatedError(REFUSAL)
+
+        options["middleware"] = {"token": TokenCheck()}
+    return options
+
+
+def flight_client_options(guard: Guard) -> dict[str, Any]:
+    """Return the keyword arguments that make a FlightClient present certificate and token."""
+    options: dict[str, Any] = {}
+    if guard.uses_tls:
+        options |= {"tls_root_certs": guard.ca, "cert_chain": guard.cert, "private_key": guard.key}
+        if guard.server_name:
+            options["override_hostname"] = guard.server_name
+    if guard.header is not None:
+        flight, header = _import_flight(), guard.header
+
+        class Sender(flight.ClientMiddleware):  # type: ignore[misc, name-defined]
+            def sending_headers(self) -> dict[str, str]:
+                return {HEADER: header}
+
+        class TokenSender(flight.ClientMiddlewareFactory):  # type: ignore[misc, name-defined]
+            def start_call(self, info: Any) -> Sender:  # noqa: ARG002
+                return Sender()
+
+        options["middleware"] = [TokenSender()]
+    return options
+
+
+# HTTP
+
+
+def ssl_context(config: SecurityConfig, *, server: bool) -> ssl.SSLContext | None:
+    """Return the context of an HTTP listener or caller that shows a certificate and asks for one.
+
+    None where there are no certificates.
+
+    Raises:
+        ConfigError: A file cannot be read, or key and certificate do not belong together.
+    """
+    if config.cert is None or config.key is None or config.ca is None:
+        return None
+    purpose = ssl.Purpose.CLIENT_AUTH if server else ssl.Purpose.SERVER_AUTH
+    try:
+        context = ssl.create_default_context(purpose, cafile=str(config.ca))
+        context.load_cert_chain(config.cert, config.key)
+    except OSError as cause:
+        raise ConfigError(
+            f"cannot use security.cert {config.cert}, key {config.key} and ca {config.ca}: {cause}"
+        ) from cause
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _read(name: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        text = path.read_bytes()
+    except OSError as cause:
+        raise ConfigError(f"cannot read security.{name} {path}: {cause.strerror}") from cause
+    if b"-----BEGIN" not in text:
+        raise ConfigError(f"cannot use security.{name} {path}: it is not PEM")
+    return text
+
+
+def _token(config: SecurityConfig) -> Secret | None:
+    if config.token_file is None:
+        return config.token
+    try:
+        text = config.token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as cause:
+        raise ConfigError(f"cannot read security.token_file {config.token_file}: {cause}") from cause
+    if not _is_sendable(text):
+        raise ConfigError(
+            f"cannot use security.token_file {config.token_file}: a token must be visible ASCII characters "
+            "without blanks, at least one"
+        )
+    return Secret(text)
+
+
+def _is_sendable(text: str) -> bool:
+    """Whether text can stand in a header."""
+    return bool(text) and all("!" <= character <= "~" for character in text)
+
+
+def _import_grpc() -> Any:
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("grpcio", "grpc", "a gRPC connection") from cause
+    return grpc
+
+
+def _import_flight() -> Any:
+    try:
+        from pyarrow import flight  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("pyarrow", "arrow", "a Flight connection") from cause
+    return flight

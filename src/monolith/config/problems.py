@@ -1,0 +1,49 @@
+"""What is wrong with a config: all of it, not only the first thing.
+
+A config that derives from `Checked` lists its problems, each with the fields it is about. The reader of
+files and flags then goes on without those fields, and finds what is wrong with the others, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from monolith.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    fields: tuple[str, ...]
+    """Dotted paths, below the config that has the problem, of every field it was told by."""
+    text: str
+    """The rest of a sentence that begins with the fields."""
+
+    def __str__(self) -> str:
+        return f"{' and '.join(self.fields)}: {self.text}"
+
+
+class ConfigProblemsError(ConfigError):
+    """A config with one or more problems."""
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(f"{name}: {count}" + "".join(f"\n  - {problem}" for problem in problems))
+        self.problems = tuple(problems)
+
+
+class Checked:
+    """Base of a config that refuses to be built while it has problems, and names them all."""
+
+    __slots__ = ()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong. The fields have their types already, where they come from a file or flags."""
+        yield from ()
+
+    def __post_init__(self) -> None:
+        found = tuple(self.problems())
+        if found:
+            raise ConfigProblemsError(type(self).__name__, found)

@@ -1,0 +1,305 @@
+"""The control server: halt, resume, save and look at a running job, from a shell or a scheduler.
+
+The service is gRPC's `Controller` (proto/controller.proto). Where it listens is in the file
+`controller_server_addr.txt` of the model directory for as long as the job runs, so that whoever
+knows the directory can make the call:
+
+    with ControlClient(model_dir) as job:
+        job.save_checkpoint()
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from google.protobuf.message import Message  # type: ignore[import-untyped]
+
+from monolith import filesystem
+from monolith.errors import (
+    BarrierAlreadyPlacedError,
+    ConfigError,
+    FileMissingError,
+    ListenError,
+    MissingExtraError,
+    TrainingError,
+)
+from monolith.train.hook import Hook, Run
+from monolith.train.hooks.barrier import Barrier, unblocked_indices
+from monolith.wire import controller_pb2 as wire
+
+_log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "controller_server_addr.txt"
+GRACE_SECONDS = 20.0
+_SERVICE = "Controller"
+_THREADS = 4
+_LOOK_SECONDS = 0.2
+
+_METHODS: dict[str, tuple[type[Message], type[Message]]] = {
+    "StopTraining": (wire.StopTrainingRequest, wire.StopTrainingResponse),
+    "ResumeTraining": (wire.ResumeTrainingRequest, wire.ResumeTrainingResponse),
+    "GetBlockStatus": (wire.GetBlockStatusRequest, wire.GetBlockStatusResponse),
+    "SaveCheckpoint": (wire.SaveCheckpointRequest, wire.SaveCheckpointResponse),
+    "GetTrainingStatus": (wire.GetTrainingStatusRequest, wire.GetTrainingStatusResponse),
+}
+
+
+class ControlServerHook(Hook):
+    """Serves `Controller` while the run lasts.
+
+    Args:
+        barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
+            `SaveHook.before_step` while it waits, or a halted job cannot be saved.
+        trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
+        address: host:port to listen on; port 0 is any free one. Only this machine by default.
+        token: What callers must present; None lets in everybody who can reach the port.
+    """
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        trigger_save: Callable[[], Future[str | None]],
+        *,
+        address: str = "127.0.0.1:0",
+        token: str | None = None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        self._barrier = barrier
+        self._trigger_save = trigger_save
+        self._listen_on = address
+        self._token = token
+        self._grace = grace
+        self._server: Any = None
+        self._closing = threading.Event()
+        self._path: str | None = None
+        self.address: str | None = None
+        """host:port while it serves."""
+
+    def after_create(self, run: Run) -> None:
+        if self._server is not None:
+            return
+        grpc = import_grpc()
+        self._closing.clear()
+        server = grpc.server(
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="control-server"),
+            options=(("grpc.so_reuseport", 0),),  # a taken port is an error, not a port for two
+        )
+        server.add_generic_rpc_handlers((self._handlers(grpc, run),))
+        try:
+            port = server.add_insecure_port(self._listen_on)
+        except RuntimeError as cause:
+            raise ListenError(
+                f"cannot serve the controller on {self._listen_on}: {cause}. Choose an address of this "
+                "machine and a free port, or port 0."
+            ) from cause
+        server.start()
+        self._server = server
+        self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
+        _log.info("controller serves on %s", self.address)
+        if run.model_dir:
+            filesystem.make_dirs(run.model_dir)
+            self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
+            with filesystem.atomic_write(self._path) as file:
+                file.write(self.address.encode())
+
+    def close(self) -> None:
+        """Take the address back, and let calls finish that are under way."""
+        self._closing.set()
+        try:
+            if self._path is not None:
+                filesystem.remove(self._path)
+        finally:
+            self._path = self.address = None
+            if self._server is not None:
+                self._server.stop(self._grace).wait()
+                self._server = None
+
+    def _handlers(self, grpc: Any, run: Run) -> Any:
+        answers: dict[str, Callable[[Any], Message]] = {
+            "StopTraining": lambda _: self._stop(grpc),
+            "ResumeTraining": lambda _: self._resume(),
+            "GetBlockStatus": lambda _: self._block_status(),
+            "SaveCheckpoint": lambda context: self._save(grpc, context),
+            "GetTrainingStatus": lambda _: wire.GetTrainingStatusResponse(global_step=run.step),
+        }
+
+        def method(answer: Callable[[Any], Message]) -> Callable[[Message, Any], Message]:
+            def call(request: Message, context: Any) -> Message:  # noqa: ARG001
+                if not self._lets_in(context):
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+                try:
+                    return answer(context)
+                except _RefusedError as error:
+                    context.abort(error.code, str(error))
+                    raise AssertionError("abort raises") from error
+
+            return call
+
+        return grpc.method_handlers_generic_handler(
+            _SERVICE,
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    method(answers[name]),
+                    request_deserializer=request.FromString,
+                    response_serializer=response.SerializeToString,
+                )
+                for name, (request, response) in _METHODS.items()
+            },
+        )
+
+    def _lets_in(self, context: Any) -> bool:
+        if self._token is None:
+            return True
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        return hmac.compare_digest(str(given).encode(), f"Bearer {self._token}".encode())
+
+    def _stop(self, grpc: Any) -> wire.StopTrainingResponse:
+        try:
+            self._barrier.place()
+        except BarrierAlreadyPlacedError as error:
+            raise _RefusedError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from error
+        return wire.StopTrainingResponse()
+
+    def _resume(self) -> wire.ResumeTrainingResponse:
+        self._barrier.remove()
+        return wire.ResumeTrainingResponse()
+
+    def _block_status(self) -> wire.GetBlockStatusResponse:
+        return wire.GetBlockStatusResponse(
+            blocked_indices=self._barrier.blocked_indices(),
+            unblocked_indices=unblocked_indices(self._barrier),
+        )
+
+    def _save(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+        try:
+            saved = self._trigger_save()
+            while True:
+                try:
+                    saved.result(_LOOK_SECONDS)
+                    return wire.SaveCheckpointResponse()
+                except TimeoutError:
+                    if saved.done():
+                        raise  # the save's own
+                if self._closing.is_set() or not context.is_active():
+                    raise _RefusedError(grpc.StatusCode.UNAVAILABLE, "the run ended before it saved")
+        except _RefusedError:
+            raise
+        except Exception as error:
+            _log.exception("saving a checkpoint that was called for failed")
+            code = grpc.StatusCode.INTERNAL
+            raise _RefusedError(code, f"cannot save: {type(error).__name__}: {error}") from error
+
+
+class _RefusedError(Exception):
+    """A call that ends in an error; never leaves the server as such."""
+
+    def __init__(self, code: Any, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatus:
+    """Which workers wait at the barrier, and which do not. The chief, 0, waits while there is one."""
+
+    blocked: tuple[int, ...]
+    unblocked: tuple[int, ...]
+
+
+class ControlClient:
+    """Calls the control server of a running job; close it, or use it in a `with`.
+
+    Args:
+        model_dir: Of the job: it says there where it listens.
+        token: What the server wants to see.
+        timeout: Seconds to wait for an answer; a save has a limit of its own.
+
+    Raises:
+        TrainingError: No job says that it runs there. Also raised by calls that get no answer, or an error.
+        ConfigError: By calls: the server refuses the token.
+    """
+
+    def __init__(self, model_dir: str, *, token: str | None = None, timeout: float = 30.0) -> None:
+        grpc = import_grpc()
+        path = filesystem.join(model_dir, ADDRESS_FILE)
+        try:
+            self.address = filesystem.read_bytes(path).decode().strip()
+        except FileMissingError as cause:
+            raise TrainingError(
+                f"cannot find the job of {model_dir}: there is no {path}. It is not running, or has no "
+                "control server."
+            ) from cause
+        self._timeout = timeout
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self._channel = grpc.insecure_channel(self.address)
+
+    def stop_training(self) -> None:
+        """Halt before the next step.
+
+        Raises:
+            BarrierAlreadyPlacedError: The job is halted already.
+        """
+        self._call("StopTraining")
+
+    def resume_training(self) -> None:
+        self._call("ResumeTraining")
+
+    def block_status(self) -> BlockStatus:
+        status = self._call("GetBlockStatus")
+        return BlockStatus(tuple(status.blocked_indices), tuple(status.unblocked_indices))
+
+    def save_checkpoint(self, timeout: float | None = None) -> None:
+        """Save, and return when the checkpoint is on disk."""
+        self._call("SaveCheckpoint", timeout=timeout)
+
+    def global_step(self) -> int:
+        return int(self._call("GetTrainingStatus").global_step)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, **options: Any) -> Any:
+        grpc = import_grpc()
+        request, response = _METHODS[name]
+        method = self._channel.unary_unary(
+            f"/{_SERVICE}/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        try:
+            return method(request(), **{"timeout": self._timeout, "metadata": self._metadata, **options})
+        except grpc.RpcError as cause:
+            _translate(grpc, name, self.address, cause)
+
+
+def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
+    code, details = cause.code(), cause.details()
+    if code == grpc.StatusCode.ALREADY_EXISTS:
+        raise BarrierAlreadyPlacedError(details) from cause
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        raise ConfigError(f"{address} refuses {name}: {details}. Give the token of the job.") from cause
+    raise TrainingError(f"{name} at {address} failed: {code.name}: {details}") from cause
+
+
+def import_grpc() -> Any:
+    """Return gRPC, which not everybody has."""
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("grpcio", "grpc", "controlling a running job") from cause
+    return grpc

@@ -1,0 +1,97 @@
+"""Summaries of a run: its loss, metrics, size and speed, where TensorBoard finds them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from monolith.errors import ConfigError
+from monolith.filesystem import join
+from monolith.observe.summary_files import SummaryWriter
+from monolith.table import TableStats
+from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.metrics import MetricSet
+
+FOLDER = "summaries"
+"""Below the model's folder."""
+
+
+class SummaryHook(Hook):
+    """Writes scalars every `every_steps` steps, and of what is left when the run ends well.
+
+    `loss` is the mean over the steps since the last writing, `examples_per_s` their speed; `metrics/...`
+    are as they stand, and left out while they have nothing to say; `rows/<table>` and `bytes/<table>` are
+    what the tables hold. The loss is read from the device only when it is written. A run without
+    a model folder writes nothing.
+
+    Args:
+        metrics: Is only read: give the run a `MetricsHook` with the same set, before this hook.
+        stats: What the tables hold, by name: `store.stats`.
+        clock: Seconds that never run backwards.
+    """
+
+    _loss: Tensor | None
+    _steps: int
+    _examples: int
+
+    def __init__(
+        self,
+        every_steps: int = 100,
+        *,
+        metrics: MetricSet | None = None,
+        stats: Callable[[], Mapping[str, TableStats]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps < 1:
+            raise ConfigError(f"summaries: every_steps must be at least 1, got {every_steps}")
+        self._every = every_steps
+        self._metrics = metrics
+        self._stats = stats
+        self._clock = clock
+        self._writer: SummaryWriter | None = None
+        self._begin_span()
+
+    def after_create(self, run: Run) -> None:
+        if run.model_dir and self._writer is None:
+            self._writer = SummaryWriter(join(run.model_dir, FOLDER))
+            self._writer.start(run.step)
+        self._begin_span()
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        loss = result.loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._steps += 1
+        self._examples += result.examples
+        if result.step % self._every == 0:
+            self._write(result.step)
+
+    def end(self, run: Run) -> None:
+        if self._steps:
+            self._write(run.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin_span(self) -> None:
+        self._loss = None
+        self._steps = self._examples = 0
+        self._began = self._clock()
+
+    def _write(self, step: int) -> None:
+        if self._writer is not None and self._loss is not None:
+            values = {"loss": float(self._loss) / self._steps}
+            passed = self._clock() - self._began
+            if passed > 0:
+                values["examples_per_s"] = self._examples / passed
+            found = self._metrics.values() if self._metrics is not None else {}
+            values |= {f"metrics/{name}": value for name, value in found.items() if not math.isnan(value)}
+            stats = self._stats() if self._stats is not None else {}
+            for name, table in stats.items():
+                values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
+            self._writer.scalars(values, step)
+            self._writer.flush()
+        self._begin_span()

@@ -1,0 +1,291 @@
+"""Real processes: they are started, spoken to by signals, killed, and looked for afterwards."""
+
+import io
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from monolith.cluster.launch import Member, job_members, launch, run_members
+from monolith.cluster.launch.processes import StopRequest
+from monolith.cluster.run_config import load_run_config
+from monolith.errors import ConfigError, WrongThreadError
+
+GRACE = timedelta(seconds=5)
+
+
+def member(role: str, index: int, code: str, *arguments: str) -> Member:
+    return Member(
+        role=role, index=index, command=(sys.executable, "-S", "-c", textwrap.dedent(code), *arguments)
+    )
+
+
+def shell(role: str, index: int, script: str) -> Member:
+    return Member(role=role, index=index, command=("/bin/sh", "-c", script))
+
+
+def run(*members: Member, grace: timedelta = GRACE, color: bool | None = None):
+    output = io.StringIO()
+    outcome = run_members(members, output=output, grace=grace, color=color)
+    return outcome, output.getvalue().splitlines()
+
+
+def wait_until(condition, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+# Output
+
+
+def test_each_line_has_the_name_of_who_wrote_it():
+    outcome, lines = run(
+        shell("ps", 0, "echo one; echo two >&2"), shell("worker", 10, "printf 'no newline at the end'")
+    )
+    assert outcome.status == 0
+    assert [line for line in lines if "ps" in line] == ["[ps 0]      one", "[ps 0]      two"]
+    assert [line for line in lines if "worker" in line] == ["[worker 10] no newline at the end"]
+
+
+def test_names_have_colours_on_a_terminal_and_only_there():
+    _, plain = run(shell("worker", 0, "echo hi"))
+    _, coloured = run(shell("worker", 0, "echo hi"), shell("worker", 1, "echo hi"), color=True)
+    assert plain == ["[worker 0] hi"]
+    assert sorted(coloured) == ["\033[32m[worker 1]\033[0m hi", "\033[36m[worker 0]\033[0m hi"]
+
+
+def test_long_lines_carriage_returns_and_bytes_that_are_no_text_survive():
+    code = r"import sys; sys.stdout.buffer.write(b'a' * 200_000 + b'\nstep 1\rstep 2\r\n\xff\n')"
+    _, lines = run(member("worker", 0, code))
+    assert lines[0] == "[worker 0] " + "a" * 200_000
+    assert lines[1:] == ["[worker 0] step 1", "[worker 0] step 2", "[worker 0] \ufffd"]
+
+
+def test_members_have_their_own_variables():
+    own = Member(role="worker", index=0, command=("/bin/sh", "-c", "echo $WHO"), environment={"WHO": "me"})
+    assert run(own)[1] == ["[worker 0] me"]
+
+
+# Ends
+
+
+def test_followers_are_asked_to_stop_when_the_others_are_done():
+    begun = time.monotonic()
+    outcome, _ = run(
+        shell("ps", 0, "exec sleep 100"), shell("worker", 0, "exit 0"), grace=timedelta(seconds=0.5)
+    )
+    assert (outcome.status, outcome.failed) == (0, None)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_follower_that_ends_by_itself_is_not_a_failure():
+    outcome, _ = run(shell("ps", 0, "exit 0"), shell("worker", 0, "sleep 0.3"))
+    assert outcome.status == 0
+
+
+def test_when_one_fails_the_rest_are_stopped_and_the_outcome_says_which():
+    outcome, lines = run(
+        shell("ps", 0, "trap 'echo bye; exit 9' TERM; while :; do sleep 0.05; done"),
+        shell("worker", 0, "exec sleep 100"),
+        shell("worker", 1, "sleep 0.5; exit 3"),
+    )
+    assert outcome.failed is not None
+    assert (outcome.failed.name, outcome.status) == ("worker 1", 3)
+    assert outcome.text == "worker 1 exited with status 3"
+    assert "[ps 0]     bye" in lines
+
+
+def test_a_member_that_is_killed_is_named_with_its_signal():
+    outcome, _ = run(shell("worker", 0, "exec sleep 100"), shell("worker", 1, "sleep 0.3; kill -9 $$"))
+    assert outcome.failed is not None
+    assert (outcome.failed.index, outcome.status) == (1, 128 + 9)
+    assert "SIGKILL" in outcome.text
+
+
+def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
+    outcome, lines = run(Member(role="worker", index=0, command=("/no/such/program",)))
+    assert outcome.status == 127
+    assert "cannot start /no/such/program" in lines[0]
+
+
+def test_who_does_not_stop_when_asked_is_made_to_after_the_grace():
+    stubborn = member(
+        "ps", 0, "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(100)"
+    )
+    begun = time.monotonic()
+    outcome, _ = run(stubborn, shell("worker", 0, "sleep 0.5; exit 1"), grace=timedelta(seconds=1))
+    assert outcome.status == 1
+    assert 1 < time.monotonic() - begun < 20
+
+
+def test_what_a_member_started_ends_with_it(tmp_path):
+    file = tmp_path / "pid"
+    outcome, _ = run(shell("worker", 0, f"sleep 100 & echo $! > {file}; exit 0"))
+    assert outcome.status == 0
+    wait_until(lambda: not is_running(int(file.read_text())))
+
+
+def test_a_stop_request_stops_all_and_a_second_one_at_once():
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    stubborn = member(
+        "worker", 0, "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(100)"
+    )
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            if "up" in text:
+                events.put(StopRequest(signal.SIGINT))
+                threading.Timer(0.5, events.put, [StopRequest(signal.SIGINT)]).start()
+            return super().write(text)
+
+    begun = time.monotonic()
+    outcome = run_members([stubborn], output=Watched(), grace=timedelta(seconds=60), events=events)
+    assert (outcome.status, outcome.failed) == (130, None)
+    assert time.monotonic() - begun < 20
+
+
+def test_there_must_be_members_with_different_names():
+    with pytest.raises(ConfigError, match="some, with different names"):
+        run_members([])
+    with pytest.raises(ConfigError, match="some, with different names"):
+        run(shell("ps", 0, "true"), shell("ps", 0, "true"))
+
+
+def test_only_the_main_thread_launches():
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            launch([shell("worker", 0, "true")])
+        except WrongThreadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_launching_gives_the_signals_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert launch([shell("worker", 0, "true")], output=io.StringIO()).status == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# The launcher as a process, with children that write their pids
+
+LAUNCHER = """
+import sys
+from datetime import timedelta
+from monolith.cluster.launch import Member, launch
+
+folder, stubborn = sys.argv[1], sys.argv[2] == "stubborn"
+handler = "SIG_IGN" if stubborn else "SIG_DFL"
+code = f'''
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.{handler})
+grandchild = subprocess.Popen(["sleep", "100"])
+with open(sys.argv[1] + ".tmp", "w") as file:
+    file.write(f"{{os.getpid()}} {{grandchild.pid}} {{os.getppid()}}")
+os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+time.sleep(100)
+'''
+members = [
+    Member(role=role, index=index, command=(sys.executable, "-S", "-c", code, f"{folder}/{role}{index}"))
+    for role, index in [("ps", 0), ("worker", 0), ("worker", 1)]
+]
+outcome = launch(members, grace=timedelta(seconds=1))
+print(outcome.text)
+sys.exit(outcome.status)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    started: list[subprocess.Popen[str]] = []
+    pids: list[int] = []
+
+    def start(kind: str = "obedient") -> tuple[subprocess.Popen[str], list[int]]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(tmp_path), kind],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        files = [tmp_path / name for name in ("ps0", "worker0", "worker1")]
+        wait_until(lambda: all(file.exists() for file in files), 60)
+        pids.extend(int(pid) for file in files for pid in file.read_text().split())
+        assert all(map(is_running, pids))
+        return process, pids
+
+    yield start
+    for pid in [*pids, *(process.pid for process in started)]:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+    for process in started:
+        process.communicate()
+
+
+@pytest.mark.parametrize("kind", ["obedient", "stubborn"])
+def test_kill_9_of_the_launcher_leaves_no_process_behind(launcher, kind):
+    process, pids = launcher(kind)
+    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_ctrl_c_stops_all(launcher):
+    process, pids = launcher()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert not any(map(is_running, pids))
+    assert process.stdout.read().splitlines()[-1] == "stopped by SIGINT"
+
+
+def test_sigterm_stops_all(launcher):
+    process, pids = launcher()
+    process.terminate()
+    assert process.wait(20) == 143
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_kill_9_of_a_guardian_ends_its_member_and_the_run(launcher):
+    process, pids = launcher()
+    member_pid, _, guardian = pids[3:6]
+    os.kill(guardian, signal.SIGKILL)
+    assert process.wait(20) == 128 + 9
+    assert not is_running(member_pid)
+
+
+# A job on this machine
+
+
+def test_a_job_has_its_servers_first_and_each_knows_its_place():
+    members = job_members(
+        ("monolith", "train", "t"), num_ps=1, num_workers=2, folder="/d", flags=("--job.model-dir", "/m")
+    )
+    assert [each.name for each in members] == ["ps 0", "worker 0", "worker 1"]
+    configs = [load_run_config(args=each.command[3:]) for each in members]
+    assert [(c.cluster.role, c.cluster.index) for c in configs] == [("ps", 0), ("worker", 0), ("worker", 1)]
+    assert {(c.cluster.num_ps, c.cluster.num_workers, c.discovery.folder) for c in configs} == {(1, 2, "/d")}
+    with pytest.raises(ConfigError, match="needs workers"):
+        job_members(("monolith",), num_ps=1, num_workers=0, folder="/d")

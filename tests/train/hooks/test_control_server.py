@@ -1,0 +1,239 @@
+"""Control of a running job over gRPC."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from train.runs import FakeRun, train
+
+from monolith.errors import (
+    BarrierAlreadyPlacedError,
+    ConfigError,
+    ListenError,
+    MissingExtraError,
+    TrainingError,
+)
+from monolith.train.hooks import (
+    BarrierHook,
+    BlockStatus,
+    ControlClient,
+    ControlServerHook,
+    LocalBarrier,
+    SaveHook,
+)
+
+pytest.importorskip("grpc")
+SECONDS = 10.0
+
+
+def saved() -> Future[str | None]:
+    future: Future[str | None] = Future()
+    future.set_result("model.ckpt-7")
+    return future
+
+
+@pytest.fixture
+def serve(tmp_path):
+    hooks = []
+
+    def start(capacity: int = 1, trigger_save=saved, **options) -> ControlServerHook:
+        hook = ControlServerHook(LocalBarrier(capacity), trigger_save, grace=0.1, **options)
+        hooks.append(hook)
+        hook.after_create(FakeRun(tmp_path, step=7))
+        return hook
+
+    yield start
+    for hook in hooks:
+        hook.close()
+
+
+def test_stop_resume_save_and_status(serve, tmp_path):
+    serve()
+    with ControlClient(str(tmp_path)) as job:
+        job.stop_training()
+        with pytest.raises(BarrierAlreadyPlacedError):
+            job.stop_training()
+        assert job.block_status() == BlockStatus(blocked=(0,), unblocked=())
+        job.resume_training()
+        assert job.block_status() == BlockStatus(blocked=(), unblocked=(0,))
+        job.save_checkpoint()
+        assert job.global_step() == 7
+
+
+def test_the_address_is_in_a_file_for_as_long_as_it_serves(serve, tmp_path):
+    path = tmp_path / "controller_server_addr.txt"
+    hook = serve()
+    assert path.read_text() == hook.address
+    assert hook.address.startswith("127.0.0.1:")
+    hook.close()
+    assert not path.exists()
+    assert hook.address is None
+
+
+def test_a_server_that_never_started_can_be_closed(tmp_path):
+    hook = ControlServerHook(LocalBarrier(1), saved)
+    hook.end(FakeRun(tmp_path))
+    hook.close()
+
+
+def test_who_does_not_know_the_token_is_refused(serve, tmp_path):
+    hook = serve(token="secret")
+    for token in (None, "wrong"):
+        with ControlClient(str(tmp_path), token=token) as job, pytest.raises(ConfigError, match="token"):
+            job.stop_training()
+    assert hook._barrier.placement() is None
+    with ControlClient(str(tmp_path), token="secret") as job:
+        assert job.global_step() == 7
+
+
+def test_a_save_is_answered_when_it_is_on_disk(serve, tmp_path):
+    future: Future[str | None] = Future()
+    asked = threading.Event()
+
+    def trigger() -> Future[str | None]:
+        asked.set()
+        return future
+
+    serve(trigger_save=trigger)
+    answered = threading.Event()
+
+    def call() -> None:
+        with ControlClient(str(tmp_path)) as job:
+            job.save_checkpoint()
+            answered.set()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert asked.wait(SECONDS)
+    assert not answered.is_set()
+    future.set_result("model.ckpt-7")
+    assert answered.wait(SECONDS)
+    thread.join(SECONDS)
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), TimeoutError("disk full")])
+def test_a_save_that_fails_is_an_error_of_the_call(serve, tmp_path, error):
+    def trigger() -> Future[str | None]:
+        future: Future[str | None] = Future()
+        future.set_exception(error)
+        return future
+
+    serve(trigger_save=trigger)
+    with ControlClient(str(tmp_path)) as job, pytest.raises(TrainingError, match="disk full"):
+        job.save_checkpoint()
+
+
+def test_the_end_of_the_run_ends_a_call_that_waits(serve, tmp_path):
+    asked = threading.Event()
+
+    def trigger() -> Future[str | None]:
+        asked.set()
+        return Future()
+
+    hook = serve(trigger_save=trigger)
+    errors = []
+
+    def call() -> None:
+        with ControlClient(str(tmp_path)) as job:
+            try:
+                job.save_checkpoint()
+            except TrainingError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert asked.wait(SECONDS)
+    hook._grace = SECONDS
+    begin = time.monotonic()
+    hook.close()
+    thread.join(SECONDS)
+    assert len(errors) == 1
+    assert time.monotonic() - begin < SECONDS / 2
+
+
+def test_a_job_that_does_not_run_cannot_be_called(tmp_path):
+    with pytest.raises(TrainingError, match=r"controller_server_addr\.txt"):
+        ControlClient(str(tmp_path))
+
+
+def test_a_job_that_is_gone_gives_no_answer(serve, tmp_path):
+    hook = serve()
+    with ControlClient(str(tmp_path), timeout=SECONDS) as job:
+        hook.close()
+        with pytest.raises(TrainingError, match="UNAVAILABLE"):
+            job.global_step()
+
+
+def test_a_port_that_is_taken_is_an_error(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        hook = ControlServerHook(LocalBarrier(1), saved, address=f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ListenError, match="cannot serve the controller"):
+            hook.after_create(FakeRun(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_grpc_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(MissingExtraError, match=r"monolith-recsys\[grpc\]"):
+        ControlServerHook(LocalBarrier(1), saved).after_create(FakeRun(tmp_path))
+
+
+class Files:
+    """A checkpointer of empty files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def cut(self, step: int) -> OneFile:
+        return OneFile(self.folder / f"model.ckpt-{step}")
+
+
+class OneFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self) -> str:
+        self.path.touch()
+        return str(self.path)
+
+    def close(self, *, saved: bool) -> None: ...
+
+
+def test_a_job_is_halted_saved_and_resumed(tmp_path):
+    run = FakeRun(tmp_path)
+    barrier = LocalBarrier(1)
+    save = SaveHook(Files(tmp_path))
+    server = ControlServerHook(barrier, save.trigger_save)
+    halt = BarrierHook(barrier, 0, idle=[save.before_step], poll=0.001)
+    started = threading.Event()
+    finish = threading.Event()
+
+    def step(run: FakeRun) -> None:
+        started.set()
+        if finish.is_set():
+            run.request_stop("enough")
+
+    thread = threading.Thread(
+        target=train, args=([save, server, halt], 10**9), kwargs={"run": run, "on_step": step}
+    )
+    thread.start()
+    assert started.wait(SECONDS)
+    with ControlClient(str(tmp_path)) as job:
+        job.stop_training()
+        job.save_checkpoint()
+        first = job.global_step()
+        job.save_checkpoint()
+        assert job.global_step() - first <= 1  # at most the step that was under way
+        assert (tmp_path / f"model.ckpt-{job.global_step()}").exists()
+        job.resume_training()
+    finish.set()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert (tmp_path / f"model.ckpt-{run.step}").exists()
+    assert not (tmp_path / "controller_server_addr.txt").exists()
