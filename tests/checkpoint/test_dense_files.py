@@ -210,7 +210,6 @@ def test_we_read_what_the_safetensors_library_writes_if_told_what_to_check_it_by
         (torch.rand(2).to(torch.complex128), "no word for complex128"),
         (torch.eye(2).to_sparse(), "sparse_coo"),
         (torch.empty(2, device="meta"), "meta device"),
-        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantized"),
     ],
 )
 def test_what_safetensors_cannot_hold_is_refused_by_name(path: str, tensor: Tensor, why: str) -> None:

@@ -246,6 +246,17 @@ def test_a_closed_discovery_finds_nothing_and_registers_nobody(join_any: Join) -
     assert discovery.entries("worker") == []
 
 
+def test_closing_does_not_tell_watchers_that_everybody_is_gone(join: Join) -> None:
+    for _ in range(5):
+        one, other, watching = join(), join(), Watching()
+        one.register("worker", 0, A)
+        other.watch("worker", watching)
+        eventually(lambda watching=watching: watching.last == {0: A})
+        one.register("ps", 1, B)  # something to read while closing
+        other.close()
+        assert watching.last == {0: A}
+
+
 def test_registering_with_a_closed_discovery_is_an_error(join: Join) -> None:
     discovery = join()
     discovery.close()

@@ -31,6 +31,7 @@ def draw(seed: int, n: int, *, distinct: int = 0) -> tuple[torch.Tensor, torch.T
 # StreamingAuc
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.booleans()), max_size=60),
     st.integers(1, 20),
@@ -167,6 +168,7 @@ def by_group(scores: torch.Tensor, labels: torch.Tensor, groups: torch.Tensor) -
     return total / weight if weight else math.nan
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(-3, 3)), max_size=60),
     st.integers(1, 20),

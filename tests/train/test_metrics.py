@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monolith.errors import ConfigError, MetricError, RestoreError
@@ -106,6 +106,7 @@ EXAMPLES = st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.integers(0, 3
 
 
 @pytest.mark.parametrize("name", METRICS)
+@settings(deadline=None)
 @given(examples=EXAMPLES, cut=st.integers(0, 40))
 def test_a_state_goes_through_json_and_the_metric_goes_on(
     name: str, examples: list[tuple[int, bool, int]], cut: int
@@ -224,6 +225,7 @@ def test_a_window_must_be_whole_and_not_empty(window: int | timedelta) -> None:
 
 
 @pytest.mark.parametrize("window", [7, timedelta(seconds=7)])
+@settings(deadline=None)
 @given(numbers=st.lists(st.floats(0, 1), max_size=50), batch=st.integers(1, 20), stop=st.integers(0, 50))
 def test_windows_do_not_depend_on_batches_nor_on_a_restart(
     window: int | timedelta, numbers: list[float], batch: int, stop: int

@@ -1,1 +1,57 @@
-"""Checkpoints: everything a run needs to go on, committed together."""
+"""Checkpoints: everything a run needs to go on, committed together.
+
+checkpointer = Checkpointer(Saver("runs/1"), [TablesPart(tables), DensePart(model, [optimizer])])
+checkpointer.save(step)
+checkpointer.restore(prefix)
+"""
+
+from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
+from monolith.checkpoint.custom_restore import CustomRestore
+from monolith.checkpoint.lock import ModelDirLock
+from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manifest
+from monolith.checkpoint.override import resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
+from monolith.checkpoint.parts import DensePart, StatePart
+from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.saver import Saver, checkpoint_exists, require_checkpoint
+from monolith.checkpoint.state_files import (
+    CheckpointState,
+    CkptInfo,
+    MonolithCheckpointState,
+    read_checkpoint_state,
+    read_ckpt_info,
+    read_monolith_checkpoint,
+)
+from monolith.checkpoint.tables import TablesPart
+
+__all__ = [
+    "CheckpointState",
+    "Checkpointer",
+    "CkptInfo",
+    "CustomRestore",
+    "DensePart",
+    "Link",
+    "Manifest",
+    "ModelDirLock",
+    "Moment",
+    "MonolithCheckpointState",
+    "Part",
+    "PartCut",
+    "RestoreOptions",
+    "RestoreReport",
+    "Restored",
+    "SavedPart",
+    "Saver",
+    "StatePart",
+    "TablesPart",
+    "checkpoint_exists",
+    "read_chain",
+    "read_checkpoint_state",
+    "read_ckpt_info",
+    "read_manifest",
+    "read_monolith_checkpoint",
+    "require_checkpoint",
+    "resolve_restore",
+    "start_from",
+    "wait_for_start",
+]

@@ -38,7 +38,7 @@ _CLEARED_TEXT = b"clean nn done!"
 
 _PART = re.compile(r"(.+)[./]part_(\d+)")
 _LAYER = re.compile(
-    r"(?:(?P<prefix>.*)/)?(?P<stem>[^/]*?)(?P<number>\d*)/"
+    r"(?:(?P<prefix>.*?)/)?(?P<stem>[^/]*?)(?P<number>\d*)/"
     r"(?P<suffix>bias|kernel|trainable_kernel_norm|weight|kernel/weight|kernel/norm)"
 )
 _UNNUMBERED = -1

@@ -264,6 +264,8 @@ def _seal(sums: list[int]) -> bytes:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor, or of a copy if it does not lie in one piece on the CPU."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if plain.numel() < 2:  # of any stride, which counts for nothing
+        plain = plain.flatten().as_strided((plain.numel(),), (1,))
     return _memory(plain)
 
 

@@ -204,7 +204,7 @@ def restore_dense(
         wanted=[name for name in target.tensors if chosen.by_pattern(name)],
     )
     loads = _loads(clears, custom.continue_training)
-    fitted = _fit(target, saved.header, plan, chosen, reshape=reshape, loads=loads)
+    fitted = _fit(target, saved, plan, chosen, reshape=reshape, loads=loads)
     asked = bool(optimizers or schedulers or scaler or random)
     training = TrainingRestore(
         _SavedFile.open(prefix, optimizer_path(prefix), "optimizer", records) if asked else None,
@@ -215,13 +215,12 @@ def restore_dense(
     problems = fitted.problems | (training.problems if optimizer_state == "keep" else {})
     if strict and problems:
         raise _does_not_fit(prefix, problems)
-    values, extra = _values(saved, fitted, target, () if clears else [n for n in target.extra if chosen(n)])
+    values, extra = _values(saved, fitted, target)
     if strict:
         _check_tied(prefix, target, values)
     with ExitStack() as undo:
         training.apply(undo)
         target.load(values, extra)
-        training.apply_random()
         undo.pop_all()
     if clears and model_dir is not None:
         custom.mark_cleared(model_dir)
@@ -358,7 +357,7 @@ def _about(path: str, header: DenseHeader, kind: str) -> Json:
 
 
 def _values(
-    saved: _SavedFile, fitted: _Fitted, target: ModelVariables, extra: Collection[str]
+    saved: _SavedFile, fitted: _Fitted, target: ModelVariables
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the file, once; return what to load into the variables, and the extra state of modules."""
     wanted = {origin.name for origin in fitted.origins.values()}
@@ -368,8 +367,7 @@ def _values(
         for name, origin in fitted.origins.items()
     }
     shaped = {name: value.reshape(target.tensors[name].shape) for name, value in values.items()}
-    known = saved.about["extra"]
-    return shaped, {name: decode(known[name], tensors) for name in extra if name in known}
+    return shaped, {name: decode(saved.about["extra"][name], tensors) for name in fitted.extra}
 
 
 # Fitting
@@ -408,6 +406,7 @@ class _Fitted:
     """The variables, sorted by what can be done for them."""
 
     origins: dict[str, Origin] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -416,7 +415,7 @@ class _Fitted:
 
 def _fit(
     target: ModelVariables,
-    header: DenseHeader,
+    saved: _SavedFile,
     plan: RestorePlan,
     chosen: _Chosen,
     *,
@@ -425,15 +424,19 @@ def _fit(
 ) -> _Fitted:
     """Sort the variables; those that `loads` says no to start anew."""
     fitted = _Fitted()
-    for name, tensor in target.tensors.items():
+    for name in (*target.tensors, *target.extra):
         if why := chosen.why_not(name):
             fitted.skipped[name] = why
         elif not loads(name):
             fitted.cleared.append(name)
+        elif name in target.extra and name in saved.about["extra"]:
+            fitted.extra.append(name)
         elif (origin := plan.origins.get(name)) is None:
             fitted.missing.append(name)
             fitted.problems[name] = "not found in checkpoint"
-        elif why := plan.problems.get(name) or _misfit(header.tensors[origin.name], origin, tensor, reshape):
+        elif why := plan.problems.get(name) or _misfit(
+            saved.header.tensors[origin.name], origin, target.tensors[name], reshape
+        ):
             fitted.problems[name] = why
         else:
             fitted.origins[name] = origin

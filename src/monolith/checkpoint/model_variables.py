@@ -67,7 +67,13 @@ class ModelVariables:
         """Write values, whose shapes and dtypes are right, into the variables."""
         if isinstance(self._model, nn.Module):
             state = {self._keys[name]: value for name, value in {**values, **extra}.items()}
-            self._model.load_state_dict(state, strict=False)
+            try:
+                self._model.load_state_dict(state, strict=False)
+            except Exception as cause:  # the code of anybody's module
+                raise RestoreError(
+                    f"{type(self._model).__name__} refused a state that fits its variables: {cause}. It may "
+                    "be loaded in part: make it anew before you go on."
+                ) from cause
             return
         with torch.no_grad():
             for name, value in values.items():

@@ -1,25 +1,22 @@
-"""The parts of a checkpoint besides tables: dense weights, and whatever fits into JSON."""
+"""The parts of a checkpoint besides tables: dense weights, and whatever else is plain values."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from monolith.checkpoint.dense_files import FileRecord
-from monolith.checkpoint.dense_state import (
-    DenseSnapshot,
-    Optimizers,
-    Schedulers,
-    capture_dense,
-    restore_dense,
-)
+from monolith import filesystem
+from monolith.checkpoint.dense_files import FileRecord, read_tensors, write_tensors
+from monolith.checkpoint.dense_state import DenseSnapshot, capture_dense, restore_dense
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
+from monolith.checkpoint.plain_state import decode, encode
 from monolith.checkpoint.report import RestoreReport
-from monolith.errors import RestoreError, SaveError
+from monolith.checkpoint.training_state import Optimizers, Schedulers
+from monolith.errors import RestoreError
 
 
 class DensePart:
@@ -54,26 +51,16 @@ class DensePart:
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         if not chain:
             return RestoreReport(missing=("dense weights",))
-        if options.optimizer_state != "auto":
-            return self._restore(chain[-1], options, options.optimizer_state)
-        try:
-            return self._restore(chain[-1], options, "keep")
-        except RestoreError:  # nothing was touched; it may be the optimizers that do not fit
-            report = self._restore(chain[-1], options, "reset")
-            return report.merge(RestoreReport(reset={"dense optimizers": "reset, because they changed"}))
-
-    def _restore(
-        self, saved: SavedPart, options: RestoreOptions, optimizer_state: Literal["keep", "reset"]
-    ) -> RestoreReport:
+        prefix, entry = chain[-1]
         return restore_dense(
-            saved.prefix,
+            prefix,
             self._model,
             self._optimizers,
             self._schedulers,
-            records={name: FileRecord(**record) for name, record in saved.entry["files"].items()},
+            records={name: FileRecord(**record) for name, record in entry["files"].items()},
             custom=options.custom,
             strict=options.strict,
-            optimizer_state=optimizer_state,
+            optimizer_state=options.optimizer_state,
             model_dir=options.model_dir,
             random=self._random,
         )
@@ -93,12 +80,14 @@ class DenseCut:
         self._snapshot = None
 
 
-class PlainPart:
-    """A value that survives JSON, such as the position of a source; it lies in the manifest itself.
+class StatePart:
+    """Plain values and tensors, such as the position of a source or the counts of a metric.
+
+    The values lie in the manifest itself; tensors, if there are any, in `<prefix>.<name>.safetensors`.
 
     Args:
-        read: Returns the value of this moment.
-        write: Takes a value that was saved; not called where there is none.
+        read: Returns the state of this moment.
+        write: Takes a state that was saved; not called where there is none.
     """
 
     def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
@@ -106,30 +95,39 @@ class PlainPart:
         self._read = read
         self._write = write
 
-    def cut(self, step: int) -> PlainCut:  # noqa: ARG002
-        value = self._read()
-        try:
-            text = json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as cause:
-            raise SaveError(f"cannot save {self.name}: {cause}; it must be made of plain values") from cause
-        return PlainCut(text)
+    def cut(self, step: int) -> StateCut:  # noqa: ARG002
+        tensors: dict[str, Tensor] = {}
+        value = encode(self._read(), self.name, tensors)
+        return StateCut(self.name, json.dumps(value), {name: t.clone() for name, t in tensors.items()})
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:  # noqa: ARG002
         if not chain:
             return RestoreReport(missing=(self.name,))
-        if "value" not in chain[-1].entry:
-            raise RestoreError(f"cannot restore {self.name} from {chain[-1].prefix}: it holds no value")
-        self._write(chain[-1].entry["value"])
+        prefix, entry = chain[-1]
+        if "value" not in entry:
+            raise RestoreError(f"cannot restore {self.name} from {prefix}: it holds no value")
+        tensors: dict[str, Tensor] = {}
+        for name, record in entry.get("files", {}).items():
+            path = filesystem.join(filesystem.parent(prefix), name)
+            tensors |= read_tensors(path, record=FileRecord(**record))
+        self._write(decode(entry["value"], tensors))
         return RestoreReport(loaded={self.name: ""})
 
 
-class PlainCut:
-    """A value as text, which nobody changes any more."""
+class StateCut:
+    """State that nobody changes any more."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, name: str, text: str, tensors: dict[str, Tensor]) -> None:
+        self._name = name
         self._text = text
+        self._tensors = tensors
 
     def write(self, prefix: str, *, full: bool) -> Entry:  # noqa: ARG002
-        return {"value": json.loads(self._text)}
+        entry: Entry = {"value": json.loads(self._text)}
+        if self._tensors:
+            path = f"{prefix}.{self._name}.safetensors"
+            record = write_tensors(path, self._tensors, {})
+            entry["files"] = {filesystem.base_name(path): asdict(record)}
+        return entry
 
     def close(self, *, saved: bool) -> None: ...

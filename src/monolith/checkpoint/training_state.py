@@ -170,17 +170,15 @@ class TrainingRestore:
             self._loaded[_RANDOM] = ""
 
     def apply(self, undo: ExitStack) -> None:
-        """Load what was prepared, all but the random generators; `undo` puts back what was there.
+        """Load what was prepared; `undo` puts back what was there.
 
         Raises:
             RestoreError: Somebody's `load_state_dict` refused.
         """
         for load in self._loads:
             load.run(undo)
-
-    def apply_random(self) -> None:
-        """Set the random generators: last, so that nothing draws from them in between."""
-        if self._random is not None:
+        if self._random is not None:  # last: nothing draws from them any more
+            undo.callback(restore_random, capture_random())
             restore_random(self._random)
 
     def _is_wanted(self, tensor: str) -> bool:

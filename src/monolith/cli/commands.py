@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monolith.cli.data_service import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.insight_options import InsightOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,5 +230,6 @@ COMMANDS = {
     "data validate": Command(DataValidateOptions, "monolith.cli.data_files", "validate", positional=True),
     "data dispatcher": Command(DataDispatcherOptions, "monolith.cli.data_service", "dispatcher"),
     "data worker": Command(DataWorkerOptions, "monolith.cli.data_service", "worker"),
+    "insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 PORT = 2181
 BASE = "/monolith"
+MAX_PAUSE_S = 1.0
 STALE_AFTER = timedelta(weeks=9)
 """Time without a change after which anybody may remove what a job left behind."""
 
@@ -109,8 +110,11 @@ def default_zk_servers(
 
 @dataclass(frozen=True, slots=True)
 class _Node:
+    role: str
+    index: int
     address: str
     created: float
+    """Unix seconds."""
 
 
 class ZooKeeperDiscovery(Closing):
@@ -169,7 +173,7 @@ class ZooKeeperDiscovery(Closing):
             self._retried(lambda: self._claim(name, address, take=True))
             with self._changed:
                 self._mine[name] = address
-                self._nodes[name] = _Node(address, time.time())
+                self._nodes[name] = _Node(role, index, address, time.time())
                 self._wrote(name)
                 self._read_again.add(name)
                 self._changed.notify_all()
@@ -193,17 +197,13 @@ class ZooKeeperDiscovery(Closing):
                 self._changed.notify_all()
 
     def query(self, role: str) -> dict[int, str]:
-        return {entry.index: entry.address for entry in self.entries(role)}
+        return {} if self._closed else self._known(role)
 
     def entries(self, role: str) -> list[Registration]:
         with self._changed:
-            nodes = [] if self._closed else list(self._nodes.items())
-        found = [(_parse(name), node) for name, node in nodes]
-        return sorted(
-            Registration(parsed[1], node.address, node.created)
-            for parsed, node in found
-            if parsed is not None and parsed[0] == role
-        )
+            nodes = [] if self._closed else list(self._nodes.values())
+        found = [Registration(node.index, node.address, node.created) for node in nodes if node.role == role]
+        return sorted(found)
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         cancel = self._watchers.add(role, callback)
@@ -256,11 +256,14 @@ class ZooKeeperDiscovery(Closing):
                     return
                 tell, self._tell_again = self._tell_again, False
             if tell:
-                self._watchers.tell(self.query)
+                self._watchers.tell(self._known)
             try:
                 if self._client.connected:
+                    start = time.monotonic()
                     self._read()
                     self._repair()
+                    # Many changes at once are read at once: no more than half of the time is spent reading.
+                    self._pause(min(MAX_PAUSE_S, time.monotonic() - start))
             except self._errors.passing as error:
                 _log.info("ZooKeeper: reading again after %r", error)
             except Exception as error:
@@ -268,11 +271,17 @@ class ZooKeeperDiscovery(Closing):
                 with self._changed:
                     self._failure = _translated(error, f"read {self._prefix}", self._config)
                     self._changed.notify_all()
-                    self._wait(self._config.delay)
+                self._pause(self._config.delay.total_seconds())
                 continue
             if not self._client.connected:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self._client.connected, 1.0)
+
+    def _known(self, role: str) -> dict[int, str]:
+        """What a watch is told: others do not go when this discovery is closed."""
+        with self._changed:
+            nodes = list(self._nodes.values())
+        return {node.index: node.address for node in nodes if node.role == role}
 
     def _has_work(self) -> bool:
         return self._closed or self._list_again or bool(self._read_again) or self._tell_again
@@ -291,7 +300,9 @@ class ZooKeeperDiscovery(Closing):
             for name, answer in waiting.items():
                 try:
                     data, stat = self._wait_for(answer)
-                    found[name] = _Node(data.decode(errors="replace"), stat.ctime / 1000) if data else None
+                    role, index = _parse(name) or ("", -1)
+                    address = data.decode(errors="replace")
+                    found[name] = _Node(role, index, address, stat.ctime / 1000) if data else None
                 except self._errors.no_node:
                     found[name] = None
         except BaseException:
@@ -308,10 +319,10 @@ class ZooKeeperDiscovery(Closing):
                 else:
                     self._nodes[name] = node
                 if name in self._mine and (node is None or node.address != self._mine[name]):
-                    self._repair_at = 0.0
+                    pass
             self._synced = True
             self._changed.notify_all()
-        self._watchers.tell(self.query)
+        self._watchers.tell(self._known)
 
     def _list(self, before: Mapping[str, int]) -> set[str]:
         """Return the names that have not been read yet, and forget those that are gone.
@@ -321,7 +332,7 @@ class ZooKeeperDiscovery(Closing):
         """
         try:
             answer = self._client.get_children_async(self._prefix, self._on_children)
-            listed = {name for name in self._wait_for(answer) if _parse(name) is not None}
+            listed = set(self._wait_for(answer))
         except self._errors.no_node:  # somebody cleared the job's path
             self._make_prefix()
             with self._changed:
@@ -335,7 +346,7 @@ class ZooKeeperDiscovery(Closing):
                 self._repair_at = 0.0
             for name in gone:
                 del self._nodes[name]
-            return listed - self._nodes.keys()
+            return {name for name in listed - self._nodes.keys() if _parse(name) is not None}
 
     def _repair(self) -> None:
         """Put the entries made here right, if it is time to."""
@@ -450,8 +461,10 @@ class ZooKeeperDiscovery(Closing):
             f"the last with {last!r}"
         ) from last
 
-    def _wait(self, pause: timedelta) -> None:
-        self._changed.wait_for(lambda: self._closed, pause.total_seconds())
+    def _pause(self, seconds: float) -> None:
+        """Let time pass, but no more than until `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, seconds)
 
 
 def clear_zk_path(
@@ -467,6 +480,7 @@ def clear_zk_path(
 
     Raises:
         ConfigError: There are some, and `force` is false.
+        DiscoveryError: Processes of the job live and put their nodes back.
         UnavailableError: No server answers.
     """
     check_role(job)
@@ -492,6 +506,10 @@ def clear_zk_path(
                     "Choose another name, or force to clear it."
                 )
             client.delete(path, recursive=True)
+    except errors.not_empty as error:
+        raise DiscoveryError(
+            f"cannot clear {BASE}/{job}: somebody puts entries back, so the job is running. Stop it first."
+        ) from error
     except errors.kazoo as error:
         raise _translated(error, f"clear {BASE}", config) from error
     finally:
@@ -546,6 +564,14 @@ class _Errors:
         )
 
 
+class _Discreet(logging.LoggerAdapter[logging.Logger]):
+    """kazoo's log without the credentials: at DEBUG it writes down every request, also the one with them."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        shown = tuple("Auth(...)" if type(arg).__name__ == "Auth" else arg for arg in args)
+        super().log(level, msg, *shown, stacklevel=2, **kwargs)
+
+
 def _connect(config: ZooKeeperConfig) -> KazooClient:
     try:
         from kazoo.client import KazooClient
@@ -558,6 +584,7 @@ def _connect(config: ZooKeeperConfig) -> KazooClient:
         auth_data=list(config.auth),
         # Without end, and soon: a server that comes back must not wait a minute for its clients.
         connection_retry={"max_tries": -1, "delay": 0.1, "backoff": 2, "max_delay": 2.0},
+        logger=_Discreet(logging.getLogger("kazoo.client"), {}),
     )
     try:
         client.start(config.connect_timeout.total_seconds())

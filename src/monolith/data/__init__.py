@@ -12,7 +12,7 @@ from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.joined_source import JoinedSource
 from monolith.data.joiner import Joiner, JoinerConfig
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
-from monolith.data.pipeline import Batches, Pipeline
+from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Source
@@ -44,6 +44,7 @@ __all__ = [
     "Records",
     "ShuffleConfig",
     "Source",
+    "Stream",
     "Watch",
     "concat",
     "format_of",

@@ -99,6 +99,7 @@ class EmbeddingCollection(nn.Module):
         )
         self.device = torch.device(device)
         self._watchers: list[Watcher] = []
+        self._held: tuple[Input, PreparedBatch] | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -129,6 +130,13 @@ class EmbeddingCollection(nn.Module):
             rows = rows.to(self.device)
         return PreparedBatch(gathered, keys, rows, ids.event_time)
 
+    def hold(self, batch: Input, prepared: PreparedBatch | None) -> None:
+        """Use rows that were prepared when the model reads `batch` next, so that it need not know of them.
+
+        One batch at a time: those held before are let go. None lets go of all.
+        """
+        self._held = None if prepared is None else (batch, prepared)
+
     def forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         """Return a tensor for each layout, of shape (examples, ...); for NONE a list with one per slice.
 
@@ -140,7 +148,7 @@ class EmbeddingCollection(nn.Module):
         return self._forward(batch)
 
     def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
-        prepared = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
+        prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
         rows = prepared.rows
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
@@ -148,6 +156,10 @@ class EmbeddingCollection(nn.Module):
                 for watcher in self._watchers:
                     watcher.watch(self, rows, prepared.keys, prepared.event_time)
         return prepared.gathered.layouts(prepared.gathered.outputs(rows))
+
+    def _prepared(self, batch: Input) -> PreparedBatch:
+        held = self._held
+        return held[1] if held is not None and held[0] is batch else self.prepare(batch)
 
     def attach(self, watcher: Watcher) -> None:
         """Let `watcher` know of every batch of rows from now on. One collection has one optimizer.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,27 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.take()()
+        return loss
+
+    def take(self) -> Callable[[], None]:
+        """Do as `step`, but leave the writing to the function returned, which any thread may call later.
+
+        So rows can be updated while the next batch is computed. Their gradients are gone from here.
+        """
+        work = []
         for collection, pending in self._pending.items():
             trained = [one for one in pending if one.rows.grad is not None]
             if trained:
-                self._apply(collection, trained)
+                work.append(self._update(collection, trained))
         self._forget()
         self.global_step += 1
-        return loss
+
+        def apply() -> None:
+            for update in work:
+                update()
+
+        return apply
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Forget the rows seen so far, with their gradients."""
@@ -111,11 +126,13 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
             raise RestoreError(f"an EmbeddingOptimizer's state is a global_step, got {state_dict!r}")
         self.global_step = step
 
-    def _apply(self, collection: EmbeddingCollection, trained: list[_Pending]) -> None:
+    @torch.no_grad()
+    def _update(self, collection: EmbeddingCollection, trained: list[_Pending]) -> Callable[[], None]:
         store = collection.store
         gradients = _end_to_end([_on_host(one.rows.grad) for one in trained])
         latest = _end_to_end([_on_host(one.rows) for one in trained]) if store.delay_compensated else None
-        store.apply_gradients(
+        return partial(
+            store.apply_gradients,
             _joined([one.keys for one in trained]),
             gradients,
             step=self.global_step,

@@ -54,6 +54,7 @@ def apply_gradients(
     config: UpdateConfig | None = None,
     *,
     average: Callable[[list[Tensor]], None] | None = None,
+    push: Callable[[Callable[[], None]], None] | None = None,
 ) -> Tensor | None:
     """Differentiate `loss` and take one step of everything; the global step counts up last.
 
@@ -61,6 +62,7 @@ def apply_gradients(
 
     Args:
         average: Averages dense gradients over the ranks that train together, in place.
+        push: Given a function that updates the rows, to be called in time; by default it is called here.
 
     Returns:
         The common norm of all gradients before clipping, where it was needed; else None.
@@ -93,5 +95,8 @@ def apply_gradients(
     if dense is not None:
         dense.step()
         dense.zero_grad()
-    sparse.step()
+    if push is None:
+        sparse.step()
+    else:
+        push(sparse.take())
     return clipped.dense_norm

@@ -1,5 +1,35 @@
-"""Training: the loop, its hooks, and the tasks it runs."""
+"""Training: tasks, the loop that runs them, and its hooks."""
 
+from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.lane import Lane
+from monolith.train.metrics import METRICS, Metric, MetricSet, Windowed, WindowRow
+from monolith.train.session import Session
+from monolith.train.task import Mode, Outputs, Task
+from monolith.train.trainer import Trainer, TrainReport
 
-__all__ = ["Hook", "Run", "StepResult", "drive"]
+__all__ = [
+    "METRICS",
+    "AlertConfig",
+    "Hook",
+    "KeepConfig",
+    "Lane",
+    "Metric",
+    "MetricSet",
+    "Mode",
+    "Outputs",
+    "RestoreConfig",
+    "Run",
+    "SaveConfig",
+    "Session",
+    "StepResult",
+    "Task",
+    "TideWindow",
+    "TrainConfig",
+    "TrainReport",
+    "Trainer",
+    "WindowRow",
+    "Windowed",
+    "drive",
+]

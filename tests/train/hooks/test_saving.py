@@ -504,6 +504,16 @@ def test_a_dense_only_save_is_left_out_where_a_full_one_of_the_step_exists():
     assert dense.steps == [2, 6]
 
 
+def test_a_full_checkpoint_from_before_a_run_was_taken_back_does_not_count():
+    full, dense, memory, run = Checkpoints(), Checkpoints(), SaveMemory(), FakeRun()
+    dense_hook = SaveHook(dense, memory=memory, dense_only=True)
+    seen = []
+    ask = At(4, lambda: (dense_hook.trigger_save(), seen.append(list(dense.steps))))
+    back = At(5, lambda: setattr(run, "step", 1))
+    train([SaveHook(full, by_steps(4), memory=memory), dense_hook, ask, back], 8, run=run)
+    assert seen == [[], [4]]
+
+
 def test_a_dense_only_hook_saves_nothing_at_the_end_but_ends_its_listeners(checkpoints):
     log: list[str] = []
     train([SaveHook(checkpoints, dense_only=True, listeners=[Listener("a", log)])], 3)
@@ -698,6 +708,20 @@ def test_what_another_thread_asks_for_waits_for_the_save_being_written(checkpoin
     train([hook, At(3, ask), At(5, ask), At(7, write)], 9)
     assert [future.result(SECONDS) for future in futures] == ["model.ckpt-3", "model.ckpt-7"]
     assert checkpoints.steps == [3, 7, 9]
+
+
+def test_a_run_can_wait_for_the_save_being_written(checkpoints):
+    checkpoints.may_write.clear()
+    hook = SaveHook(checkpoints, behind(2))
+    seen = []
+
+    def wait() -> None:
+        threading.Timer(0.01, checkpoints.may_write.set).start()
+        hook.wait()
+        seen.extend(checkpoints.steps)
+
+    train([hook, At(3, wait)], 3)
+    assert seen == [2]
 
 
 def test_a_run_that_dies_waits_for_the_save_being_written(checkpoints):

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 _GUARD = "import sys; sys.path.append({folder!r}); import guardian; guardian.main(sys.argv[1:])"
 _COLORS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # SGR foregrounds; red is for errors
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # at the very end, \r may be half of \r\n
+_LONGEST_LINE_BYTES = 1 << 20
 _LATE = timedelta(seconds=5)
 """Beyond its grace, how long a guardian may take to end its command."""
 
@@ -185,14 +186,14 @@ class _Running:
             raise
 
     def until_done(self, followers: Collection[str]) -> Outcome:
-        leaders = {name for name in self._alive if name.rpartition(" ")[0] not in followers} or set(
-            self._alive
-        )
+        leaders = {name for name in self._alive if name.rpartition(" ")[0] not in followers}
+        leaders = leaders or set(self._alive)
         outcome: Outcome | None = None
-        deadline: timedelta | None = None
+        deadline: float | None = None
         while self._alive:
             try:
-                event = self._events.get(timeout=None if deadline is None else deadline.total_seconds())
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                event = self._events.get(timeout=left)
             except queue.Empty:
                 self._ask_all()
                 deadline = None
@@ -280,12 +281,11 @@ class _Lines:
         rest = b""
         with source:
             while chunk := os.read(source.fileno(), 65536):
-                end = 0
-                rest += chunk
-                for match in _LINE.finditer(rest):
-                    self._write(name, match[0])
-                    end = match.end()
-                rest = rest[end:]
+                *lines, rest = _LINE_END.split(rest + chunk)
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._write(name, line)
         if rest:
             self._write(name, rest)
 

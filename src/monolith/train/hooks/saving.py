@@ -102,8 +102,8 @@ class SaveMemory:
         self._full_step: int | None = None
         self._dense_only = False
 
-    def note_full(self, step: int) -> None:
-        """A full checkpoint of this step is on disk."""
+    def note_full(self, step: int | None) -> None:
+        """A full checkpoint of this step is on disk; None: of no step that still counts."""
         with self._lock:
             self._full_step = step
 
@@ -320,6 +320,14 @@ class SaveHook(Hook):
             request.done.result()
         return request.done
 
+    def wait(self) -> None:
+        """Wait for the save being written, if there is one; call this before a run is taken back.
+
+        On the training thread. An error of that save is raised after the next step, as ever.
+        """
+        with self._turn:
+            self._wait_for_writing()
+
     # One save
 
     def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
@@ -477,6 +485,8 @@ class SaveHook(Hook):
                 return
             self._saved = None
         self.timer.stamp(step)
+        if not self._dense_only:
+            self._memory.note_full(None)
 
     def _needs_final(self, step: int) -> bool:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,10 +14,15 @@ from monolith.filesystem import join
 from monolith.observe.summary_files import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.metrics import MetricSet
 
 FOLDER = "summaries"
 """Below the model's folder."""
+
+
+class Measured(Protocol):
+    """Whoever knows the metrics of a run, such as a `MetricSet`."""
+
+    def values(self) -> Mapping[str, float]: ...
 
 
 class SummaryHook(Hook):
@@ -28,7 +34,7 @@ class SummaryHook(Hook):
     a model folder writes nothing.
 
     Args:
-        metrics: Is only read: give the run a `MetricsHook` with the same set, before this hook.
+        metrics: Is only read: a `MetricSet` that a `MetricsHook` before this one keeps up to date.
         stats: What the tables hold, by name: `store.stats`.
         clock: Seconds that never run backwards.
     """
@@ -41,7 +47,7 @@ class SummaryHook(Hook):
         self,
         every_steps: int = 100,
         *,
-        metrics: MetricSet | None = None,
+        metrics: Measured | None = None,
         stats: Callable[[], Mapping[str, TableStats]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,0 +1,149 @@
+"""MPI and torchrun: which rank this is, and what happens to the others when it fails.
+
+Ranks that step together wait for each other, so one that has died leaves the rest waiting for
+ever. `abort_on_exception` makes an exception that nobody catches the end of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from monolith.errors import ConfigError, MissingExtraError
+
+_log = logging.getLogger(__name__)
+
+MPI_VARIABLES = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process's place among the ranks."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among those on this machine."""
+    local_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size:
+            raise ConfigError(
+                f"the ranks make no sense: rank {self.rank} of {self.size}, "
+                f"here {self.local_rank} of {self.local_size}"
+            )
+
+
+def world_from_environment(environ: Mapping[str, str]) -> World | None:
+    """Return the place that mpirun or torchrun gave this process; None where neither started it.
+
+    mpirun's word counts where both have spoken: it starts processes that may have inherited the other's.
+
+    Raises:
+        ConfigError: A variable is no number, or the numbers make no sense.
+    """
+    for rank, size, local_rank, local_size in (MPI_VARIABLES, TORCHRUN_VARIABLES):
+        if environ.get(rank):
+            return World(
+                _number(environ, rank, 0),
+                _number(environ, size, 1),
+                _number(environ, local_rank, 0),
+                _number(environ, local_size, 1),
+            )
+    return None
+
+
+def world_or_alone(environ: Mapping[str, str]) -> World:
+    """Return `world_from_environment`, or else, with a warning, a world of one."""
+    world = world_from_environment(environ)
+    if world is None:
+        _log.warning("neither MPI nor torchrun started this process: it is rank 0 of 1")
+        return World()
+    return world
+
+
+def world_from_mpi() -> World:
+    """Ask MPI itself, which it starts if it has not been.
+
+    Raises:
+        MissingExtraError: mpi4py is not installed, or finds no MPI.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as cause:
+        raise MissingExtraError("mpi4py", "mpi", "asking MPI for ranks") from cause
+    everyone = MPI.COMM_WORLD
+    here = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        return World(everyone.Get_rank(), everyone.Get_size(), here.Get_rank(), here.Get_size())
+    finally:
+        here.Free()
+
+
+def is_under_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun started this process."""
+    return bool(environ.get("OMPI_COMM_WORLD_RANK"))
+
+
+def abort_on_exception(
+    environ: Mapping[str, str], abort: Callable[[int], object] | None = None
+) -> Callable[[], None]:
+    """Let an exception that nobody catches end all ranks: print rank and trace, and abort with status 1.
+
+    Does nothing where mpirun did not start this process.
+
+    Args:
+        abort: Ends all ranks; by default MPI's own, where MPI runs in this process. Else the process
+            exits, which mpirun takes as a reason to end the others.
+
+    Returns:
+        A function that undoes it.
+    """
+    if not is_under_mpi(environ):
+        return lambda: None
+    rank = world_or_alone(environ).rank
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            sys.stderr.write(f"rank {rank} fails, and all ranks with it:\n{text}")
+            sys.stderr.flush()
+        finally:
+            (abort or _abort)(1)
+
+    sys.excepthook = hook
+
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    return undo
+
+
+def _abort(status: int) -> None:
+    loaded: Any = sys.modules.get("mpi4py.MPI")
+    if loaded is not None and loaded.Is_initialized() and not loaded.Is_finalized():
+        loaded.COMM_WORLD.Abort(status)
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit: that waits for threads, which may wait for other ranks
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ConfigError(f"the environment's {name} must be a number, got {text!r}") from None

@@ -1,0 +1,166 @@
+"""Already launched: what a scheduler says about this process, in place of flags.
+
+Primus and Kubeflow write TF_CONFIG, MLP has variables of its own, mpirun and torchrun count ranks.
+Nothing here waits, writes or exits: a config and an environment go in, a config comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from monolith.cluster.consul import ConsulConfig, ConsulDiscovery
+from monolith.cluster.discovery import Discovery
+from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
+from monolith.cluster.mlp import MLPDiscovery, MLPEnv
+from monolith.cluster.mpi import world_from_environment
+from monolith.cluster.run_config import RunConfig, for_rank
+from monolith.cluster.tf_config import TfConfigDiscovery
+from monolith.cluster.yarn import application_master_address
+from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery, default_zk_servers
+from monolith.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """What this process is."""
+
+    kind: str
+    """worker, ps, or what else a scheduler starts: dispatcher, dsworker."""
+    index: int
+    source: str
+    """Who said so: TF_CONFIG, MLP, MPI or torchrun."""
+    address: str | None = None
+    """Where this process is to listen, if that was said."""
+    num_ps: int | None = None
+    """How many there are of each, if that was said."""
+    num_workers: int | None = None
+    on_yarn: bool = False
+    """An application master wants to hear how the job ends."""
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the worker that the others wait for."""
+        return self.kind == "worker" and self.index == 0
+
+
+def role_from_environment(environ: Mapping[str, str]) -> Role | None:
+    """Return what the scheduler says; None where it says nothing, and flags decide.
+
+    TF_CONFIG counts most, since it names every process; then MLP, then ranks.
+
+    Raises:
+        ConfigError: What it says makes no sense.
+    """
+    if environ.get("TF_CONFIG"):
+        return _from_tf_config(environ["TF_CONFIG"], environ)
+    if environ.get("MLP_ROLE", "").strip():
+        return _from_mlp(environ)
+    world = world_from_environment(environ)
+    if world is None:
+        return None
+    return Role(
+        kind="worker",
+        index=world.rank,
+        source="MPI" if environ.get("OMPI_COMM_WORLD_RANK") else "torchrun",
+        num_workers=world.size,
+        on_yarn=application_master_address(environ) is not None,
+    )
+
+
+def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Return the config with role and index as whoever launched this process says.
+
+    That is the registry, where it is TF_CONFIG or MLP, and the rank in synchronous training. Otherwise
+    role and index are what flags, environment and file said. Counts that the config leaves at their
+    defaults are taken over, too.
+
+    Raises:
+        ConfigError: The registry says nothing, or that this process does not train.
+    """
+    if config.job.local:
+        return config
+    training, cluster = config.training, config.cluster
+    if training.fully_synchronous:
+        world = world_from_environment(environ)
+        return config if world is None else for_rank(config, world.rank, world.size)
+    if config.discovery.kind == "tf_config":
+        role = _from_tf_config(config.discovery.tf_config or "", environ)
+    elif config.discovery.kind == "mlp":
+        role = _from_mlp(environ)
+    elif training.partially_synchronous and training.gpu and cluster.role == "worker" and not cluster.index:
+        world = world_from_environment(environ)
+        return config if world is None else replace(config, cluster=replace(cluster, index=world.rank))
+    else:
+        return config
+    if role.kind not in ("worker", "ps"):
+        raise ConfigError(
+            f"{role.source} says that this process is a {role.kind}, which does not train; "
+            "data dispatchers and workers are started with `monolith data dispatcher` and `monolith data worker`"
+        )
+    placed = replace(
+        cluster,
+        role="ps" if role.kind == "ps" else "worker",
+        index=role.index,
+        num_ps=cluster.num_ps or role.num_ps or 0,
+        num_workers=max(1, role.num_workers or 1) if cluster.num_workers == 1 else cluster.num_workers,
+    )
+    return replace(config, cluster=placed)
+
+
+def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractContextManager[Discovery | None]:
+    """Return the registry that the config names, to be used in a `with`; None for a local run.
+
+    Raises:
+        ConfigError: It needs something that the config does not say.
+        UnavailableError: It does not answer.
+    """
+    if config.job.local:
+        return nullcontext(None)
+    discovery = config.discovery
+    if discovery.kind == "tf_config":
+        return TfConfigDiscovery.from_json(discovery.tf_config or "")
+    if discovery.kind == "mlp":
+        return MLPDiscovery(MLPEnv(environ))
+    if discovery.kind == "files":
+        return FilesDiscovery(FilesConfig(folder=discovery.folder or ""))
+    if discovery.kind == "consul":
+        if not config.job.id:
+            raise ConfigError("discovery by Consul needs job.id: processes of a job meet under it")
+        return ConsulDiscovery(config.job.id, ConsulConfig.from_environment(environ))
+    if not config.job.name:
+        raise ConfigError("discovery by ZooKeeper needs job.name: processes of a job meet under it")
+    servers = discovery.zookeeper or environ.get("zk_servers") or default_zk_servers(environ)
+    auth = (("digest", discovery.zookeeper_auth.reveal()),) if discovery.zookeeper_auth else ()
+    return ZooKeeperDiscovery(config.job.name, ZooKeeperConfig(servers=servers, auth=auth))
+
+
+def _from_tf_config(text: str, environ: Mapping[str, str]) -> Role:
+    found = TfConfigDiscovery.from_json(text)
+    return Role(
+        kind=found.server_type,
+        index=found.index,
+        source="TF_CONFIG",
+        address=found.addr,
+        num_ps=len(found.query("ps")),
+        num_workers=len(found.query("worker")),
+        on_yarn=application_master_address(environ) is not None,
+    )
+
+
+def _from_mlp(environ: Mapping[str, str]) -> Role:
+    env = MLPEnv(environ)
+    if not env.available or not env.role:
+        raise ConfigError(
+            "MLP did not start this process: its environment has no MLP_ROLE or no MLP_<ROLE>_NUM"
+        )
+    return Role(
+        kind=env.role.lower(),
+        index=env.index,
+        source="MLP",
+        address=env.get_addr(),
+        num_ps=env.num_replicas("ps"),
+        num_workers=env.num_replicas("worker"),
+        on_yarn=application_master_address(environ) is not None,
+    )

@@ -1,0 +1,147 @@
+"""Keeping a run: its checkpoints, from the step that is saved to the source that may forget it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from monolith import filesystem
+from monolith.checkpoint import (
+    Checkpointer,
+    Moment,
+    Restored,
+    Saver,
+    checkpoint_exists,
+    resolve_restore,
+)
+from monolith.data.source import Position
+from monolith.errors import RestoreError
+from monolith.observe import Metrics
+from monolith.train.config import TrainConfig
+from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hooks import AlertHook, SaveHook
+from monolith.train.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predict"]) -> str | None:
+    """Return the checkpoint to start from; None where there never was one.
+
+    Raises:
+        RestoreError: Checkpoints are listed and all of them are gone.
+    """
+    state = resolve_restore(config.model_dir, restore_ckpt=config.restore.checkpoint, mode=mode)
+    if state is None:
+        return None
+    listed = [state.model_checkpoint_path, *reversed(state.all_model_checkpoint_paths)]
+    for prefix in dict.fromkeys(listed):
+        if checkpoint_exists(prefix):
+            return prefix
+        _log.warning("checkpoint %s is listed and not there; trying the one before", prefix)
+    names = ", ".join(map(filesystem.base_name, listed))
+    raise RestoreError(
+        f"cannot go on in {config.model_dir}: its checkpoints ({names}) "
+        "are all gone. Bring one back; or, to start over, remove the file `checkpoint` there."
+    )
+
+
+class Keeper:
+    """Saves a session and restores it. Used by the training thread, but for what is written beside it."""
+
+    def __init__(self, session: Session, config: TrainConfig, clock: Callable[[], float]) -> None:
+        self._session = session
+        self._config = config
+        self._clock = clock
+        saver = Saver(
+            config.model_dir,
+            max_to_keep=config.keep.max_to_keep or None,
+            keep_every=config.keep.every,
+            clock=clock,
+        )
+        saver.recover()
+        self._checkpointer = Checkpointer(
+            saver, session.parts(), full_every=config.keep.full_every, clock=clock
+        )
+        self._positions: dict[int, Position] = {}
+        self._lock = threading.Lock()  # guards what follows
+        self._safe: Position | None = None
+        self.newest: str | None = None
+        """The last checkpoint that was saved or restored."""
+
+    def restore(self) -> Restored | None:
+        """Go on from the newest checkpoint, if there is one."""
+        prefix = newest_checkpoint(self._config, "train")
+        return None if prefix is None else self._restore(prefix)
+
+    def cut(self, step: int) -> Moment:
+        """Hold this moment fast, when every update of a row is done."""
+        self._session.drain()
+        moment = self._checkpointer.cut(step)
+        self._positions[step] = self._session.position
+        return moment
+
+    def hooks(self, metrics: Metrics) -> list[Hook]:
+        """Return the hooks that save, in order."""
+        config = self._config
+        save = SaveHook(
+            self,
+            replace(config.save, asynchronous=config.save.asynchronous and not config.deterministic),
+            on_saved=self._note,
+            metrics=metrics,
+            clock=self._clock,
+        )
+        hooks: list[Hook] = [save, _CommitHook(self)]
+        if config.alert is not None:
+
+            def rollback() -> None:
+                save.wait()
+                self._roll_back()
+
+            alert = AlertHook(
+                config.alert, rollback=rollback, also_when=save.timer.should_trigger, metrics=metrics
+            )
+            hooks.insert(0, alert)
+        return hooks
+
+    def commit(self) -> None:
+        """Tell the source what is safe by now."""
+        with self._lock:
+            safe, self._safe = self._safe, None
+        if safe is not None:
+            self._session.commit(safe)
+
+    def _note(self, step: int, prefix: str | None) -> None:
+        with self._lock:
+            self.newest = prefix
+            self._safe = self._positions.pop(step, self._safe)
+            for earlier in [one for one in self._positions if one < step]:
+                del self._positions[earlier]
+
+    def _roll_back(self) -> None:
+        if self.newest is None:
+            raise RestoreError("cannot roll back: nothing was saved yet")
+        self._restore(self.newest)
+
+    def _restore(self, prefix: str) -> Restored:
+        restored = self._checkpointer.restore(prefix, self._config.restore.options(self._config.model_dir))
+        self._session.go_on_from(restored.step)
+        self.newest = prefix
+        _log.info("restored %s:\n%s", prefix, restored.report.describe())
+        return restored
+
+
+class _CommitHook(Hook):
+    """Tells the source, on the training thread, what was saved beside it."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self._keeper.commit()
+
+    def end(self, run: Run) -> None:  # noqa: ARG002
+        self._keeper.commit()

@@ -1,0 +1,214 @@
+"""A lane: rows looked up ahead and updated behind, in an order that timing cannot change.
+
+While the model computes on one batch, a thread updates the rows of the batch before and
+looks up those of the batch after. It does one thing at a time, in this order:
+
+    lookup 0, lookup 1, update 0, lookup 2, update 1, lookup 3, ...
+
+so a lookup sees every update but the last. A row is one step stale at most, and the
+outcome does not depend on which thread was faster. `drain` sees all updates done and looks
+up anew what was looked up ahead, so that what follows is the same as after a restart.
+
+A live stream may have nothing to say for a while. With `patience`, updates then no longer
+wait for the next batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+Item = TypeVar("Item")
+Rows = TypeVar("Rows")
+Work = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Item, Rows]):
+    item: Item
+    rows: Rows
+
+
+class Lane(Generic[Item, Rows]):
+    """Items in order, each looked up before it is asked for. Used by one thread.
+
+    Args:
+        items: What to read. A generator is closed by `close`.
+        prepare: Looks the rows of an item up.
+        ahead: Items that are looked up ahead; 0 looks up when asked, without a thread.
+        behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
+        patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[Item],
+        prepare: Callable[[Item], Rows],
+        *,
+        ahead: int = 1,
+        behind: bool = True,
+        patience: float | None = None,
+    ) -> None:
+        self._items = items
+        self._prepare = prepare
+        self._ahead = ahead
+        self._behind = behind
+        self._patience = patience
+        self._changed = threading.Condition()  # guards all below
+        self._todo: deque[Work | None] = deque()  # None: a lookup
+        self._ready: deque[_Entry[Item, Rows]] = deque()
+        self._phase = "idle"
+        self._paused = False
+        self._ended = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._update_failed = False
+        self._begun = False
+        self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if ahead else None
+
+    def next(self) -> tuple[Item, Rows] | None:
+        """Return the next item and its rows; None at the end.
+
+        Raises:
+            Exception: What reading, looking up or updating raised, once.
+        """
+        if self._thread is None:
+            item = next(self._items, None)
+            return None if item is None else (item, self._prepare(item))
+        with self._changed:
+            self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
+            if not self._begun:
+                self._begun = True
+                self._thread.start()
+            self._changed.notify_all()
+            while not self._changed.wait_for(self._has_news, self._patience):
+                self._overtake()
+            self._raise()
+            if not self._ready:
+                return None
+            entry = self._ready.popleft()
+            return entry.item, entry.rows
+
+    def push(self, work: Work) -> None:
+        """Do some work after the lookups that were asked for so far, before those that will be."""
+        if self._thread is None or not self._begun:
+            work()
+            return
+        with self._changed:
+            self._raise()
+            self._todo.append(work)
+            self._changed.notify_all()
+            if not self._behind:
+                self._changed.wait_for(lambda: self._error is not None or self._is_done(work))
+                self._raise()
+
+    def drain(self) -> None:
+        """Return when all work that was pushed is done. What was looked up ahead is looked up anew."""
+        with self._changed:
+            self._overtake()
+            for entry in self._ready:
+                entry.rows = self._prepare(entry.item)
+            self._raise()
+
+    def close(self) -> None:
+        """End the thread. Work that was pushed and not done is reported: `drain` comes before a clean end."""
+        with self._changed:
+            self._closed = True
+            lost = sum(work is not None for work in self._todo)
+            self._todo.clear()
+            self._changed.notify_all()
+        if lost:
+            _log.warning("%d updates of rows were given up, because the run did not end well", lost)
+        if self._thread is not None and self._begun:
+            self._thread.join(30)
+            if self._thread.is_alive():
+                _log.warning("a source is still being read; its thread ends when that returns")
+                return
+        close = getattr(self._items, "close", None)
+        if close is not None:
+            close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # All below is called with the lock held, except `_run`.
+
+    def _has_news(self) -> bool:
+        return self._error is not None or bool(self._ready) or self._ended
+
+    def _is_done(self, work: Work) -> bool:
+        return self._phase != "updating" and all(other is not work for other in self._todo)
+
+    def _raise(self) -> None:
+        """Raise what went wrong in the lane; what could be looked up before is delivered first."""
+        if self._error is not None and (not self._ready or self._update_failed):
+            error, self._error = self._error, None
+            self._ended = True
+            raise error
+
+    def _overtake(self) -> None:
+        """Do the work that waits, in this thread, while the lane's own does nothing but read."""
+        self._paused = True
+        try:
+            self._changed.wait_for(lambda: self._phase in ("idle", "reading"))
+            waiting = [work for work in self._todo if work is not None]
+            self._todo = deque(work for work in self._todo if work is None)
+            for work in waiting:
+                work()
+        finally:
+            self._paused = False
+            self._changed.notify_all()
+
+    def _enter(self, phase: str) -> bool:
+        """Wait until the lane may go on; False when it is closed."""
+        self._changed.wait_for(lambda: not self._paused or self._closed)
+        self._phase = "idle" if self._closed else phase
+        self._changed.notify_all()
+        return not self._closed
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._phase = "idle"
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or (bool(self._todo) and not self._paused))
+                if self._closed:
+                    return
+                work = self._todo.popleft()
+                self._phase = "reading" if work is None else "updating"
+            try:
+                if work is not None:
+                    work()
+                elif not self._ended:
+                    self._look_up()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._update_failed = work is not None
+                    self._phase = "idle"
+                    self._changed.notify_all()
+                return
+
+    def _look_up(self) -> None:
+        item = next(self._items, None)
+        with self._changed:
+            if item is None:
+                self._ended = True
+                return
+            if not self._enter("preparing"):
+                return
+        rows = self._prepare(item)
+        with self._changed:
+            self._ready.append(_Entry(item, rows))

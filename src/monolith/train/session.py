@@ -1,0 +1,297 @@
+"""A session: one model with everything that trains it, in this process.
+
+Built from a task, it can take steps, be saved and be restored. `Trainer` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
+from monolith.data import Stream
+from monolith.data.source import Position
+from monolith.errors import ConfigError
+from monolith.feature import Batch
+from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch, apply_gradients
+from monolith.store import LocalStore, Store
+from monolith.table import AdmissionFilter, DumpableTable, TableStats
+from monolith.train.config import TrainConfig
+from monolith.train.hook import StepResult
+from monolith.train.lane import Lane
+from monolith.train.metrics import MetricSet, WindowRow
+from monolith.train.task import Mode, Outputs, Task
+
+
+class _Read(NamedTuple):
+    """A batch, and where the source stands after it."""
+
+    batch: Batch
+    position: Position
+
+
+_Rows = list[PreparedBatch]
+
+
+class Model:
+    """A task's model with its tables, ready to be restored.
+
+    Args:
+        mode: Only a model that trains has optimizers.
+    """
+
+    def __init__(self, task: Task, mode: Mode, *, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.task = task
+        self.module = task.model()
+        self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
+        self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
+        self.sparse: EmbeddingOptimizer | None = None
+        self.dense: torch.optim.Optimizer | None = None
+        if mode is Mode.TRAIN:
+            if not self.collections:
+                raise ConfigError(
+                    f"task {task.name!r}: its model has no EmbeddingCollection, so there are no rows to train"
+                )
+            self.sparse = EmbeddingOptimizer(self.module)
+            self.dense = task.dense_optimizer(self.module)
+        self.module.train(mode is Mode.TRAIN)
+
+    def parts(self, *, evict: bool = False, incremental: bool = False) -> list[Part]:
+        """Return what a checkpoint keeps of the model; see `TablesPart`."""
+        tables, filters = self._tables()
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        if self.sparse is not None:
+            optimizers["rows"] = self.sparse
+        if self.dense is not None:
+            optimizers["dense"] = self.dense
+        return [
+            TablesPart(tables, filters, evict=evict, incremental=incremental),
+            DensePart(self.module, optimizers, random=self.sparse is not None),
+        ]
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return what each table holds."""
+        return {name: stats for store in self.stores for name, stats in store.stats().items()}
+
+    def prepare(self, batch: Batch) -> _Rows:
+        """Look the rows of a batch up, from any thread."""
+        return [collection.prepare(batch) for collection in self.collections]
+
+    def outputs(self, batch: Batch, rows: _Rows) -> Outputs:
+        """Run the model on a batch whose rows were looked up."""
+        for collection, prepared in zip(self.collections, rows, strict=True):
+            collection.hold(batch, prepared)
+        try:
+            return self.task.outputs(self.module, batch)
+        finally:
+            for collection in self.collections:
+                collection.hold(batch, None)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+    def _tables(self) -> tuple[dict[str, DumpableTable], dict[str, AdmissionFilter]]:
+        tables: dict[str, Any] = {}
+        filters: dict[str, AdmissionFilter] = {}
+        for store in self.stores:
+            if not isinstance(store, LocalStore):
+                raise ConfigError(f"a run in one process keeps its rows in a LocalStore, got {store!r}")
+            for name in store.tables:
+                if name in tables:
+                    raise ConfigError(
+                        f"two stores of the model have a table {name!r}; let the collections share one "
+                        "store, or name their slots apart"
+                    )
+                tables[name] = store.table(name)
+            filters |= store.filters
+        return tables, filters
+
+
+class Session:
+    """A model, the data it trains on and how far it has come. Used by one thread.
+
+    Args:
+        window: Of its metrics: examples, or event time.
+        report: Given "head/metric" and the row of each window that ends.
+    """
+
+    def __init__(
+        self, task: Task, config: TrainConfig, *, report: Callable[[str, WindowRow], None] | None = None
+    ) -> None:
+        self.task = task
+        self.config = config
+        self.model = Model(task, Mode.TRAIN, seed=config.seed)
+        assert self.model.sparse is not None
+        self._sparse: EmbeddingOptimizer = self.model.sparse
+        self._updates = task.updates()
+        self.metrics = HeadMetrics(task, Mode.TRAIN, window=config.metric_window, report=report)
+        self.data: Stream[Batch] = task.dataset(Mode.TRAIN)
+        self._position = self.data.position()
+        self._lane: Lane[_Read, _Rows] | None = None
+        self.examples = 0
+        """Trained on so far, in all runs."""
+
+    @property
+    def step(self) -> int:
+        return self._sparse.global_step
+
+    def parts(self) -> list[Part]:
+        """Return everything that a checkpoint of this session keeps."""
+        return [
+            *self.model.parts(evict=self.config.keep.evict, incremental=self.config.keep.full_every > 1),
+            StatePart("position", lambda: self._position, self._go_to),
+            StatePart("progress", lambda: {"examples": self.examples}, self._set_progress),
+            StatePart("metrics", self.metrics.state, self.metrics.restore),
+        ]
+
+    def take_step(self) -> StepResult | None:
+        """Predict the next batch, then train on it; None at the end of the data."""
+        lane = self._open_lane()
+        found = lane.next()
+        if found is None:
+            lane.drain()
+            return None
+        (batch, position), rows = found
+        outputs = self.model.outputs(batch, rows)
+        loss = outputs.loss.detach()
+        predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
+        apply_gradients(outputs.loss, self._sparse, self.model.dense, self._updates, push=lane.push)
+        self._position = position
+        self.examples += len(batch)
+        every = self.config.evict_every_steps
+        if every is not None and self.step % every == 0:
+            lane.push(self._evict)
+        return StepResult(self.step, batch, loss, predictions)
+
+    def drain(self) -> None:
+        """Return when all rows are up to date: before every save."""
+        if self._lane is not None:
+            self._lane.drain()
+
+    def commit(self, position: Position) -> None:
+        """Tell the source that everything before a position is safe, if it wants to know."""
+        commit = getattr(self.data, "commit", None)
+        if commit is not None:
+            self._open_lane().push(lambda: commit(position))
+
+    @property
+    def position(self) -> Position:
+        """Where the data goes on after what was trained."""
+        return self._position
+
+    def go_on_from(self, step: int) -> None:
+        """Count steps from here: what a restore found."""
+        self._sparse.global_step = step
+
+    def close(self) -> None:
+        self._close_lane()
+        self.data.close()
+        self.model.close()
+
+    def _open_lane(self) -> Lane[_Read, _Rows]:
+        if self._lane is None:
+            config = self.config
+            self._lane = Lane(
+                self._read(),
+                lambda read: self.model.prepare(read.batch),
+                ahead=config.prefetch,
+                behind=config.async_push,
+                patience=None if config.deterministic else config.idle_after.total_seconds(),
+            )
+        return self._lane
+
+    def _read(self) -> Iterator[_Read]:
+        for batch in self.data:
+            yield _Read(batch, self.data.position())
+
+    def _evict(self) -> None:
+        for store in self.model.stores:
+            store.evict()
+
+    def _close_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _go_to(self, position: Position) -> None:
+        self._close_lane()  # what was read ahead is not what follows
+        self.data.restore(position)
+        self._position = position
+
+    def _set_progress(self, saved: Mapping[str, Any]) -> None:
+        self.examples = int(saved["examples"])
+
+
+class HeadMetrics:
+    """The metrics of a task, made when the first batch shows what heads there are.
+
+    Args:
+        window: Examples or event time after which a row is reported; None counts from the start.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        mode: Mode,
+        *,
+        window: Any = None,
+        report: Callable[[str, WindowRow], None] | None = None,
+    ) -> None:
+        self._task = task
+        self._wanted = task.metrics(mode)
+        self._window = window
+        self._report = report
+        self._set: MetricSet | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    def update(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
+        """Take in a batch as it was predicted; labels that are not predicted are passed over, and so is a
+        batch with a prediction that is NaN."""
+        heads = [head for head in predictions if head in batch.labels]
+        if self._set is None and heads:
+            wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
+            self._set = MetricSet.named({h: wanted.get(h, ()) for h in heads}, window=self._window)
+            if self._saved is not None:
+                self._set.restore(self._saved)
+                self._saved = None
+        if self._set is None or not all(bool(predictions[head].isfinite().all()) for head in heads):
+            return  # a loss that diverged is found by whoever watches it
+        self._set.update(
+            {head: predictions[head] for head in heads},
+            {head: batch.labels[head] for head in heads},
+            self._task.weights(batch),
+            self._task.groups(batch),
+            batch.ids.event_time,
+        )
+        self._tell()
+
+    def values(self) -> dict[str, float]:
+        return {} if self._set is None else self._set.values()
+
+    def end(self) -> None:
+        """Report the window that is open."""
+        if self._set is not None and self._window is not None:
+            self._set.close_windows()
+            self._tell()
+
+    def state(self) -> dict[str, Any]:
+        if self._set is not None:
+            return {"set": self._set.state()}
+        return {"set": self._saved} if self._saved is not None else {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        self._saved = saved.get("set")
+        self._set = None
+
+    def _tell(self) -> None:
+        if self._set is None or self._window is None:
+            return
+        for name, rows in self._set.take_rows().items():
+            for row in rows:
+                if self._report is not None:
+                    self._report(name, row)

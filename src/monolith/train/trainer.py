@@ -1,0 +1,296 @@
+"""Trainer: runs a task in one process, from data to checkpoint and back.
+
+    trainer = Trainer(Clicks(), TrainConfig(model_dir="runs/1", max_steps=10_000))
+    trainer.train()
+    trainer.evaluate()["click/auc"]
+    for batch, predictions in trainer.predict(): ...
+
+A run that was cut short, by whatever, goes on where its last checkpoint stands: with the very
+record it had not trained on. Evaluating and predicting read checkpoints and write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith import filesystem
+from monolith.checkpoint import Checkpointer, CustomRestore, ModelDirLock, Restored, Saver, start_from
+from monolith.errors import ConfigError, RestoreError
+from monolith.feature import Batch
+from monolith.observe import Metrics
+from monolith.train.config import TrainConfig
+from monolith.train.hook import Hook, Run, StepResult, drive
+from monolith.train.hooks import TideStoppingHook
+from monolith.train.hooks.summaries import SummaryHook
+from monolith.train.keeping import Keeper, newest_checkpoint
+from monolith.train.manifest import write_run_manifest
+from monolith.train.metrics import WindowRow
+from monolith.train.session import HeadMetrics, Model, Session
+from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
+
+Report = Callable[[str, WindowRow], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """What a run did."""
+
+    step: int
+    """The global step at its end."""
+    examples: int
+    """Trained on in this run."""
+    seconds: float
+    stop_reason: str
+    restored_from: str | None
+    windows: Mapping[str, Sequence[WindowRow]]
+    """By "head/metric": the rows of the windows that ended in this run."""
+    checkpoint: str | None
+    """The last one that was saved."""
+
+
+class LocalRun:
+    """What hooks see of a run in this process."""
+
+    def __init__(self, session: Session, model_dir: str) -> None:
+        self.session = session
+        self._model_dir = model_dir
+        self._lock = threading.Lock()  # guards the reason
+        self._stop_reason: str | None = None
+
+    @property
+    def step(self) -> int:
+        return self.session.step
+
+    @property
+    def model_dir(self) -> str:
+        return self._model_dir
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop_reason
+
+    def request_stop(self, reason: str) -> None:
+        with self._lock:
+            if self._stop_reason is None:
+                self._stop_reason = reason
+                _log.info("stopping: %s", reason)
+
+
+class Trainer:
+    """Runs one task. Not thread-safe, but for `stop`.
+
+    Args:
+        hooks: Run after the trainer's own and before the task's.
+        metrics: Where counters of the run go.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig | None = None,
+        *,
+        hooks: Sequence[Hook] = (),
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.task = task
+        self.config = TrainConfig() if config is None else config
+        self._hooks = list(hooks)
+        self._metrics = Metrics() if metrics is None else metrics
+        self._clock = clock
+        self._run: LocalRun | None = None
+        self._stop_asked: str | None = None
+
+    def stop(self, reason: str) -> None:
+        """End the run after its current step, saved; from any thread or a signal handler."""
+        self._stop_asked = reason
+        if self._run is not None:
+            self._run.request_stop(reason)
+
+    def train(self, *, report: Report | None = None) -> TrainReport:
+        """Train until a limit, the end of the data, or a request to stop.
+
+        Args:
+            report: Given "head/metric" and the row of each window of a metric as it ends.
+
+        Raises:
+            ModelDirLockedError: Another process trains in this model_dir.
+            RestoreError: The checkpoint does not fit the task.
+            CorruptFileError: The checkpoint is damaged.
+        """
+        config = self.config
+        began = time.monotonic()
+        windows: dict[str, list[WindowRow]] = {}
+
+        def tell(name: str, row: WindowRow) -> None:
+            windows.setdefault(name, []).append(row)
+            if report is not None:
+                report(name, row)
+
+        with contextlib.ExitStack() as open_things:
+            if config.model_dir:
+                filesystem.make_dirs(config.model_dir)
+                open_things.enter_context(ModelDirLock(config.model_dir))
+                if config.restore.dir:
+                    start_from(config.restore.dir, config.model_dir, config.restore.checkpoint)
+            random.seed(config.seed)
+            np.random.seed(config.seed % (1 << 32))
+            session = Session(self.task, config, report=tell)
+            open_things.callback(session.close)
+            self._run = run = LocalRun(session, config.model_dir)
+            open_things.callback(self._forget_run)
+            keeper = Keeper(session, config, self._clock) if config.model_dir else None
+            own = self._own_hooks(run, keeper, began)
+            first = session.examples
+            if self._stop_asked is not None:
+                run.request_stop(self._stop_asked)
+            restored: list[Restored] = []
+
+            def create() -> None:
+                nonlocal first
+                if keeper is not None and (found := keeper.restore()) is not None:
+                    restored.append(found)
+                first = session.examples
+                if config.model_dir:
+                    write_run_manifest(config.model_dir, self.task, config, run.step, self._clock())
+                self._check_limits(run)
+
+            drive(
+                run,
+                [*own, *self._hooks, *self.task.hooks(Mode.TRAIN)],
+                step=session.take_step,
+                create=create,
+                chief_hooks=self.task.chief_hooks(Mode.TRAIN),
+            )
+            return TrainReport(
+                step=session.step,
+                examples=session.examples - first,
+                seconds=time.monotonic() - began,
+                stop_reason=run.stop_reason or "",
+                restored_from=restored[0].prefix if restored else None,
+                windows=windows,
+                checkpoint=None if keeper is None else keeper.newest,
+            )
+
+    def evaluate(self, *, steps: int | None = None) -> dict[str, float]:
+        """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
+
+        Args:
+            steps: Batches to look at; by default all there are.
+
+        Raises:
+            RestoreError: There is no checkpoint to evaluate.
+        """
+        metrics = HeadMetrics(self.task, Mode.EVALUATE)
+        examples, loss = 0, 0.0
+        for batch, outputs in self._outputs(Mode.EVALUATE, steps):
+            metrics.update(outputs.predictions, batch)
+            examples += len(batch)
+            loss += float(outputs.loss) * len(batch)
+        if not examples:
+            raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
+        return {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
+
+    def predict(self, *, steps: int | None = None) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
+        """Yield the batches to predict, and what the model says of each."""
+        for batch, outputs in self._outputs(Mode.PREDICT, steps):
+            yield batch, outputs.predictions
+
+    # Inside
+
+    def _outputs(self, mode: Mode, steps: int | None) -> Iterator[tuple[Batch, Outputs]]:
+        config = self.config
+        if not config.model_dir:
+            raise ConfigError("there is no model to read: set model_dir to where a run left its checkpoints")
+        prefix = newest_checkpoint(config, "eval" if mode is Mode.EVALUATE else "predict")
+        if prefix is None:
+            raise RestoreError(
+                f"there is no checkpoint in {config.model_dir}; train first, or check the path"
+            )
+        model = Model(self.task, mode, seed=config.seed)
+        with contextlib.closing(model):
+            custom = CustomRestore(alias_map=config.restore.alias_map, auto_alias=config.restore.auto_alias)
+            options = replace(
+                config.restore.options(config.model_dir), optimizer_state="reset", custom=custom
+            )
+            restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
+            _log.info("reading %s: step %d", prefix, restored.step)
+            data = self.task.dataset(mode)
+            with contextlib.closing(data):
+                for number, batch in enumerate(data):
+                    if steps is not None and number >= steps:
+                        return
+                    with torch.no_grad():
+                        outputs = model.outputs(batch, model.prepare(batch))
+                    yield batch, outputs
+
+    def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
+        config = self.config
+        hooks: list[Hook] = [_SessionHook(run.session, config, began)]
+        if config.tide is not None:
+            hooks.append(TideStoppingHook(config.tide, clock=self._clock))
+        if keeper is not None:
+            hooks += self._summary_hooks(run)
+            hooks += keeper.hooks(self._metrics)
+        return hooks
+
+    def _summary_hooks(self, run: LocalRun) -> list[Hook]:
+        every = self.config.summary_every_steps
+        if every is None:
+            return []
+        if find_spec("tensorboard") is None:
+            _log.info("no summaries: pip install 'monolith-recsys[tensorboard]' for them")
+            return []
+        session = run.session
+        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats)]
+
+    def _check_limits(self, run: LocalRun) -> None:
+        limit = self.config.max_steps
+        if limit is not None and run.step >= limit:
+            run.request_stop(f"the model has taken {run.step} steps already, and max_steps is {limit}")
+        if self.config.steps == 0:
+            run.request_stop("no steps were asked for")
+
+    def _forget_run(self) -> None:
+        self._run = None
+
+
+class _SessionHook(Hook):
+    """Measures what was predicted, keeps to the limits of the run, and sees its last updates done."""
+
+    def __init__(self, session: Session, config: TrainConfig, began: float) -> None:
+        self._session = session
+        self._config = config
+        self._began = began
+        self._first_step = 0
+
+    def after_create(self, run: Run) -> None:
+        self._first_step = run.step
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self._session.metrics.update(result.predictions, result.batch)
+        config = self._config
+        if config.steps is not None and run.step - self._first_step >= config.steps:
+            run.request_stop(f"{config.steps} steps were taken")
+        if config.max_steps is not None and run.step >= config.max_steps:
+            run.request_stop(f"max_steps of {config.max_steps} was reached")
+        if config.max_time is not None and time.monotonic() - self._began >= config.max_time.total_seconds():
+            run.request_stop(f"max_time of {config.max_time} was reached")
+
+    def end(self, run: Run) -> None:  # noqa: ARG002
+        self._session.drain()
+        self._session.metrics.end()

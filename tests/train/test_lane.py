@@ -1,0 +1,192 @@
+"""The order of lookups and updates, and that no thread's speed can change it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monolith.train import Lane
+
+
+def done(log: list[str], ahead: int, behind: bool, items: int = 5, drain_after: int | None = None) -> None:
+    """Train on numbers, logging lookups ("L") and updates ("U")."""
+
+    def look_up(item: int) -> int:
+        log.append(f"L{item}")
+        return item
+
+    with Lane(iter(range(items)), look_up, ahead=ahead, behind=behind) as lane:
+        while (found := lane.next()) is not None:
+            item, rows = found
+            assert item == rows
+            lane.push(partial(log.append, f"U{item}"))
+            if item == drain_after:
+                lane.drain()
+        lane.drain()
+
+
+def test_a_lookup_sees_every_update_but_the_last() -> None:
+    log: list[str] = []
+    done(log, ahead=1, behind=True)
+    assert log == ["L0", "L1", "U0", "L2", "U1", "L3", "U2", "L4", "U3", "U4"]
+
+
+def test_further_ahead_is_further_behind() -> None:
+    log: list[str] = []
+    done(log, ahead=2, behind=True)
+    assert log == ["L0", "L1", "L2", "U0", "L3", "U1", "L4", "U2", "U3", "U4"]
+
+
+def test_without_a_thread_everything_happens_in_order() -> None:
+    log: list[str] = []
+    done(log, ahead=0, behind=True, items=3)
+    assert log == ["L0", "U0", "L1", "U1", "L2", "U2"]
+
+
+def test_updates_that_are_waited_for_keep_the_same_order() -> None:
+    behind, waited = [], []
+    done(behind, ahead=1, behind=True)
+    done(waited, ahead=1, behind=False)
+    assert waited == behind
+
+
+def test_after_a_drain_all_is_as_after_a_restart() -> None:
+    log: list[str] = []
+    done(log, ahead=1, behind=True, drain_after=1)
+    assert log.index("U1") < len(log) - 1 - log[::-1].index("L2")  # 2 is looked up anew, after update 1
+    after = log[len(log) - 1 - log[::-1].index("L2") :]
+    assert after == ["L2", "L3", "U2", "L4", "U3", "U4"] or after == ["L2", "U2", "L4", "U3", "U4"]
+
+
+@given(
+    pauses=st.lists(st.sampled_from(["read", "look", "update", "main"]), max_size=6),
+    ahead=st.integers(0, 3),
+    drains=st.sets(st.integers(0, 9)),
+)
+@settings(max_examples=25, deadline=None)
+def test_whoever_is_slow_the_numbers_are_the_same(pauses: list[str], ahead: int, drains: set[int]) -> None:
+    def train(slow: set[str]) -> list[int]:
+        """Each item adds what it read of a common row: the sum tells which updates a lookup saw."""
+        row, seen = [0], []
+
+        def wait(who: str) -> None:
+            if who in slow:
+                time.sleep(0.001)
+
+        def read() -> Iterator[int]:
+            for item in range(10):
+                wait("read")
+                yield item
+
+        def look(item: int) -> int:  # noqa: ARG001
+            wait("look")
+            return row[0]
+
+        def update(value: int) -> None:
+            wait("update")
+            row[0] += value
+
+        with Lane(read(), look, ahead=ahead) as lane:
+            while (found := lane.next()) is not None:
+                item, value = found
+                seen.append(value)
+                wait("main")
+                lane.push(partial(update, value + item + 1))
+                if item in drains:
+                    lane.drain()
+                    seen.append(-row[0])
+            lane.drain()
+        return [*seen, row[0]]
+
+    assert train(set(pauses)) == train(set())
+
+
+def test_a_stream_that_pauses_does_not_hold_updates_back() -> None:
+    more, updated = threading.Event(), threading.Event()
+
+    def read() -> Iterator[int]:
+        yield 0
+        yield 1
+        assert more.wait(10)
+        yield 2
+
+    with Lane(read(), lambda item: item, patience=0.01) as lane:
+        for item in (0, 1):
+            assert lane.next() == (item, item)
+            lane.push(updated.set if item == 1 else lambda: None)
+        waiter = threading.Thread(target=lambda: (updated.wait(10), more.set()))
+        waiter.start()
+        assert lane.next() == (2, 2)  # the update of 1 came first, or the stream would still wait
+        waiter.join()
+
+
+def test_draining_does_not_wait_for_a_stream_that_pauses() -> None:
+    more = threading.Event()
+    log: list[str] = []
+
+    def read() -> Iterator[int]:
+        yield 0
+        assert more.wait(10)
+        yield 1
+
+    with Lane(read(), lambda item: item) as lane:
+        assert lane.next() == (0, 0)
+        lane.push(partial(log.append, "U0"))
+        lane.drain()
+        assert log == ["U0"]
+        more.set()
+        assert lane.next() == (1, 1)
+
+
+def test_an_error_of_the_source_comes_after_what_could_be_read() -> None:
+    def read() -> Iterator[int]:
+        yield 0
+        raise OSError("torn")
+
+    with Lane(read(), lambda item: item) as lane:
+        assert lane.next() == (0, 0)
+        with pytest.raises(OSError, match="torn"):
+            lane.next()
+
+
+def test_an_error_of_an_update_is_raised() -> None:
+    def fail() -> None:
+        raise ValueError("full")
+
+    with Lane(iter(range(100)), lambda item: item) as lane:
+        lane.next()
+        lane.push(fail)
+        with pytest.raises(ValueError, match="full"):
+            for _ in range(100):
+                lane.next()
+                lane.push(lambda: None)
+
+
+def test_updates_that_are_given_up_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    hold, entered = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert hold.wait(10)
+
+    lane = Lane(iter(range(10)), lambda item: item)
+    lane.next()
+    lane.push(wait)
+    lane.push(lambda: None)
+    assert entered.wait(10)
+    threading.Timer(0.05, hold.set).start()
+    lane.close()
+    assert "1 updates of rows were given up" in caplog.text
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+    log: list[str] = []
+    done(log, ahead=1, behind=True)
+    assert threading.active_count() == before
