@@ -92,9 +92,21 @@ def killed_at(operation: int | None) -> Iterator[Callable[[], int]]:
         yield lambda: done
 
 
+def dying_at(path: str) -> Any:
+    """A rename that dies instead of giving this name."""
+    honest = LocalBackend.rename
+
+    def rename(self: LocalBackend, source: str, target: str) -> None:
+        if target == path:
+            raise Killed
+        honest(self, source, target)
+
+    return rename
+
+
 NEEDS = {2: [1], 3: [2], 5: [4], 6: [5], 7: [4]}
 """Which checkpoints are incremental, and upon which they build."""
-LAST = 9
+LAST = 8
 
 
 def train(folder: str) -> None:
@@ -196,20 +208,49 @@ def test_an_old_checkpoint_that_was_being_written_again_is_not_removed(folder: s
     assert steps_on_disk(folder) == {1, 2, 3}
 
 
+def test_one_kept_for_good_that_was_being_listed_again_still_has_what_it_needs(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saver_at(now: float) -> Saver:
+        saver = saver_of(folder, clock=FakeClock(now), max_to_keep=1, keep_every=timedelta(seconds=10))
+        saver.recover()
+        return saver
+
+    saver_at(0.0).save(1, write_checkpoint)
+    saver_at(11.0).save(2, write_checkpoint, depends_on=[f"{folder}/model.ckpt-1"])
+    saver_at(12.0).save(3, write_checkpoint)
+    assert steps_on_disk(folder) == {1, 2, 3}
+    monkeypatch.setattr(LocalBackend, "rename", dying_at(f"{folder}/checkpoint"))
+    with pytest.raises(Killed):
+        saver_at(13.0).save(2, write_checkpoint, depends_on=[f"{folder}/model.ckpt-1"])
+    monkeypatch.undo()
+    saver_at(14.0).save(4, write_checkpoint)
+    assert steps_on_disk(folder) == {1, 2, 4}
+
+
+def test_a_second_try_that_is_killed_leaves_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first wrote all of the data and could not list it; the second dies there too."""
+    saver = saver_of(folder)
+    saver.save(1, write_checkpoint)
+    patch = refuse("create", errno.ENOSPC, "/checkpoint-tmp")
+    with pytest.raises(FilesystemError):
+        saver.save(2, write_checkpoint)
+    patch.undo()
+    monkeypatch.setattr(LocalBackend, "rename", dying_at(f"{folder}/checkpoint"))
+    with pytest.raises(Killed):
+        saver.save(2, write_checkpoint)
+    monkeypatch.undo()
+    saver_of(folder).recover()
+    assert steps_on_disk(folder) == {1}
+
+
 def test_a_deletion_that_is_planned_is_not_done_while_the_state_file_lists_the_checkpoint(
     folder: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     saver = saver_of(folder, max_to_keep=1)
     saver.save(1, write_checkpoint)
-    honest = LocalBackend.rename
-
-    def die(self: LocalBackend, source: str, target: str) -> None:
-        if target.endswith("/checkpoint"):
-            raise Killed
-        honest(self, source, target)
-
-    monkeypatch.setattr(LocalBackend, "rename", die)
+    monkeypatch.setattr(LocalBackend, "rename", dying_at(f"{folder}/checkpoint"))
     with pytest.raises(Killed):
         saver.save(2, write_checkpoint)
     monkeypatch.undo()
@@ -420,6 +461,16 @@ def test_a_deletion_that_fails_is_tried_again(folder: str, caplog: pytest.LogCap
     assert steps_on_disk(folder) == {1, 2}
     saver.save(3, write_checkpoint)
     assert steps_on_disk(folder) == {3}
+
+
+def test_the_manifest_is_deleted_first(folder: str) -> None:
+    saver = saver_of(folder, max_to_keep=1)
+    saver.save(1, write_checkpoint)
+    patch = refuse("remove_file", errno.EBUSY, ".dense")
+    saver.save(2, write_checkpoint)
+    patch.undo()
+    assert filesystem.exists(f"{folder}/model.ckpt-1.dense-00000-of-00002")
+    assert not checkpoint_exists(f"{folder}/model.ckpt-1")
 
 
 def test_a_save_that_cannot_be_noted_is_a_save(folder: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -180,6 +180,14 @@ def test_a_stock_agent_is_asked_as_documented(make_agent, client_of):
     assert client.node_name() == "node-a"
 
 
+def test_durations_are_written_as_consul_reads_them(make_agent, client_of):
+    agent = make_agent()
+    odd = {"ttl": timedelta(seconds=90, milliseconds=500), "remove_after": timedelta(days=20)}
+    client_of(agent, **odd).register("job", 1)
+    check = agent.bodies[0]["Check"]
+    assert (check["TTL"], check["DeregisterCriticalServiceAfter"]) == ("90500ms", "1728000s")
+
+
 def test_a_script_is_left_to_the_agent(agent, client):
     before = threading.active_count()
     client.register("job", 1, check_script="exit 0")

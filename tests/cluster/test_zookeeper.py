@@ -248,11 +248,13 @@ def test_an_entry_outlives_the_session_that_had_its_place(join, connect, job):
     assert join().query("ps") == {0: B}
 
 
-def test_a_replaced_process_gets_its_place_back_only_when_the_other_is_gone(join):
+def test_a_replaced_process_gets_its_place_back_only_when_the_other_is_gone(join, meddler, job):
     before, after = join(reregister_every=timedelta(milliseconds=20)), join()
     before.register("ps", 0, A)
     after.register("ps", 0, B)
+    made = meddler.exists(f"/monolith/{job}/ps.0").czxid
     time.sleep(0.3)
+    assert meddler.exists(f"/monolith/{job}/ps.0").czxid == made
     assert after.query("ps") == {0: B}
     after.close()
     eventually(lambda: before.query("ps") == {0: A})
@@ -306,7 +308,7 @@ def test_entries_are_made_again_after_the_session_was_lost(join, connect, zookee
     eventually(lambda: (now := discovery._client.client_id) is not None and now != lost)
     eventually(lambda: {f"/monolith/{job}/ps.0", f"/monolith/{job}/worker.0"} <= zookeeper.ephemerals())
     eventually(lambda: other.query("ps") == {0: A} and other.query("worker") == {0: B})
-    assert discovery.query("ps") == {0: A}
+    eventually(lambda: discovery.query("ps") == {0: A})
     other.register("ps", 1, B)
     eventually(lambda: discovery.query("ps") == {0: A, 1: B})
 

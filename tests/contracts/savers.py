@@ -52,7 +52,14 @@ class Case:
 
     options: dict[str, Any] = field(default_factory=dict)
     remote: bool = False
-    basename: str = "model.ckpt"
+
+    @property
+    def latest_filename(self) -> str:
+        return str(self.options.get("latest_filename", "checkpoint"))
+
+    @property
+    def speaks_for_folder(self) -> bool:
+        return self.latest_filename == "checkpoint"
 
     def folder(self, tmp_path: Path) -> str:
         return f"memory://{uuid.uuid4().hex}" if self.remote else f"{tmp_path}/run"

@@ -269,7 +269,9 @@ class Agent:
 
 def _duration(text: str | None) -> float | None:
     """Read the durations that a Go program writes, as far as tests use them."""
-    return None if text is None else float(text.removesuffix("s"))
+    if text is None:
+        return None
+    return float(text[:-2]) / 1000 if text.endswith("ms") else float(text.removesuffix("s"))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -307,12 +309,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class _TcpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+class _Threads(socketserver.ThreadingMixIn):
     daemon_threads = True
     block_on_close = False
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: clients hang up, as they do."""
+
+
+class _TcpServer(_Threads, socketserver.TCPServer):
     allow_reuse_address = True
 
 
-class _UnixServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
-    block_on_close = False
+class _UnixServer(_Threads, socketserver.UnixStreamServer):
+    pass

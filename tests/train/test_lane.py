@@ -60,8 +60,7 @@ def test_after_a_drain_all_is_as_after_a_restart() -> None:
     log: list[str] = []
     done(log, ahead=1, behind=True, drain_after=1)
     assert log.index("U1") < len(log) - 1 - log[::-1].index("L2")  # 2 is looked up anew, after update 1
-    after = log[len(log) - 1 - log[::-1].index("L2") :]
-    assert after == ["L2", "L3", "U2", "L4", "U3", "U4"] or after == ["L2", "U2", "L4", "U3", "U4"]
+    assert log.index("L3") < log.index("U2") < log.index("L4")
 
 
 @given(
@@ -159,13 +158,15 @@ def test_an_error_of_an_update_is_raised() -> None:
     def fail() -> None:
         raise ValueError("full")
 
+    def train_on(lane: Lane[int, int]) -> None:
+        while lane.next() is not None:
+            lane.push(lambda: None)
+
     with Lane(iter(range(100)), lambda item: item) as lane:
         lane.next()
         lane.push(fail)
         with pytest.raises(ValueError, match="full"):
-            for _ in range(100):
-                lane.next()
-                lane.push(lambda: None)
+            train_on(lane)
 
 
 def test_updates_that_are_given_up_are_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,8 @@ class Saver:
     Args:
         model_dir: Made if it is missing.
         basename: Checkpoints are named `<basename>-<step>`.
-        latest_filename: The state file beside them.
+        latest_filename: The state file beside them. Only the saver of `checkpoint` speaks for the folder:
+            it notes its saves in `monolith_checkpoint`, and deletes what others wrote for its steps.
         max_to_keep: How many to keep besides the exempt; 0 or None keeps all and lists the newest.
         keep_every: Of those that leave, one per period is kept for good.
         relative_paths: Whether the folder may be moved or copied.
@@ -115,12 +116,17 @@ class Saver:
         check_latest_filename(latest_filename, filesystem.join(model_dir, basename))
         self._model_dir = model_dir
         self._latest_filename = latest_filename
+        self._speaks_for_folder = latest_filename == CHECKPOINT_FILE
         self._relative_paths = relative_paths
         self._exempt = tuple(exempt)
         self._clock = clock
         self._sleep = sleep
         self._table_kind = table_kind
-        self._names = SaveNames(filesystem.join(model_dir, basename), pad_step_number=pad_step_number)
+        self._names = SaveNames(
+            filesystem.join(model_dir, basename),
+            latest_filename=latest_filename,
+            pad_step_number=pad_step_number,
+        )
         state = self._read_state()
         journal = read_journal(model_dir, latest_filename)
         self._journal: Journal | None = journal  # as it is on disk, if we know
@@ -161,11 +167,11 @@ class Saver:
     def recover(self, paths: Sequence[str] | None = None) -> None:
         """Go on where an earlier saver of this folder ended, and finish the deletions it had begun.
 
-        Args:
-            paths: The checkpoints to go on with, oldest first, instead of those of the state file.
-
         Checkpoints that are gone are passed over. When one was saved is what the state file
         says; of those it says nothing about, when their manifest was changed.
+
+        Args:
+            paths: The checkpoints to go on with, oldest first, instead of those of the state file.
         """
         state = self._read_state()
         known = self._listed(state)
@@ -225,7 +231,7 @@ class Saver:
         # Until the state file lists it, it is what it was before.
         unlisted = replace(
             after,
-            released=(*after.released, prefix) if is_new else after.released,
+            released=(*after.released, prefix) if prefix in before.released else after.released,
             preserved=tuple(dict.fromkeys(before.preserved + after.preserved)),
         )
         self._write_journal(unlisted)
@@ -323,6 +329,8 @@ class Saver:
 
     def _note_save(self, now: float) -> None:
         """Note the save in `monolith_checkpoint`. The checkpoint counts already, whatever happens here."""
+        if not self._speaks_for_folder:
+            return
         try:
             update_monolith_checkpoint(self._model_dir, table_kind=self._table_kind, saved_at=now)
         except (CorruptFileError, FilesystemError) as cause:
@@ -356,7 +364,7 @@ class Saver:
         """Delete every file and folder of a step; return whether there were any."""
         name = filesystem.base_name(prefix)
         pattern = rf"{re.escape(name)}(\..*|_item_pool_.*)"
-        if numbered := re.search(r"-0*([0-9]+)$", name):
+        if self._speaks_for_folder and (numbered := re.search(r"-0*([0-9]+)$", name)):
             pattern += rf"|(ckpt\.info|input_worker_.*\.ckpt)-0*{numbered[1]}(\..*|-tmp-.*)?"
         belongs = re.compile(pattern, re.DOTALL)
         files = [path for path in filesystem.list_files(self._model_dir) if _matches(belongs, path)]

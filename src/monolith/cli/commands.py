@@ -139,6 +139,30 @@ class BenchDataOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchCheckpointOptions:
+    """Measure checkpoints: beside plain files of the same bytes, and what training feels of a save."""
+
+    rows: int = 10_000_000
+    """Rows in the table."""
+    dim: int = 16
+    """Floats per embedding, beside as many of optimizer state."""
+    batch: int = 8192
+    """Ids in a training step."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts to train with, at most the machine's cores."""
+    touched: tuple[float, ...] = (0.01, 0.1)
+    """Shares of the rows that change before an increment."""
+    repeats: int = 3
+    """Rounds; the best counts."""
+    folder: str | None = None
+    """A folder on the disk to measure; by default where temporary files go."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataHeadOptions:
     """Show the first records of a file."""
 
@@ -223,6 +247,7 @@ COMMANDS = {
     "tour": Command(TourOptions, "monolith.cli.tour"),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.cli.bench.data"),
+    "bench checkpoint": Command(BenchCheckpointOptions, "monolith.cli.bench.checkpoint"),
     "bench train": Command(BenchTrainOptions, "monolith.cli.bench.train"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),

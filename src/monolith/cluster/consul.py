@@ -690,7 +690,9 @@ def _lookup_service(
 
 
 def _seconds(duration: timedelta) -> str:
-    return f"{duration.total_seconds():g}s"
+    """As Go reads it."""
+    whole, rest = divmod(duration, timedelta(seconds=1))
+    return f"{whole * 1000 + rest // timedelta(milliseconds=1)}ms" if rest else f"{whole}s"
 
 
 _Found = tuple[str, Registration, ConsulService]

@@ -15,8 +15,6 @@ import torch
 from monolith.cluster.mpi import world_from_environment
 from monolith.errors import ConfigError
 
-_CPU = torch.device("cpu")
-
 
 def visible_gpu(local_rank: int, processes_per_gpu: int = 1) -> int:
     """Return the GPU that a rank of this machine shares with `processes_per_gpu - 1` others.
@@ -55,7 +53,8 @@ class Devices:
 
     def __init__(self, *, gpu: bool) -> None:
         self.gpu = gpu
-        self._current: ContextVar[torch.device] = ContextVar("device", default=_CPU)
+        self._cpu = torch.device("cpu")
+        self._current: ContextVar[torch.device] = ContextVar("device", default=self._cpu)
 
     @property
     def current(self) -> torch.device:
@@ -72,7 +71,7 @@ class Devices:
             ConfigError: No such device.
         """
         if name is None:
-            return _CPU
+            return self._cpu
         if isinstance(name, torch.device):
             device = name
         else:
@@ -81,12 +80,12 @@ class Devices:
             except RuntimeError as cause:
                 raise ConfigError(f"no device is called {name!r}: {cause}") from cause
         if device.type == "cpu" or not self.gpu:
-            return _CPU
+            return self._cpu
         return torch.device(device.type, device.index or 0)
 
     @contextmanager
     def use(self, name: str | torch.device | None) -> Iterator[torch.device]:
-        """Make `allowed(name)` the current device, and where torch puts new tensors, for as long as the block."""
+        """Make `allowed(name)` current, and where torch puts new tensors, as long as the block lasts."""
         device = self.allowed(name)
         token = self._current.set(device)
         try:

@@ -18,7 +18,7 @@ from monolith.cluster.mpi import world_from_environment
 from monolith.cluster.run_config import RunConfig, for_rank
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.yarn import application_master_address
-from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery, default_zk_servers
+from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
 
 
@@ -97,7 +97,7 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     if role.kind not in ("worker", "ps"):
         raise ConfigError(
             f"{role.source} says that this process is a {role.kind}, which does not train; "
-            "data dispatchers and workers are started with `monolith data dispatcher` and `monolith data worker`"
+            "`monolith data dispatcher` and `monolith data worker` start what reads data"
         )
     placed = replace(
         cluster,
@@ -131,7 +131,7 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
         return ConsulDiscovery(config.job.id, ConsulConfig.from_environment(environ))
     if not config.job.name:
         raise ConfigError("discovery by ZooKeeper needs job.name: processes of a job meet under it")
-    servers = discovery.zookeeper or environ.get("zk_servers") or default_zk_servers(environ)
+    servers = discovery.zookeeper or environ.get("zk_servers") or ""
     auth = (("digest", discovery.zookeeper_auth.reveal()),) if discovery.zookeeper_auth else ()
     return ZooKeeperDiscovery(config.job.name, ZooKeeperConfig(servers=servers, auth=auth))
 

@@ -319,7 +319,7 @@ class ZooKeeperDiscovery(Closing):
                 else:
                     self._nodes[name] = node
                 if name in self._mine and (node is None or node.address != self._mine[name]):
-                    pass
+                    self._repair_at = 0.0
             self._synced = True
             self._changed.notify_all()
         self._watchers.tell(self._known)

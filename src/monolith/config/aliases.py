@@ -98,5 +98,10 @@ def _converted(node: Node, alias: Renamed) -> Node:
         if len(value) > 1:
             return node  # a list, or too much; the reader knows which
         value = value[0] if value else "true"  # a bare --flag
-    grown = grow(alias.convert(value), node.source)
-    return replace(grown, is_text=node.is_text) if isinstance(grown, Leaf) else grown
+    converted = alias.convert(value)
+    grown = grow(converted, node.source)
+    return (
+        replace(grown, is_text=node.is_text and isinstance(converted, str))
+        if isinstance(grown, Leaf)
+        else grown
+    )

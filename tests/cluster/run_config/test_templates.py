@@ -1,0 +1,47 @@
+import tomllib
+
+import pytest
+
+from monolith.cluster.run_config import RunConfig, load_run_config
+from monolith.cluster.run_config.templates import KINDS, template
+from monolith.config import describe_fields
+from monolith.errors import ConfigError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_is_a_config_of_its_kind(tmp_path, kind):
+    file = tmp_path / "run.toml"
+    file.write_text(template(kind))
+    config = load_run_config(file=file)
+    assert {
+        "local": config.job.local,
+        "ps": config.cluster.num_ps == 2,
+        "sync": config.training.fully_synchronous,
+        "serve": config.job.mode == "infer",
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_template_suggests_may_be_taken_up(tmp_path, kind):
+    file = tmp_path / "run.toml"
+    taken = "\n".join(
+        line[1:] if line.startswith("#") and not line.startswith("# ") else line
+        for line in template(kind).splitlines()
+    )
+    file.write_text(taken)
+    load_run_config(file=file)
+    assert sum(len(table) for table in tomllib.loads(taken).values()) == len(KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_explains_each_of_its_fields(kind):
+    known = {info.path: info for info in describe_fields(RunConfig)}
+    text = " ".join(template(kind).replace("\n# ", " ").split())
+    for path in KINDS[kind]:
+        assert " ".join(known[path].doc.split()) in text
+
+
+def test_there_are_templates_for_four_kinds():
+    assert list(KINDS) == ["local", "ps", "sync", "serve"]
+    with pytest.raises(ConfigError, match="there are local, ps, sync, serve"):
+        template("cloud")
