@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 
 #include "table_body.h"
@@ -44,7 +45,7 @@ Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_p
       slot_expire_[slot] = seconds;
     }
   }
-  body_ = make_body().release();
+  body_ = make_body(spec_.initial_rows).release();
 }
 
 Table::~Table() {
@@ -52,7 +53,7 @@ Table::~Table() {
   delete body_.load();
 }
 
-std::unique_ptr<Table::Body> Table::make_body() const {
+std::unique_ptr<Table::Body> Table::make_body(std::size_t expected) const {
   auto body = std::make_unique<Body>(entry_.row_bytes(), budget_);
   const auto add = [&](std::uint64_t first, std::uint64_t last, double rows) {
     auto part = std::make_unique<Partition>();
@@ -69,8 +70,8 @@ std::unique_ptr<Table::Body> Table::make_body() const {
   int depth = 0;
   const auto build = [&](const auto& self, std::uint64_t first, std::uint64_t last) -> void {
     const double share = (static_cast<double>(last - first) + 1) * 0x1p-64;
-    const double rows = share * static_cast<double>(spec_.initial_rows);
-    if (rows <= partition_limit(spec_.initial_rows / kPartitionRows) * 0.95) {
+    const double rows = share * static_cast<double>(expected);
+    if (rows <= partition_limit(expected / kPartitionRows) * 0.95) {
       add(first, last, rows);
       return;
     }
@@ -122,8 +123,9 @@ TableStats Table::stats() const {
   return total;
 }
 
-void Table::clear() {
-  auto fresh = make_body();
+void Table::clear(std::size_t rows) {
+  auto fresh = make_body(spec_.capacity_bytes != 0 ? spec_.initial_rows
+                                                   : std::max<std::size_t>(rows, spec_.initial_rows));
   std::unique_lock lock(gate_mutex_);
   gate_changed_.wait(lock, [&] { return frozen_ == 0; });  // clearing is a write, and waits like one
   ++frozen_;
@@ -382,91 +384,186 @@ std::size_t Table::evict(std::int64_t now) {
 
 // ---- walking -------------------------------------------------------------------------------------
 
-Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const {
-  return scan_rows(cursor, last, limit, nullptr, false);
-}
+namespace {
 
-Chunk Table::scan_rows(std::uint64_t cursor, std::uint64_t last, std::size_t limit, const TableCut* cut,
-                       bool changed_only) const {
-  if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
-  Chunk chunk;
-  const std::size_t dim = entry_.dim();
-  const std::size_t state_dim = entry_.state_dim();
-  Epochs::Visit visit(epochs_);
-  const Body& body = *body_.load();
-  std::size_t room = 0;
-  const auto grow_to = [&](std::size_t wanted) {  // columns grow as rows are met: most scans are short
-    wanted = std::min(limit, std::max(wanted, 2 * room));
+// Rows that a scan has found, and columns to hold them. Columns grow as rows are met: most scans are short.
+class ChunkBuilder {
+ public:
+  ChunkBuilder(const Entry& entry, std::size_t limit)
+      : entry_(entry), dim_(entry.dim()), state_dim_(entry.state_dim()), limit_(limit) {}
+
+  std::size_t rows() const { return chunk_.rows; }
+  std::size_t left() const { return limit_ - chunk_.rows; }
+
+  void make_room(std::size_t more) {
+    if (chunk_.rows + more <= room_) return;
+    const std::size_t wanted = std::min(limit_, std::max(chunk_.rows + more, 2 * room_));
     const auto moved = [&](auto& column, std::size_t width) {
       using T = std::remove_reference_t<decltype(column[0])>;
       std::unique_ptr<T[]> wider(new T[wanted * width]);
-      if (chunk.rows > 0) std::memcpy(wider.get(), column.get(), chunk.rows * width * sizeof(T));
+      if (chunk_.rows > 0) std::memcpy(wider.get(), column.get(), chunk_.rows * width * sizeof(T));
       column = std::move(wider);
     };
-    moved(chunk.ids, 1);
-    moved(chunk.times, 1);
-    moved(chunk.values, dim);
-    moved(chunk.state, state_dim);
-    room = wanted;
-  };
-  struct Found {
-    std::uint64_t hash;
-    const std::byte* row;
-    std::uint32_t time;
-  };
-  std::vector<Found> found;
-  const auto wanted = [&](std::uint64_t hash, std::uint32_t row) {
-    return hash >= cursor && hash <= last && (!changed_only || cut->changes_->rows.test(row));
-  };
+    moved(chunk_.ids, 1);
+    moved(chunk_.times, 1);
+    moved(chunk_.values, dim_);
+    moved(chunk_.state, state_dim_);
+    room_ = wanted;
+  }
+
+  // Writes row number `at` after those there are; there must be room.
+  void put(std::size_t at, std::uint64_t hash, std::uint32_t time, const std::byte* row) {
+    at += chunk_.rows;
+    chunk_.ids[at] = unmix(hash);
+    chunk_.times[at] = time;
+    entry_.read(row, chunk_.values.get() + at * dim_);
+    std::memcpy(chunk_.state.get() + at * state_dim_, row + dim_ * sizeof(float), state_dim_ * sizeof(float));
+  }
+  void advance(std::size_t count) { chunk_.rows += count; }
+
+  Chunk finish(std::optional<std::uint64_t> cursor) {
+    chunk_.done = !cursor.has_value();
+    chunk_.cursor = cursor.value_or(0);
+    return std::move(chunk_);
+  }
+
+ private:
+  const Entry& entry_;
+  const std::size_t dim_;
+  const std::size_t state_dim_;
+  const std::size_t limit_;
+  Chunk chunk_;
+  std::size_t room_ = 0;
+};
+
+// In the order of hashes: a table with the same rows is always walked the same way.
+template <class Found>
+void sort_first(std::vector<Found>& found, std::size_t take) {
+  const auto by_hash = [](const Found& a, const Found& b) { return a.hash < b.hash; };
+  if (take < found.size()) std::nth_element(found.begin(), found.begin() + take, found.end(), by_hash);
+  std::sort(found.begin(), found.begin() + take, by_hash);
+}
+
+}  // namespace
+
+Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) const {
+  if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
+  ChunkBuilder chunk(entry_, limit);
+  Epochs::Visit visit(epochs_);
+  const Body& body = *body_.load();
+  std::vector<Slot> found;
   for (;;) {
     Partition& part = *body.route(cursor);
     std::unique_lock lock(part.mutex);
     if (!part.owns(cursor)) continue;
-    if (cut != nullptr && !cut->open_) throw std::invalid_argument("scan: the cut was closed");
     const Index index = part.index.load(std::memory_order_relaxed);
     found.clear();
     for (std::size_t i = 0; i < index.size(); ++i) {
       const Slot& slot = index.slots()[i];
-      if (slot.row != 0 && (cut == nullptr || !cut->taken_.test(slot.row)) && wanted(slot.hash, slot.row))
-        found.push_back({slot.hash, body.rows.row(slot.row), slot.time});
+      if (slot.row != 0 && slot.hash >= cursor && slot.hash <= last) found.push_back(slot);
     }
-    if (cut != nullptr && part.captured != nullptr) {
-      const CapturedRows& captured = *part.captured;
-      for (std::size_t i = 0; i < captured.keys.size(); ++i)
-        if (const auto& key = captured.keys[i]; wanted(key.hash, key.row))
-          found.push_back({key.hash, captured.bytes.data() + i * entry_.row_bytes(), key.time});
-    }
-    const std::size_t take = std::min(found.size(), limit - chunk.rows);
-    // In the order of hashes: a table with the same rows is always walked the same way.
-    const auto by_hash = [](const Found& a, const Found& b) { return a.hash < b.hash; };
-    if (take < found.size()) std::nth_element(found.begin(), found.begin() + take, found.end(), by_hash);
-    std::sort(found.begin(), found.begin() + take, by_hash);
-    if (chunk.rows + take > room) grow_to(chunk.rows + take);
+    const std::size_t take = std::min(found.size(), chunk.left());
+    sort_first(found, take);
+    chunk.make_room(take);
     for (std::size_t i = 0; i < take; ++i) {
-      if (i + 8 < take) __builtin_prefetch(found[i + 8].row);
-      const std::byte* row = found[i].row;
-      const std::size_t at = chunk.rows + i;
-      chunk.ids[at] = unmix(found[i].hash);
-      chunk.times[at] = found[i].time;
-      entry_.read(row, chunk.values.get() + at * dim);
-      std::memcpy(chunk.state.get() + at * state_dim, row + dim * sizeof(float), state_dim * sizeof(float));
+      if (i + 8 < take) __builtin_prefetch(body.rows.row(found[i + 8].row));
+      chunk.put(i, found[i].hash, found[i].time, body.rows.row(found[i].row));
     }
-    chunk.rows += take;
+    chunk.advance(take);
     const std::uint64_t part_last = part.last;
     lock.unlock();
-    if (take < found.size()) {
-      chunk.cursor = found[take - 1].hash + 1;
-      return chunk;
-    }
-    if (part_last >= last) {
-      chunk.done = true;
-      return chunk;
-    }
+    if (take < found.size()) return chunk.finish(found[take - 1].hash + 1);
+    if (part_last >= last) return chunk.finish({});
     cursor = part_last + 1;
-    if (chunk.rows == limit) {
-      chunk.cursor = cursor;
-      return chunk;
+    if (chunk.left() == 0) return chunk.finish(cursor);
+  }
+}
+
+// A partition is locked for its keys only, and again for a few rows at a time, so that whoever trains hardly
+// waits. A row that changed in between was captured before, and is looked for there at the end.
+Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
+                      bool changed_only) const {
+  constexpr std::size_t kAtOnce = 32;
+  if (limit == 0) throw std::invalid_argument("scan: limit must be at least 1");
+  struct Found {
+    std::uint64_t hash;
+    std::uint32_t row;  // its number, or 0: it was captured already
+    std::uint32_t time;
+  };
+  ChunkBuilder chunk(entry_, limit);
+  Epochs::Visit visit(epochs_);
+  const Body& body = *body_.load();
+  const auto wanted = [&](std::uint64_t hash, std::uint32_t row) {
+    return hash >= cursor && hash <= last && (!changed_only || cut.changes_->rows.test(row));
+  };
+  const auto check_open = [&] {
+    if (!cut.open_) throw std::invalid_argument("scan: the cut was closed");
+  };
+  std::vector<Found> found;
+  std::vector<std::size_t> late;  // places in `found` whose rows are to be had from the captured
+  for (;;) {
+    Partition& part = *body.route(cursor);
+    std::unique_lock lock(part.mutex);
+    if (!part.owns(cursor)) continue;
+    check_open();
+    const Index index = part.index.load(std::memory_order_relaxed);
+    found.clear();
+    for (std::size_t i = 0; i < index.size(); ++i) {
+      const Slot& slot = index.slots()[i];
+      if (slot.row != 0 && !cut.taken_.test(slot.row) && wanted(slot.hash, slot.row))
+        found.push_back({slot.hash, slot.row, slot.time});
     }
+    if (part.captured != nullptr)
+      for (const CapturedRows::Key& key : part.captured->keys)
+        if (wanted(key.hash, key.row)) found.push_back({key.hash, 0, key.time});
+    const std::uint64_t part_last = part.last;
+    lock.unlock();
+
+    const std::size_t take = std::min(found.size(), chunk.left());
+    sort_first(found, take);
+    chunk.make_room(take);
+    late.clear();
+    for (std::size_t begin = 0; begin < take; begin += kAtOnce) {
+      const std::size_t end = std::min(take, begin + kAtOnce);
+      for (std::size_t i = begin; i < end; ++i)
+        if (found[i].row != 0) __builtin_prefetch(body.rows.row(found[i].row));
+      // The partition may have split: both halves are guarded by their own locks, and a row that is not taken
+      // has not changed. Which lock is held matters only to a row that is about to change, in its own half.
+      for (std::size_t i = begin; i < end;) {
+        Partition& owner = *body.route(found[i].hash);
+        std::lock_guard held(owner.mutex);
+        if (!owner.owns(found[i].hash)) continue;
+        check_open();
+        for (; i < end && owner.owns(found[i].hash); ++i) {
+          if (found[i].row == 0 || cut.taken_.test(found[i].row))
+            late.push_back(i);
+          else
+            chunk.put(i, found[i].hash, found[i].time, body.rows.row(found[i].row));
+        }
+      }
+    }
+    for (std::size_t l = 0; l < late.size();) {  // in the order of hashes, so partition after partition
+      Partition& owner = *body.route(found[late[l]].hash);
+      std::lock_guard held(owner.mutex);
+      if (!owner.owns(found[late[l]].hash)) continue;
+      check_open();
+      const std::size_t first = l;
+      while (l < late.size() && owner.owns(found[late[l]].hash)) ++l;
+      const CapturedRows& captured = *owner.captured;
+      for (std::size_t k = 0; k < captured.keys.size(); ++k) {
+        const auto at =
+            std::lower_bound(late.begin() + first, late.begin() + l, captured.keys[k].hash,
+                             [&](std::size_t i, std::uint64_t hash) { return found[i].hash < hash; });
+        if (at != late.begin() + l && found[*at].hash == captured.keys[k].hash)
+          chunk.put(*at, captured.keys[k].hash, captured.keys[k].time,
+                    captured.bytes.data() + k * entry_.row_bytes());
+      }
+    }
+    chunk.advance(take);
+    if (take < found.size()) return chunk.finish(found[take - 1].hash + 1);
+    if (part_last >= last) return chunk.finish({});
+    cursor = part_last + 1;
+    if (chunk.left() == 0) return chunk.finish(cursor);
   }
 }
 

@@ -107,7 +107,8 @@ class Table {
 
   std::size_t remove(std::span<const std::int64_t> ids);
   std::size_t evict(std::int64_t now);
-  void clear();
+  // With room for `rows` rows, so that filling it again need not grow it step by step.
+  void clear(std::size_t rows = 0);
 
   // Up to `limit` rows with hashes from `cursor` to `last`. Each row is whole; a row that is there
   // throughout is met exactly once.
@@ -176,8 +177,8 @@ class Table {
   void note_birth(std::uint32_t row);
   void note_removals(const std::vector<std::uint64_t>& hashes);
   void split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const;
-  Chunk scan_rows(std::uint64_t cursor, std::uint64_t last, std::size_t limit, const TableCut* cut,
-                  bool changed_only) const;
+  Chunk scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
+                 bool changed_only) const;
 
   // Copies the first `bytes` bytes of each row, block after block `step` bytes further on, zeros where there
   // is none, and calls done(first, count) after each block.
@@ -197,7 +198,7 @@ class Table {
   template <class Each>
   void spread(std::size_t count, std::size_t grain, Each&& each) const;
   void advance_clock(std::size_t count, EventTimes times);
-  std::unique_ptr<Body> make_body() const;
+  std::unique_ptr<Body> make_body(std::size_t rows) const;
   std::unique_ptr<Batch> borrow();
   void give_back(std::unique_ptr<Batch> batch);
 

@@ -32,7 +32,7 @@ Chunk TableCut::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit
   if (!open_) throw std::invalid_argument("scan: the cut was closed");
   if (changed_only && changes_ == nullptr)
     throw std::invalid_argument("scan: this table does not keep track of changes");
-  return table_.scan_rows(cursor, last, limit, this, changed_only);
+  return table_.scan_cut(*this, cursor, last, limit, changed_only);
 }
 
 std::vector<std::int64_t> TableCut::removed() const {

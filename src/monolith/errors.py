@@ -6,7 +6,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── ConfigError             a chosen value, key or combination is not allowed    (also ValueError)
     │   ├── UnknownParamError   no parameter of that name, or the name is taken      (also AttributeError)
     │   ├── InvalidParamError   a parameter's name, path or class makes no sense     (also AssertionError)
-    │   └── FrozenParamsError   the parameters were frozen                           (also TypeError)
+    │   ├── FrozenParamsError   the parameters were frozen                           (also TypeError)
+    │   └── UnknownTaskError    no task of that name can be found or imported        (also LookupError)
     ├── MissingExtraError       an optional package is needed; names the extra       (also ImportError)
     ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
     │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
@@ -70,6 +71,10 @@ class InvalidParamError(ConfigError, AssertionError):
 
 class FrozenParamsError(ConfigError, TypeError):
     """The parameters were frozen and cannot change."""
+
+
+class UnknownTaskError(ConfigError, LookupError):
+    """No task of that name: no such module, file or name, or it cannot be imported."""
 
 
 class MissingExtraError(MonolithError, ImportError):

@@ -498,7 +498,7 @@ def test_who_was_replaced_neither_comes_back_nor_takes_the_other_along(agent, jo
     before.register("ps", 0, A)
     after.register("ps", 0, B)
     time.sleep(0.3)
-    assert len(agent.shown(JOB)) == 1
+    eventually(lambda: len(agent.shown(JOB)) == 1)
     assert after.query("ps") == {0: B}
     before.close()
     assert after.query("ps") == {0: B}

@@ -148,7 +148,7 @@ def test_a_token_must_fit_into_a_header(tmp_path, text):
 
 def test_a_token_file_is_read_when_it_is_needed_less_its_line_end(tmp_path):
     config = SecurityConfig(token_file=tmp_path / "token")
-    with pytest.raises(ConfigError, match="cannot read security.token_file"):
+    with pytest.raises(ConfigError, match=r"cannot read security\.token_file"):
         guard_caller(config)
     (tmp_path / "token").write_text("right\n")
     assert guard_caller(config).token == Secret("right")
@@ -259,8 +259,8 @@ def test_a_name_in_the_certificate_may_stand_in_for_the_host(serve_grpc, tls):
     assert refused_grpc(address, replace(tls, server_name="somebody")) == "UNAVAILABLE"
 
 
-def test_a_port_that_is_taken_is_an_error(serve_grpc):
-    server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+def test_an_address_of_another_machine_is_an_error():
+    server = grpc.server(ThreadPoolExecutor(1))
     with pytest.raises(ListenError, match="cannot listen on"):
         add_grpc_port(server, "192.0.2.1:1", Guard())
 
@@ -310,14 +310,12 @@ def test_flight_with_the_right_token_passes_and_without_it_not(serve_flight):
     assert refused_flight(address, SecurityConfig()) is flight.FlightUnauthenticatedError
 
 
-def test_flight_with_the_right_certificate_passes_and_without_it_not(
-    serve_flight, tls, strangers, certificates
-):
+def test_flight_with_the_right_certificate_passes_and_without_it_not(serve_flight, tls, strangers):
     address = serve_flight(tls)
     assert ask_flight(address, tls) == b"hello"
     assert refused_flight(address, strangers) is flight.FlightUnavailableError
     assert refused_flight(address, SecurityConfig()) is flight.FlightUnavailableError
-    only_ca = {"tls_root_certs": (certificates / "ca.crt").read_bytes()}
+    only_ca = {"tls_root_certs": tls.ca.read_bytes()}
     with (
         flight.FlightClient(f"grpc+tls://{address}", **only_ca) as client,
         pytest.raises(flight.FlightUnavailableError),

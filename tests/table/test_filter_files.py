@@ -163,11 +163,42 @@ def test_a_write_that_fails_leaves_the_old_files(base: str) -> None:
     assert {path: path.read_bytes() for path in Path(base).parent.iterdir()} == before
 
 
-def test_filters_without_memory_write_nothing(base: str) -> None:
-    for admission in (NoFilter(), ProbabilisticFilter(SlotThresholds(3))):
-        admission.save(base)
-        admission.restore(base)
+def test_a_filter_without_memory_writes_nothing(base: str) -> None:
+    NoFilter().save(base)
+    NoFilter().restore(base)
     assert list(Path(base).parent.iterdir()) == []
+
+
+def test_a_filter_by_chance_goes_on_with_the_same_chances(base: str) -> None:
+    ids = torch.arange(100)
+    admission = ProbabilisticFilter(SlotThresholds(3), seed=5)
+    admission.refuse(ids)
+    kept = admission.copy()
+    admission.save(base)
+    following = admission.refuse(ids).tolist()
+    other = ProbabilisticFilter(SlotThresholds(3), seed=5)
+    other.restore(base)
+    assert other.refuse(ids).tolist() == following
+    assert kept.refuse(ids).tolist() == following
+    Path(base + ".draws").write_bytes(b"many")
+    with pytest.raises(CorruptFileError, match="one number"):
+        other.restore(base)
+
+
+def test_a_filter_that_saved_nothing_starts_from_the_beginning(base: str) -> None:
+    ProbabilisticFilter(SlotThresholds(3)).restore(base)
+
+
+def test_a_copy_of_a_filter_does_not_count_on(base: str) -> None:
+    admission = SlidingFilter(1000, 7, SlotThresholds(5))
+    admission.refuse(torch.tensor([1, 1, 2]))
+    copy = admission.copy()
+    admission.refuse(torch.tensor([1, 3]))
+    assert copy.get(torch.tensor([1, 2, 3])).tolist() == [2, 1, 0]
+    copy.save(base)
+    other = SlidingFilter(1000, 7, SlotThresholds(5))
+    other.restore(base)
+    assert other.get(torch.tensor([1, 2, 3])).tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize("cls", table_classes())

@@ -6,13 +6,17 @@ checkpointer.restore(prefix)
 """
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
+from monolith.checkpoint.comparing import Difference, compare
 from monolith.checkpoint.custom_restore import CustomRestore
+from monolith.checkpoint.listing import Listed, Listing, list_checkpoints
 from monolith.checkpoint.lock import ModelDirLock
 from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manifest
 from monolith.checkpoint.override import resolve_restore, start_from, wait_for_start
 from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
+from monolith.checkpoint.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
 from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.rewriting import compact, export, reshard
 from monolith.checkpoint.saver import Saver, checkpoint_exists, require_checkpoint
 from monolith.checkpoint.state_files import (
     CheckpointState,
@@ -28,9 +32,14 @@ __all__ = [
     "CheckpointState",
     "Checkpointer",
     "CkptInfo",
+    "Contents",
     "CustomRestore",
     "DensePart",
+    "Difference",
+    "FoundRow",
     "Link",
+    "Listed",
+    "Listing",
     "Manifest",
     "ModelDirLock",
     "Moment",
@@ -45,12 +54,20 @@ __all__ = [
     "StatePart",
     "TablesPart",
     "checkpoint_exists",
+    "compact",
+    "compare",
+    "export",
+    "find_checkpoint",
+    "find_id",
+    "list_checkpoints",
     "read_chain",
     "read_checkpoint_state",
     "read_ckpt_info",
+    "read_contents",
     "read_manifest",
     "read_monolith_checkpoint",
     "require_checkpoint",
+    "reshard",
     "resolve_restore",
     "start_from",
     "wait_for_start",

@@ -57,7 +57,8 @@ _KINDS = {"dense": frozenset({"extra"}), "optimizer": KEYS}
 """Kind of file -> what its JSON is made of, besides version and global step."""
 _METADATA = "monolith"
 _VERSION = 1
-_EXTRA = "$extra/"
+EXTRA = "$extra/"
+"""Begins the names of tensors that are no variables: a module's extra state."""
 _COUNTER = "global_step"
 
 
@@ -124,7 +125,7 @@ def capture_dense(
     """
     source = ModelVariables(model, SaveError)
     extra_tensors: dict[str, Tensor] = {}
-    extra = {name: encode(value, _EXTRA + name, extra_tensors) for name, value in source.extra.items()}
+    extra = {name: encode(value, EXTRA + name, extra_tensors) for name, value in source.extra.items()}
     training_tensors: dict[str, Tensor] = {}
     training = encode_training(
         source, optimizers, schedulers, scaler=scaler, random=random, tensors=training_tensors
@@ -197,7 +198,7 @@ def restore_dense(
         raise RestoreError(
             f"The passed save_path is not a valid checkpoint: {prefix}. There is no {dense_path(prefix)}."
         )
-    shapes = {name: i.shape for name, i in saved.header.tensors.items() if not name.startswith(_EXTRA)}
+    shapes = {name: i.shape for name, i in saved.header.tensors.items() if not name.startswith(EXTRA)}
     plan = custom.plan(
         {name: tuple(tensor.shape) for name, tensor in target.tensors.items()},
         shapes,
@@ -361,7 +362,7 @@ def _values(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the file, once; return what to load into the variables, and the extra state of modules."""
     wanted = {origin.name for origin in fitted.origins.values()}
-    tensors = saved.read(lambda name: name in wanted or name.startswith(_EXTRA))
+    tensors = saved.read(lambda name: name in wanted or name.startswith(EXTRA))
     values = {
         name: (tensors[origin.name] if origin.rows is None else tensors[origin.name][slice(*origin.rows)])
         for name, origin in fitted.origins.items()

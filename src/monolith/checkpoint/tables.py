@@ -131,12 +131,15 @@ class TablesPart:
         label = f"table {name}"
         state, why = _state_for(table.config, old, chain, options)
         rows = removed = 0
-        table.clear()
+        # A table that holds something is not touched before every byte is known to be good.
+        verify_first = len(table) > 0
+        if not chain or old not in chain[0].entry["tables"]:
+            table.clear()
         for saved in chain:
             entry = saved.entry["tables"].get(old)
             if entry is None:
                 continue
-            basename = table_basename(_assets(saved.prefix), old)
+            basename = table_basename(assets_folder(saved.prefix), old)
             if entry["kind"] == "full":
                 done = load(
                     table,
@@ -144,6 +147,7 @@ class TablesPart:
                     keep=self._shard,
                     optimizer_state=state,
                     workers=self._workers,
+                    verify_first=verify_first,
                     progress=self._progress,
                 )
             else:
@@ -161,7 +165,7 @@ class TablesPart:
             rows += done.rows
         newest = _last_with_filter(chain, old)
         if name in self._filters and newest is not None:
-            self._filters[name].restore(_filter_basename(newest.prefix, old))
+            self._filters[name].restore(filter_basename(newest.prefix, old))
         words = f"{len(table):,} rows"
         if len(chain) > 1:
             words += f" ({rows:,} read and {removed:,} removed, from {len(chain)} checkpoints)"
@@ -193,14 +197,14 @@ class TablesCut:
     def write(self, prefix: str, *, full: bool) -> Entry:
         tables: dict[str, Entry] = {}
         slots: Counter[int] = Counter()
-        filesystem.make_dirs(_assets(prefix))
+        filesystem.make_dirs(assets_folder(prefix))
         for name, cut in self._cuts.items():
-            basename = table_basename(_assets(prefix), name)
+            basename = table_basename(assets_folder(prefix), name)
             tables[name] = (
                 self._write_full(cut, basename, slots) if full else self._write_changes(cut, basename)
             )
         for name, one in self._filters.items():
-            one.save(_filter_basename(prefix, name))
+            one.save(filter_basename(prefix, name))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters)}
         if full:
             entry["slots"] = {str(slot): many for slot, many in sorted(slots.items())}
@@ -296,9 +300,11 @@ def _last_with_filter(chain: Sequence[SavedPart], table: str) -> SavedPart | Non
     return next((saved for saved in reversed(chain) if table in saved.entry["filters"]), None)
 
 
-def _assets(prefix: str) -> str:
+def assets_folder(prefix: str) -> str:
+    """Return the folder of a checkpoint's tables and filters."""
     return f"{prefix}.assets"
 
 
-def _filter_basename(prefix: str, table: str) -> str:
-    return table_basename(_assets(prefix), f"hash_filter_{table}")
+def filter_basename(prefix: str, table: str) -> str:
+    """Return where the filter of a table lies."""
+    return table_basename(assets_folder(prefix), f"hash_filter_{table}")

@@ -10,8 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from monolith.cli.checkpoint_options import (
+    CheckpointCompactOptions,
+    CheckpointDiffOptions,
+    CheckpointExportOptions,
+    CheckpointInspectOptions,
+    CheckpointListOptions,
+    CheckpointReshardOptions,
+)
+from monolith.cli.config_options import (
+    ConfigCheckOptions,
+    ConfigExplainOptions,
+    ConfigInitOptions,
+    ConfigShowOptions,
+)
 from monolith.cli.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.insight_options import InsightOptions
+from monolith.cli.train_options import EvaluateOptions, PredictOptions, TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,20 +49,20 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    """Train a DeepFM on a generated click log, and watch it learn."""
+    """Train a DeepFM on a stream that drifts, kill it, resume, and see what going on to learn is worth."""
 
-    seconds: float = 20.0
-    """How long to train."""
-    users: int = 50_000
-    """Different users in the log."""
-    items: int = 5_000
-    """Different items in the log."""
+    seconds: float = 60.0
+    """How long to train, starts not counted."""
     dim: int = 8
     """Floats per vector."""
     batch: int = 1024
     """Examples in a batch."""
     seed: int = 0
-    """The same seed gives the same log and the same first weights."""
+    """The same seed gives the same stream and the same first weights."""
+    to: Path | None = None
+    """A new folder for the model, its checkpoints and the picture; by default a temporary one. It is kept."""
+    quick: bool = False
+    """A small world and few steps, to see that it works."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +260,9 @@ class Command:
 COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
+    "train": Command(TrainOptions, "monolith.cli.train", positional=True),
+    "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", positional=True),
+    "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.cli.bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.cli.bench.checkpoint"),
@@ -255,6 +273,24 @@ COMMANDS = {
     "data validate": Command(DataValidateOptions, "monolith.cli.data_files", "validate", positional=True),
     "data dispatcher": Command(DataDispatcherOptions, "monolith.cli.data_service", "dispatcher"),
     "data worker": Command(DataWorkerOptions, "monolith.cli.data_service", "worker"),
+    "checkpoint list": Command(CheckpointListOptions, "monolith.cli.checkpoint", "list_", positional=True),
+    "checkpoint inspect": Command(
+        CheckpointInspectOptions, "monolith.cli.checkpoint", "inspect", positional=True
+    ),
+    "checkpoint diff": Command(CheckpointDiffOptions, "monolith.cli.checkpoint", "diff", positional=True),
+    "checkpoint reshard": Command(
+        CheckpointReshardOptions, "monolith.cli.checkpoint", "reshard_", positional=True
+    ),
+    "checkpoint export": Command(
+        CheckpointExportOptions, "monolith.cli.checkpoint", "export_", positional=True
+    ),
+    "checkpoint compact": Command(
+        CheckpointCompactOptions, "monolith.cli.checkpoint", "compact_", positional=True
+    ),
     "insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
+    "config init": Command(ConfigInitOptions, "monolith.cli.config_commands", "init"),
+    "config explain": Command(ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True),
+    "config check": Command(ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True),
+    "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

@@ -1,177 +1,263 @@
-"""`monolith demo`: a DeepFM learns a click log while one looks on.
+"""`monolith demo`: a model that learns while it predicts, one that stopped, and a kill in between.
 
-Every example is predicted before it is trained on, so the AUC shown is one on data the
-model has not seen. The log is made up, and says itself how well one can do.
+    learn       a process trains a DeepFM on a drifting stream, and saves beside the training
+    freeze      a checkpoint of it becomes the batch-trained model, which learns no more
+    kill        the process gets a kill -9, in the middle of whatever it does
+    resume      another one goes on from the last checkpoint, until the time is up
+
+Nothing is taken on trust: the ledger compares record by record what both processes did,
+and the demo fails if the resume was not exact or the online model is not the better one.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
+from monolith.checkpoint import read_checkpoint_state
+from monolith.cli import demo_picture
 from monolith.cli.commands import DemoOptions
-from monolith.cli.doctor import size
-from monolith.cli.tour import bars, facts, spark
-from monolith.data import ClickLog, ClickLogConfig
-from monolith.errors import ConfigError
-from monolith.feature import Batch, Mean
-from monolith.model import DeepFM, EmbeddingOptimizer, Feature
-from monolith.nn import auc
-from monolith.tensors import prefetch
+from monolith.cli.demo_drawing import WIDTH, Screen, compared_text, intro, mean, resumed_text, summary
+from monolith.cli.demo_ledger import Ledger
+from monolith.cli.demo_process import Ended, Event, Started, TrainingProcess, WindowEnded
+from monolith.cli.demo_rival import Judge, Point, Rival
+from monolith.cli.demo_task import DemoJob
+from monolith.errors import ConfigError, MissingExtraError
 
-LINES = 10
+FREEZE, KILL = 0.2, 0.5
+"""Shares of the demo after which the copy stops, and the process is killed."""
+LINES = 12
 """Lines that are drawn in the course of a demo."""
-TEST = 50_000
-"""Examples that are never trained on, to measure the end."""
-FAR = 1 << 40
-"""Where they begin: further than any demo comes."""
-
-Clock = Callable[[], float]
+LEAST_AGAIN = 10
+"""Steps since the last checkpoint that the kill waits for, so that there is something to compare."""
+LEAST_JUDGED = 3
+"""Windows that both models must have predicted before the demo may end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """What happened since the last line."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The options, settled."""
 
     seconds: float
-    examples: int
-    speed: float
-    loss: float
-    auc: float
-    rows: int
-    bytes: int
+    steps: int | None
+    """Counts instead of seconds: what a test does must not depend on how fast the machine is."""
+    job: DemoJob
+    folder: Path
+
+    @classmethod
+    def settle(cls, options: DemoOptions, folder: Path) -> Plan:
+        quick = options.quick
+        batch = min(options.batch, 256) if quick else options.batch
+        window = 5_000 if quick else 50_000
+        return cls(
+            seconds=options.seconds,
+            steps=600 if quick else None,
+            job=DemoJob(
+                model_dir=str(folder / "model"),
+                dim=options.dim,
+                batch=batch,
+                seed=options.seed,
+                window=max(1, round(window / batch)) * batch,
+                save_steps=50 if quick else 200,
+                small=quick,
+            ),
+            folder=folder,
+        )
 
 
 def run(options: DemoOptions) -> int:
-    """Train for as long as asked; return 0 if the model is better than chance."""
-    for name in ("seconds", "users", "items", "dim", "batch"):
+    """Show it; return 0 if the online model was better than the frozen one and the resume was exact."""
+    for name in ("seconds", "dim", "batch"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"demo: --{name} must be above 0, got {getattr(options, name)}")
+    folder = Path(tempfile.mkdtemp(prefix="monolith-demo-")) if options.to is None else options.to
+    if (folder / "model").exists():
+        raise ConfigError(f"demo: {folder} has been used by a demo before; give --to another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = Plan.settle(options, folder)
     console = Console()
-    log = ClickLog(ClickLogConfig(users=options.users, items=options.items, seed=options.seed))
-    model = DeepFM(
-        ["user", "item", "context", Feature(name="history", shares="item", combiner=Mean())],
-        dim=options.dim,
-        seed=options.seed,
-    )
-    best = log.best_auc(TEST, first=FAR)
-    console.print(
-        f"A DeepFM over {options.users:,} users and {options.items:,} items; the items of a history share "
-        f"their rows. Clicks are thrown with known probabilities, whose own AUC is [bold]{best:.3f}[/].\n",
-        width=88,
-    )
-    windows = list(draw(console, train(model, log, options, time.perf_counter)))
-    with torch.no_grad():
-        test = log.batch(FAR, TEST)
-        final = auc(model.eval()(test), test.label)
-    console.print(summary(windows, final, best))
-    return 0 if final > 0.5 else 1
+    console.print(intro(plan.seconds, plan.steps, str(folder)), width=WIDTH, highlight=False)
+    with Screen(console) as screen, one_thread():
+        demo = Demo(plan, screen)
+        demo.play()
+    return conclude(demo, console)
 
 
-def train(model: DeepFM, log: ClickLog, options: DemoOptions, clock: Clock) -> Iterator[Window]:
-    """Train until the time is up; yield what happened at even times."""
-    sparse = EmbeddingOptimizer(model)
-    dense = torch.optim.Adam(model.parameters(), lr=1e-3)
-    scores: list[Tensor] = []
-    labels: list[Tensor] = []
-    losses: list[float] = []
-    examples = 0
-    began = last = clock()
-    with prefetch(endless(log, options.batch), capacity=4) as batches:
-        for batch in batches:
-            logits = model(batch)
-            loss = binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-            loss.backward()  # type: ignore[no-untyped-call]
-            sparse.step()
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad /= len(batch)  # rows learn from sums, weights from means
-            dense.step()
-            dense.zero_grad()
-            scores.append(logits.detach())
-            labels.append(batch.label)
-            losses.append(loss.item() / len(batch))
-            examples += len(batch)
-            now = clock()
-            done = now - began >= options.seconds
-            if done or now - last >= options.seconds / LINES:
-                stats = model.embeddings.store.stats().values()
-                yield Window(
-                    seconds=now - began,
-                    examples=examples,
-                    speed=sum(map(len, labels)) / (now - last),
-                    loss=sum(losses) / len(losses),
-                    auc=auc(torch.cat(scores), torch.cat(labels)),
-                    rows=sum(table.rows for table in stats),
-                    bytes=sum(table.bytes_total for table in stats),
-                )
-                scores, labels, losses, last = [], [], [], now
-            if done:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Predict with one thread: this process looks on, and the one that trains should have the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Demo:
+    """The course of events."""
+
+    def __init__(self, plan: Plan, screen: Screen) -> None:
+        self.plan = plan
+        self.ledger = Ledger(plan.job.save_steps)
+        self.judge = Judge(plan.job)
+        self.points: list[Point] = []
+        self.checkpoint: str | None = None
+        """The last one of all, when the demo is over."""
+        self._screen = screen
+        self._log = plan.folder / "train.log"
+        self._fresh: list[Point] = []  # since the last line
+        self._lines = 0
+        self._resumed = self._compared = False  # whether that was told
+
+    @property
+    def progress(self) -> float:
+        """How much of the demo is done; 1 is all."""
+        if self.plan.steps is not None:
+            return self.ledger.step / self.plan.steps
+        return self.ledger.seconds / self.plan.seconds
+
+    def play(self) -> None:
+        """Learn, freeze, kill, resume."""
+        with TrainingProcess(self.plan.job, self._log) as first:
+            self._follow(first, until=self._may_kill)
+            killed_at = first.kill()
+            for event in first.events():  # what it had done, and we had not heard of yet
+                self._take(event)
+        self.ledger.killed(killed_at)
+        self._screen.note(
+            f"[red]kill -9[/] of process {first.pid} after step {self.ledger.step:,}, before record "
+            f"{self.ledger.next_record:,}; its last checkpoint is of step {self._saved_step():,}"
+        )
+        with TrainingProcess(self.plan.job, self._log) as second:
+            self._follow(second, until=self._may_end)
+            second.stop()
+            self._follow(second, until=lambda: self.checkpoint is not None)
+
+    def _follow(self, process: TrainingProcess, *, until: Callable[[], bool]) -> None:
+        """Take in what a process tells, until something is so.
+
+        Raises:
+            TrainingError: It ended first.
+        """
+        for event in process.events():
+            self._take(event)
+            if until():
                 return
+        raise process.died()
+
+    def _may_kill(self) -> bool:
+        if self.progress < KILL or self.judge.rival is None:
+            return False
+        saved = self._saved_step()
+        return saved > 0 and self.ledger.step >= saved + LEAST_AGAIN
+
+    def _may_end(self) -> bool:
+        judged = sum(point.frozen is not None for point in self.points)
+        return self.progress >= 1 and self._compared and judged >= LEAST_JUDGED
+
+    def _take(self, event: Event) -> None:
+        self.ledger.add(event)
+        match event:
+            case Started():  # what was lost is measured again
+                for points in (self.points, self._fresh):
+                    points[:] = [point for point in points if point.window.end <= event.next_record]
+            case WindowEnded():
+                self._freeze()
+                self._judge(event)
+            case Ended():
+                self.checkpoint = event.checkpoint
+            case _:
+                self._tell_resume()
+
+    def _freeze(self) -> None:
+        """Let the last checkpoint be the batch-trained model, when it is time."""
+        if self.judge.rival is not None or self.progress < FREEZE:
+            return
+        state = read_checkpoint_state(self.plan.job.model_dir)
+        if state is None:
+            return
+        step = _step_of(state.model_checkpoint_path)
+        since = self.ledger.end_of(step)
+        self.judge.rival = Rival(self.plan.job, state.model_checkpoint_path, since)
+        for points in (self.points, self._fresh):  # it might have predicted the last of them already
+            points[:] = [self.judge.judge(p.window) if p.window.first >= since else p for p in points]
+        self._screen.note(
+            f"[magenta]batch-trained[/]: a copy of step {step:,} learns no more, from record {since:,} on"
+        )
+
+    def _judge(self, window: WindowEnded) -> None:
+        if 2 * (window.end - window.first) < self.plan.job.window:
+            return  # what was left over at the end
+        point = self.judge.judge(window)
+        self.points.append(point)
+        self._fresh.append(point)
+        if self.progress * LINES >= self._lines + 1:
+            self._screen.line(self._fresh, self.ledger)
+            self._fresh = []
+            self._lines = int(self.progress * LINES)
+
+    def _tell_resume(self) -> None:
+        resume = None if self._compared else self.ledger.resume()
+        if resume is None:
+            return
+        if not self._resumed:
+            self._resumed = True
+            self._screen.note(resumed_text(resume))
+        if resume.compared == resume.again:
+            self._compared = True
+            self._screen.note(compared_text(resume))
+
+    def _saved_step(self) -> int:
+        state = read_checkpoint_state(self.plan.job.model_dir)
+        return 0 if state is None else _step_of(state.model_checkpoint_path)
 
 
-def endless(log: ClickLog, batch_size: int) -> Iterator[Batch]:
-    """Yield the log from its beginning on."""
-    for stretch in itertools.count():
-        yield from log.batches(256, batch_size, first=stretch * 256 * batch_size)
+def conclude(demo: Demo, console: Console) -> int:
+    """Say what it came to, draw the picture, and return the exit status."""
+    judge, ledger, resume = demo.judge, demo.ledger, demo.ledger.resume()
+    assert resume is not None
+    assert judge.rival is not None
+    assert demo.checkpoint is not None
+    judged = [(point.online, point.frozen) for point in demo.points if point.frozen is not None]
+    better = mean([online - frozen for online, frozen in judged]) > 0
+    exact = resume.exact and ledger.gapless()
+    console.print(
+        summary(
+            demo.points,
+            ledger,
+            resume,
+            checkpoint_bytes=bytes_of(demo.checkpoint),
+            good=better and exact,
+        )
+    )
+    picture = demo.plan.folder / "auc.png"
+    try:
+        demo_picture.draw(
+            picture,
+            demo.points,
+            stopped=judge.hours(judge.rival.since),
+            checkpoint=judge.hours(resume.next_record),
+            killed=judge.hours(resume.killed_record),
+        )
+        console.print(f"The picture: {picture}", highlight=False, soft_wrap=True)
+    except MissingExtraError as missing:
+        console.print(f"No picture: {missing}", markup=False, highlight=False, soft_wrap=True)
+    judge.rival.close()
+    return 0 if better and exact else 1
 
 
-def draw(console: Console, windows: Iterator[Window]) -> Iterator[Window]:
-    """Draw each window as it comes: a table that grows on a terminal, lines in a log."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("time", "examples", "examples/s", "loss", "AUC before training", "rows", "memory"):
-        table.add_column(heading, justify="right")
-    if not console.is_terminal:
-        for window in windows:
-            console.print("  ".join(cells(window, words=True)), highlight=False, soft_wrap=True)
-            yield window
-        return
-    with Live(table, console=console, auto_refresh=False) as live:
-        for window in windows:
-            table.add_row(*cells(window, words=False))
-            live.update(table, refresh=True)
-            yield window
+def bytes_of(checkpoint: str) -> int:
+    """Return the size of all files of a checkpoint."""
+    beside = Path(checkpoint).parent.glob(f"{Path(checkpoint).name}.*")
+    return sum(file.stat().st_size for path in beside for file in (path, *path.rglob("*")) if file.is_file())
 
 
-def cells(window: Window, *, words: bool) -> list[str]:
-    """Return the numbers of a window; with their names where no heading has them."""
-    named = {
-        "": f"{window.seconds:4.1f} s",
-        "examples": f"{window.examples:,}",
-        "examples/s": f"{window.speed:,.0f}",
-        "loss": f"{window.loss:.4f}",
-        "AUC": f"{window.auc:.4f}",
-        "rows": f"{window.rows:,}",
-        "memory": size(window.bytes),
-    }
-    return [f"{name} {text}".strip() for name, text in named.items()] if words else list(named.values())
-
-
-def summary(windows: list[Window], final: float, best: float) -> Panel:
-    last = windows[-1]
-    curve = spark([window.auc for window in windows])
-    lines = {
-        "learned from": f"{last.examples:,} examples in {last.seconds:.0f} s, "
-        f"{last.examples / last.seconds:,.0f} a second",
-        "AUC on the way": f"{windows[0].auc:.3f} {curve} {last.auc:.3f}",
-        "AUC at the end": f"[bold]{final:.3f}[/] on {TEST:,} examples that come later; chance is 0.5, "
-        f"the probabilities themselves have {best:.3f}",
-        "rows": f"{last.rows:,} in {size(last.bytes)}, made as their ids were met",
-    }
-    grid = Table.grid()
-    grid.add_row(facts(lines))
-    grid.add_row("")
-    shares = {"learned": round(1000 * (final - 0.5)), "all there is": round(1000 * (best - 0.5))}
-    grid.add_row(bars(shares, lambda points: f"{points / 1000:.3f} above chance"))
-    return Panel(grid, title="[bold cyan]DeepFM[/]", title_align="left", padding=(0, 2), width=88)
+def _step_of(checkpoint: str) -> int:
+    return int(checkpoint.rpartition("-")[2])

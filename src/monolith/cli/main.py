@@ -1,7 +1,8 @@
 """`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
 
 Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line
-on standard error says why), 130 interrupted.
+on standard error says why), 130 interrupted. A training run that was ended by SIGINT or
+SIGTERM, and has saved, exits with 130 or 143.
 """
 
 from __future__ import annotations

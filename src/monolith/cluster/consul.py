@@ -248,17 +248,17 @@ class ConsulClient(Closing):
         check_script: str | None = None,
         host: str | None = None,
         service_id: str | None = None,
-        may_return: Callable[[], bool] | None = None,
+        replaced: Callable[[], bool] | None = None,
     ) -> None:
         """Register a service, and pass its check from a thread until `deregister` or `close`.
 
         Should the agent forget the service, as after a restart without its files, it is registered
-        again, if `may_return` does not object. A service with a script is checked by the agent, which
-        must allow scripts; it has no thread.
+        again. A service with a script is checked by the agent, which must allow scripts; it has no thread.
 
         Args:
             host: Where it listens; None lets the agent say its own.
             service_id: Of this service at its agent; `<name>-<port>` unless given.
+            replaced: Asked before each sign of life; once it says yes, the service is taken out.
 
         Raises:
             DiscoveryError: The agent refuses. Has its words.
@@ -286,7 +286,9 @@ class ConsulClient(Closing):
             heart = _Heart(
                 name=f"ConsulHealthCheck-{service_id}",
                 beat=lambda: self._pass_check(service_id),
-                revive=lambda: put() if may_return is None or may_return() else None,
+                revive=put,
+                replaced=(lambda: False) if replaced is None else replaced,
+                leave=lambda: self._deregister_here(service_id),
                 every=self._config.heartbeat,
                 retry=self._config.heartbeat_retry,
             )
@@ -312,6 +314,9 @@ class ConsulClient(Closing):
             self._call("PUT", "/v1/catalog/deregister", REGISTER_TIMEOUT, body=body)
             return
         self._stop_heart(service_id)
+        self._deregister_here(service_id)
+
+    def _deregister_here(self, service_id: str) -> None:
         path = f"/v1/agent/service/deregister/{quote(service_id, safe='')}"
         try:
             self._call("PUT", path, REGISTER_TIMEOUT, final=True)
@@ -424,7 +429,9 @@ class ConsulDiscovery(Closing):
             self._withdraw(role, index, tries=self._config.tries)
         self._make_room(role, index, address)
         parsed = Address.parse(address)
-        tags = {"index": str(index), "name": role, "ip": parsed.host, "registered_at": f"{self._clock():.3f}"}
+        registered_at = f"{self._clock():.3f}"
+        claim = Registration(index, address, float(registered_at))
+        tags = {"index": str(index), "name": role, "ip": parsed.host, "registered_at": registered_at}
         self._retried(
             lambda: self._client.register(
                 self._id,
@@ -432,16 +439,20 @@ class ConsulDiscovery(Closing):
                 tags=tags,
                 host=parsed.host,
                 service_id=self._service_id(role, index, address),
-                may_return=lambda: not self._in_the_way(role, index, address),
+                replaced=lambda: self._is_replaced(role, index, claim),
             )
         )
         with self._lock:
             self._mine[role, index] = address
-        shown = False
+        settled = shown = False
         try:
             shown = self._shows(role, index, address)
+            if shown:
+                # Whoever was removed may have come back before there was anything to see of us.
+                self._make_room(role, index, address)
+                settled = True
         finally:
-            if not shown:
+            if not settled:
                 self._withdraw(role, index, tries=1)
         if not shown:
             raise DiscoveryError(
@@ -465,11 +476,12 @@ class ConsulDiscovery(Closing):
     def query_all(self) -> dict[str, dict[int, str]]:
         """Return the addresses of all roles."""
         found = self._all()
-        return {role: _by_index(one for one in found if one[0] == role) for role in {one[0] for one in found}}
+        roles = {role for role, _, _ in found}
+        return {role: _by_index(entry for of, entry, _ in found if of == role) for role in roles}
 
     def entries(self, role: str) -> list[Registration]:
-        found = [one for one in self._all() if one[0] == role]
-        return sorted({entry.index: entry for _, entry, _ in sorted(found, key=_age_key)}.values())
+        found = [entry for of, entry, _ in self._all() if of == role]
+        return sorted({entry.index: entry for entry in sorted(found, key=_age_key)}.values())
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         return self._watch.add(role, callback)
@@ -511,6 +523,11 @@ class ConsulDiscovery(Closing):
         """Return the services that have the place under another address; one of the same is written over."""
         return [one for one in self._listed(role, index) if _address_of(one) != address]
 
+    def _is_replaced(self, role: str, index: int, claim: Registration) -> bool:
+        """Whether somebody registered for the same place later."""
+        places = [entry for of, entry in self._read_once() if of == role and entry.index == index]
+        return any(_age_key(entry) > _age_key(claim) for entry in places if entry.address != claim.address)
+
     def _shows(self, role: str, index: int, address: str) -> bool:
         tries = iter(range(self._config.visible_tries))
 
@@ -546,9 +563,12 @@ class ConsulDiscovery(Closing):
         self._retried(remove)
 
     def _query_once(self, role: str) -> dict[int, str]:
-        """What a watch asks, which has time: it will ask again, and must end soon when told to."""
-        entries = map(_entry_of, self._client.services(self._id, LOOKUP_TIMEOUT))
-        return _by_index(entry for entry in entries if entry is not None and entry[0] == role)
+        return _by_index(entry for of, entry in self._read_once() if of == role)
+
+    def _read_once(self) -> list[tuple[str, Registration]]:
+        """What threads ask, which have time: they will ask again, and must end soon when told to."""
+        found = map(_entry_of, self._client.services(self._id, LOOKUP_TIMEOUT))
+        return [(one[0], one[1]) for one in found if one is not None]
 
     def _listed(self, role: str, index: int) -> list[ConsulService]:
         return [service for of, entry, service in self._all() if of == role and entry.index == index]
@@ -601,10 +621,13 @@ class _Heart:
         name: str,
         beat: Callable[[], bool],
         revive: Callable[[], None],
+        replaced: Callable[[], bool],
+        leave: Callable[[], None],
         every: timedelta,
         retry: timedelta,
     ) -> None:
         self._beat, self._revive = beat, revive
+        self._replaced, self._leave = replaced, leave
         self._every, self._retry = every, retry
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -620,8 +643,12 @@ class _Heart:
         pause = timedelta(0)  # the first sign at once: a service is born without one
         while not self._stopped.wait(pause.total_seconds()):
             try:
+                if self._replaced():
+                    _log.warning("%s: another has the place now; leaving it", self._thread.name)
+                    self._leave()
+                    return
                 if not self._beat() and not self._stopped.is_set():
-                    _log.warning("%s: the agent does not know the service any more", self._thread.name)
+                    _log.warning("%s: the agent forgot the service; registering it again", self._thread.name)
                     self._revive()
                 pause = self._every
             except Exception as error:
@@ -699,13 +726,13 @@ _Found = tuple[str, Registration, ConsulService]
 """A role, an entry of it, and the service that says so."""
 
 
-def _age_key(found: _Found) -> float:
-    return found[1].registered_at or 0.0
+def _age_key(entry: Registration) -> tuple[float, str]:
+    return entry.registered_at or 0.0, entry.address
 
 
-def _by_index(found: Iterable[_Found]) -> dict[int, str]:
+def _by_index(entries: Iterable[Registration]) -> dict[int, str]:
     """Return addresses by index. Where two claim one place, who registered last has it."""
-    latest = {entry.index: entry.address for _, entry, _ in sorted(found, key=_age_key)}
+    latest = {entry.index: entry.address for entry in sorted(entries, key=_age_key)}
     return dict(sorted(latest.items()))
 
 

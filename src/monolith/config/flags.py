@@ -52,7 +52,8 @@ def flags_tree(
     """
     import tyro
 
-    shadow = _shadow(cls, tyro, (), dataclasses.MISSING)
+    explained = not {"-h", "--help"}.isdisjoint(args)
+    shadow = _shadow(cls, tyro, (), dataclasses.MISSING, explained)
     given, unknown = tyro.cli(shadow, args=args, prog=prog, return_unknown_args=True)
     tree: Node = Branch({}, "flags")
     known = set(leaf_paths(cls))
@@ -132,9 +133,13 @@ def _locate(hint: Any, segments: list[str]) -> tuple[tuple[str, ...], Any] | Non
     return None
 
 
-def _shadow(cls: type, tyro: Any, above: tuple[type, ...], default: Any) -> _Shadow:
-    """A dataclass with the same nested names as `cls`, where every leaf takes any number of words."""
-    hints, docs = field_hints(cls), field_docs(cls)
+def _shadow(cls: type, tyro: Any, above: tuple[type, ...], default: Any, explained: bool) -> _Shadow:
+    """A dataclass with the same nested names as `cls`, where every leaf takes any number of words.
+
+    Args:
+        explained: With the texts of the fields, which take longer to find than everything else.
+    """
+    hints, docs = field_hints(cls), field_docs(cls) if explained else {}
     fields: list[tuple[str, Any, Any]] = []
     for field in dataclasses.fields(cls):
         if field.name not in hints:
@@ -142,8 +147,9 @@ def _shadow(cls: type, tyro: Any, above: tuple[type, ...], default: Any) -> _Sha
         hint = hints[field.name]
         inner = nested_class(hint, (*above, cls))
         if inner is not None:
-            nested = _shadow(inner, tyro, (*above, cls), default_of(field, default))
-            fields.append((field.name, nested, dataclasses.field(default_factory=nested)))
+            nested = _shadow(inner, tyro, (*above, cls), default_of(field, default), explained)
+            kind = nested if explained else Annotated[nested, tyro.conf.arg(help="")]
+            fields.append((field.name, kind, dataclasses.field(default_factory=nested)))
             continue
         told = tyro.conf.arg(
             metavar=_metavar(hint),

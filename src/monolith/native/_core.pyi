@@ -474,7 +474,10 @@ class Table:
 
     def evict(self, now: int) -> int: ...
 
-    def clear(self) -> None: ...
+    def clear(self, rows: int = 0) -> None:
+        """
+        Drop all rows; with room for `rows` new ones, which need not then grow it step by step.
+        """
 
     def scan(self, cursor: int, last: int, limit: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]:
         """

@@ -45,6 +45,11 @@ def configure_logging(level: str | int, json: bool = False, stream: TextIO | Non
     root.setLevel(number)
 
 
+def logs_json() -> bool:
+    """Whether logs are JSON: for a machine, so that nothing should be drawn between them."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per record, always on one line."""
 

@@ -128,6 +128,16 @@ def describe_rate(per_second: float, unit: str) -> str:
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
 
+def describe_bytes(count: float) -> str:
+    """`1.5 KiB`."""
+    units = ("B", "KiB", "MiB", "GiB")
+    for unit in units:
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
 def describe_seconds(seconds: float) -> str:
     """`1:02:03`, `2:03` or `3s`."""
     whole = round(seconds)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from monolith.observe.progress import describe_amount, describe_rate
@@ -21,6 +24,15 @@ def log_handler(stream: TextIO) -> logging.Handler:
     handler = RichHandler(console=Console(file=stream), show_path=False, rich_tracebacks=True)
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s", datefmt="[%X]"))
     return handler
+
+
+def console_on(stream: TextIO) -> Console:
+    """Return the console that logs go to, if that is this stream: a log line then appears above what is drawn
+    live, and does not tear it."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, RichHandler) and handler.console.file is stream:
+            return handler.console
+    return Console(file=stream)
 
 
 class Bar:
@@ -36,7 +48,7 @@ class Bar:
             _Amount(unit),
             _Rate(unit),
             TimeRemainingColumn(),
-            console=Console(file=stream),
+            console=console_on(stream),
             get_time=clock,
         )
         self._task = self._rich.add_task(label, total=total)
@@ -52,6 +64,42 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._rich.stop()
+
+
+class LiveLine:
+    """Facts about something that runs, drawn in one place, under a bar where one knows how far it will go.
+
+    Draws when it is told to, and only then: whoever has the facts knows how often they are worth it.
+    """
+
+    def __init__(self, label: str, unit: str, stream: TextIO) -> None:
+        self._label = label
+        self._unit = unit
+        self._live = Live(console=console_on(stream), auto_refresh=False)
+
+    def show(self, facts: Mapping[str, str], done: float, total: float | None = None) -> None:
+        """Draw these facts in place of the last ones."""
+        head = Table.grid(padding=(0, 1))
+        cells: list[ProgressBar | Text] = [Text(self._label, style="bold")]
+        if total is not None:
+            cells.append(ProgressBar(total=total, completed=done, width=30))
+        cells.append(Text(describe_amount(done, total, self._unit)))
+        head.add_row(*cells)
+        body = Text("  ")
+        for number, (name, value) in enumerate(facts.items()):
+            body.append(" · " if number else "", style="dim")
+            body.append(f"{name} ", style="dim")
+            body.append(value)
+        self._live.update(Group(head, body), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
 
 
 class _Amount(ProgressColumn):

@@ -283,7 +283,7 @@ class DictTable:
                     row.state[:] = self._fresh_state if state is None else state[position]
                     row.event_time = time
 
-    def clear(self) -> None:
+    def clear(self, *, expect_rows: int = 0) -> None:  # noqa: ARG002
         with self._writing():
             if self._cut is not None:
                 raise TableArgumentError("clear: a cut of this table is open; close it first")

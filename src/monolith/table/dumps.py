@@ -238,7 +238,7 @@ def dump_changes(
             yield Rows(removed[part], torch.zeros_like(removed[part]), none[part], none[part])
 
     gone = _write(
-        _removed(basename),
+        removed_basename(basename),
         _description(config, _IDS_ONLY, 1, stamp, ()),
         ids,
         live=None,
@@ -247,6 +247,33 @@ def dump_changes(
         progress=None,
     )
     return ChangesReport(changed, gone.rows, gone.bytes, cut.cleared)
+
+
+def dump_rows(
+    basename: str,
+    like: Description,
+    scan: Callable[[int, int], Iterator[Rows]],
+    *,
+    num_shards: int,
+    workers: int = 4,
+    progress: Progress | None = None,
+) -> DumpReport:
+    """Write rows that no table holds to `basename`, as `dump` does those of a table.
+
+    Args:
+        like: A dump of the same table: its name, layout and scales.
+        scan: Given a shard and a number of rows, yields the rows of that shard in the order of their
+            hashes, so many at a time. Called from several threads.
+    """
+    return _write(
+        basename,
+        replace(like, shard=0, num_shards=num_shards, dump=secrets.token_hex(8), stamp=""),
+        scan,
+        live=None,
+        workers=workers,
+        resume=False,
+        progress=progress,
+    )
 
 
 def _description(
@@ -374,7 +401,7 @@ def load(
     return _load(
         table,
         basename,
-        lambda: clean_slate(table, clear),
+        lambda rows: clean_slate(table, clear, rows),
         keep=keep,
         optimizer_state=optimizer_state,
         workers=workers,
@@ -386,7 +413,7 @@ def load(
 def _load(
     table: DumpableTable,
     basename: str,
-    ready: Callable[[], AbstractContextManager[None]],
+    ready: Callable[[int], AbstractContextManager[None]],
     *,
     keep: Keep | None,
     optimizer_state: Literal["keep", "reset"],
@@ -394,17 +421,12 @@ def _load(
     verify_first: bool,
     progress: Progress | None,
 ) -> LoadReport:
-    """Check a dump, and restore its rows within `ready()`."""
+    """Check a dump, and restore its rows within `ready(how many)`."""
     if optimizer_state not in ("keep", "reset"):
         raise TableArgumentError(f"optimizer_state must be 'keep' or 'reset', got {optimizer_state!r}")
     config = table.config
     basename, manifest = _find(basename, config)
-    paths = find_sharded(f"{basename}.{manifest.dump}")
-    if len(paths) != len(manifest.rows):
-        raise RestoreError(
-            f"{basename}.manifest speaks of {len(manifest.rows)} shards, there are {len(paths)}. "
-            "Restore the files as they were written, or use another dump."
-        )
+    paths = _shard_paths(basename, manifest)
 
     def check(shard: int, stop: StopTogether) -> ShardInfo:
         with ShardReader(paths[shard]) as reader:
@@ -431,7 +453,7 @@ def _load(
                     progress.advance(len(rows))
 
     before = table.stats().refused
-    with ready():
+    with ready(sum(manifest.rows) // (keep[1] if isinstance(keep, tuple) else 1)):
         _restore_scales(table, shards[0].description)
         in_parallel(restore, range(len(paths)), workers)
     return LoadReport(
@@ -464,10 +486,10 @@ def load_changes(
         RestoreError: There is no such dump, or rows do not fit the table.
         CorruptFileError: A file is damaged; nothing was touched.
     """
-    gone = [rows.ids for rows in _all_rows(_removed(basename))]
+    gone = list(_removed_ids(basename))
 
     @contextlib.contextmanager
-    def ready() -> Iterator[None]:
+    def ready(_rows: int) -> Iterator[None]:
         if cleared:
             table.clear()
         for ids in gone:
@@ -486,15 +508,67 @@ def load_changes(
     )
 
 
-def _all_rows(basename: str) -> Iterator[Rows]:
+def inspect_dump(
+    basename: str, *, verify: bool = False, workers: int = 4, progress: Progress | None = None
+) -> list[ShardInfo]:
+    """Return the shards of a dump, in order, if they are complete and of one dump.
+
+    Args:
+        verify: Whether every byte is read, and not only what the files say of themselves.
+        progress: Advanced by rows, where they are read.
+
+    Raises:
+        FileMissingError: There is no dump.
+        RestoreError: A shard is missing, or is of another dump.
+        CorruptFileError: A file is damaged.
+    """
     manifest = read_manifest(basename)
-    for path in find_sharded(f"{basename}.{manifest.dump}"):
-        with ShardReader(path) as reader:
-            yield from reader
+    paths = _shard_paths(basename, manifest)
+
+    def check(shard: int, stop: StopTogether) -> ShardInfo:
+        with ShardReader(paths[shard]) as reader:
+            _check_belongs(reader.info, manifest, shard)
+            for rows in stop.chunks(reader) if verify else ():
+                if progress is not None:
+                    progress.advance(len(rows))
+            return reader.info
+
+    return in_parallel(check, range(len(paths)), workers)
 
 
-def _removed(basename: str) -> str:
+def remove_dump(basename: str) -> None:
+    """Remove a dump, its manifest first; there may be none."""
+    filesystem.remove(_manifest_path(basename))
+    _remove_generations(basename, lambda _: True)
+
+
+def removed_basename(basename: str) -> str:
+    """Return where the ids lie that went, beside a dump of changes at `basename`."""
     return f"{basename}.removed"
+
+
+def removed_ids(basename: str) -> Tensor:
+    """Return the ids that a dump of changes removes, int64; an id may come twice."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *_removed_ids(basename)])
+
+
+def _removed_ids(basename: str) -> Iterator[Tensor]:
+    removed = removed_basename(basename)
+    manifest = read_manifest(removed)
+    for path in _shard_paths(removed, manifest):
+        with ShardReader(path) as reader:
+            for rows in reader:
+                yield rows.ids
+
+
+def _shard_paths(basename: str, manifest: Manifest) -> list[str]:
+    paths = find_sharded(f"{basename}.{manifest.dump}")
+    if len(paths) != len(manifest.rows):
+        raise RestoreError(
+            f"{basename}.manifest speaks of {len(manifest.rows)} shards, there are {len(paths)}. "
+            "Restore the files as they were written, or use another dump."
+        )
+    return paths
 
 
 def read_manifest(basename: str) -> Manifest:
@@ -520,10 +594,10 @@ def read_manifest(basename: str) -> Manifest:
 
 
 @contextlib.contextmanager
-def clean_slate(table: Table, clear: bool) -> Iterator[None]:
+def clean_slate(table: Table, clear: bool, expect_rows: int = 0) -> Iterator[None]:
     """Clear a table before rows are restored, and again if that fails: half a table looks whole."""
     if clear:
-        table.clear()
+        table.clear(expect_rows=expect_rows)
     try:
         yield
     except BaseException:

@@ -12,7 +12,7 @@ whole. Our own dumps (`dumps.py`) notice; keep those, and export where upstream 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -37,6 +37,7 @@ from monolith.table.dumps import (
     without_state,
 )
 from monolith.table.parallel import StopTogether, in_parallel
+from monolith.table.shard_files import Layout
 from monolith.table.sharded_names import find_sharded, replace_sharded, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
@@ -83,25 +84,74 @@ def export_entry_dumps(
     """
     config = table.config
     _check_has_state(config, "export_entry_dumps")
-    codec = _codec(config)
     with table.frozen() if consistent else contextlib.nullcontext():
         stats = table.stats()
         total = default_num_shards(stats.rows) if num_shards is None else num_shards
+        return _write(
+            _codec(config),
+            basename,
+            lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
+            live=lambda rows: without_expired(rows, config, stats.max_event_time) if drop_expired else rows,
+            total=total,
+            workers=workers,
+            progress=progress,
+        )
 
-        def write(item: tuple[int, BinaryIO], stop: StopTogether) -> tuple[int, int, int]:
-            shard, file = item
-            rows = expired = size = 0
-            for chunk in stop.chunks(iterate(table, limit=_CHUNK_ROWS, shard=shard, num_shards=total)):
-                live = without_expired(chunk, config, stats.max_event_time) if drop_expired else chunk
-                size += file.write(codec.encode(live.ids.numpy(), *_columns(live)))
-                rows += len(live)
-                expired += len(chunk) - len(live)
-                if progress is not None:
-                    progress.advance(len(chunk))
-            return rows, expired, size
 
-        with replace_sharded(basename, total) as files:
-            written = in_parallel(write, list(enumerate(files)), workers)
+def export_rows(
+    layout: Layout,
+    basename: str,
+    scan: Callable[[int, int], Iterator[Rows]],
+    *,
+    num_shards: int,
+    workers: int = 4,
+    progress: Progress | None = None,
+) -> DumpReport:
+    """Write rows that no table holds as upstream does.
+
+    Args:
+        scan: Given a shard and a number of rows, yields the rows of that shard, so many at a time.
+            Called from several threads.
+
+    Raises:
+        FilesystemError: A file could not be written; the old ones are still there.
+        ServingTableError: The rows have no optimizer state to write.
+    """
+    codec = native.EntryDumpCodec([(segment.optimizer, segment.dim) for segment in layout.segments])
+    if codec.state_dim != layout.state_dim:
+        raise ServingTableError(
+            f"cannot write {basename}: its rows have {layout}, and EntryDumps need {codec.state_dim} state. "
+            "Rows of a serving table have none; export the table that trains it."
+        )
+    return _write(
+        codec, basename, scan, live=lambda rows: rows, total=num_shards, workers=workers, progress=progress
+    )
+
+
+def _write(
+    codec: native.EntryDumpCodec,
+    basename: str,
+    scan: Callable[[int, int], Iterator[Rows]],
+    *,
+    live: Callable[[Rows], Rows],
+    total: int,
+    workers: int,
+    progress: Progress | None,
+) -> DumpReport:
+    def write(item: tuple[int, BinaryIO], stop: StopTogether) -> tuple[int, int, int]:
+        shard, file = item
+        rows = expired = size = 0
+        for chunk in stop.chunks(scan(shard, _CHUNK_ROWS)):
+            kept = live(chunk)
+            size += file.write(codec.encode(kept.ids.contiguous().numpy(), *_columns(kept)))
+            rows += len(kept)
+            expired += len(chunk) - len(kept)
+            if progress is not None:
+                progress.advance(len(chunk))
+        return rows, expired, size
+
+    with replace_sharded(basename, total) as files:
+        written = in_parallel(write, list(enumerate(files)), workers)
     return DumpReport(
         rows=sum(rows for rows, _, _ in written),
         bytes=sum(size for _, _, size in written),

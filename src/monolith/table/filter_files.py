@@ -105,6 +105,22 @@ def restore(core: native.SlidingFilter, basename: str) -> None:
             core.write_cells(split, offset, cells)
 
 
+def inspect(basename: str, *, verify: bool = False) -> list[SplitMeta]:
+    """Return what the files of a filter say of themselves, in order; with `verify`, after reading them.
+
+    Raises:
+        RestoreError: Files are missing.
+        CorruptFileError: A file is damaged; says where.
+    """
+    metas = []
+    for path in find_sharded(basename):
+        meta, chunks = _read(path)
+        if verify:
+            _check_used(path, meta, sum(int(np.count_nonzero(cells)) for _, cells in chunks))
+        metas.append(meta)
+    return metas
+
+
 def _check_split(core: native.SlidingFilter, path: str) -> SplitMeta:
     """Read a file to its end and return its meta, if it is sound and fits the filter."""
     meta, chunks = _read(path)
@@ -128,6 +144,11 @@ def _check_split(core: native.SlidingFilter, path: str) -> SplitMeta:
             )
         end = offset + len(cells)
         used += int(np.count_nonzero(cells))
+    _check_used(path, meta, used)
+    return meta
+
+
+def _check_used(path: str, meta: SplitMeta, used: int) -> None:
     # Upstream counts no more elements than the capacity, so there may be more cells than elements.
     if used < meta.split["num_elements"]:
         raise CorruptFileError(
@@ -135,7 +156,6 @@ def _check_split(core: native.SlidingFilter, path: str) -> SplitMeta:
             _size(path),
             f"it ends after {used} cells in use of {meta.split['num_elements']}",
         )
-    return meta
 
 
 def _read(path: str) -> tuple[SplitMeta, Iterator[tuple[int, _Cells]]]:

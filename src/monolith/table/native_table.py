@@ -193,10 +193,10 @@ class NativeTable:
         keys, times, values, state = arguments.row_arrays(rows, self._config)
         core.restore(keys, times.astype(np.uint32), values, state, None)
 
-    def clear(self) -> None:
+    def clear(self, *, expect_rows: int = 0) -> None:
         core = self.core
         with arguments.core_errors():
-            core.clear()
+            core.clear(expect_rows)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -206,6 +206,11 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 f"the newest event time is {newest}, the trailer says {self.info.max_event_time}",
             )
 
+    def block(self, number: int) -> Rows:
+        """Return the rows of one of the `info.blocks` blocks, checked."""
+        offset, rows, crc = self._index[number].tolist()
+        return self._block(number, offset, rows, crc, self.info.description.layout)
+
     def _open(self) -> tuple[ShardInfo, NDArray[Any]]:
         size = self._file.seek(0, 2)
         least = _ALIGN + _TRAILER.size

@@ -173,8 +173,12 @@ class Table(Protocol):
     def restore(self, rows: Rows) -> None:
         """Insert or overwrite whole rows, past the admission filter, with their own event times."""
 
-    def clear(self) -> None:
-        """Drop all rows and give their memory back. Counters are kept."""
+    def clear(self, *, expect_rows: int = 0) -> None:
+        """Drop all rows and give their memory back. Counters are kept.
+
+        Args:
+            expect_rows: How many will follow; a table that knows need not grow step by step.
+        """
 
     def stats(self) -> TableStats: ...
 

@@ -7,7 +7,8 @@ from monolith.train.lane import Lane
 from monolith.train.metrics import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
-from monolith.train.trainer import Trainer, TrainReport
+from monolith.train.task_loading import load_task
+from monolith.train.trainer import LocalRun, Trainer, TrainReport
 
 __all__ = [
     "METRICS",
@@ -15,6 +16,7 @@ __all__ = [
     "Hook",
     "KeepConfig",
     "Lane",
+    "LocalRun",
     "Metric",
     "MetricSet",
     "Mode",
@@ -32,4 +34,5 @@ __all__ = [
     "WindowRow",
     "Windowed",
     "drive",
+    "load_task",
 ]

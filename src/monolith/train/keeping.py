@@ -67,6 +67,8 @@ class Keeper:
             saver, session.parts(), full_every=config.keep.full_every, clock=clock
         )
         self._positions: dict[int, Position] = {}
+        self.save: SaveHook | None = None
+        """The hook that saves, once there is one."""
         self._lock = threading.Lock()  # guards what follows
         self._safe: Position | None = None
         self.newest: str | None = None
@@ -79,6 +81,8 @@ class Keeper:
 
     def cut(self, step: int) -> Moment:
         """Hold this moment fast, when every update of a row is done."""
+        if self._config.keep.evict:
+            self._session.evict()
         self._session.drain()
         moment = self._checkpointer.cut(step)
         self._positions[step] = self._session.position
@@ -94,6 +98,7 @@ class Keeper:
             metrics=metrics,
             clock=self._clock,
         )
+        self.save = save
         hooks: list[Hook] = [save, _CommitHook(self)]
         if config.alert is not None:
 
@@ -113,6 +118,11 @@ class Keeper:
             safe, self._safe = self._safe, None
         if safe is not None:
             self._session.commit(safe)
+
+    def end(self) -> None:
+        """Tell the source what is safe, and see that it has heard."""
+        self.commit()
+        self._session.drain()
 
     def _note(self, step: int, prefix: str | None) -> None:
         with self._lock:
@@ -144,4 +154,4 @@ class _CommitHook(Hook):
         self._keeper.commit()
 
     def end(self, run: Run) -> None:  # noqa: ARG002
-        self._keeper.commit()
+        self._keeper.end()

@@ -60,7 +60,7 @@ class Model:
             self.dense = task.dense_optimizer(self.module)
         self.module.train(mode is Mode.TRAIN)
 
-    def parts(self, *, evict: bool = False, incremental: bool = False) -> list[Part]:
+    def parts(self, *, incremental: bool = False) -> list[Part]:
         """Return what a checkpoint keeps of the model; see `TablesPart`."""
         tables, filters = self._tables()
         optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -69,7 +69,7 @@ class Model:
         if self.dense is not None:
             optimizers["dense"] = self.dense
         return [
-            TablesPart(tables, filters, evict=evict, incremental=incremental),
+            TablesPart(tables, filters, incremental=incremental),
             DensePart(self.module, optimizers, random=self.sparse is not None),
         ]
 
@@ -143,7 +143,7 @@ class Session:
     def parts(self) -> list[Part]:
         """Return everything that a checkpoint of this session keeps."""
         return [
-            *self.model.parts(evict=self.config.keep.evict, incremental=self.config.keep.full_every > 1),
+            *self.model.parts(incremental=self.config.keep.full_every > 1),
             StatePart("position", lambda: self._position, self._go_to),
             StatePart("progress", lambda: {"examples": self.examples}, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
@@ -165,8 +165,15 @@ class Session:
         self.examples += len(batch)
         every = self.config.evict_every_steps
         if every is not None and self.step % every == 0:
-            lane.push(self._evict)
+            self.evict()
         return StepResult(self.step, batch, loss, predictions)
+
+    def evict(self) -> None:
+        """Drop expired rows, after the updates so far; before a save, do so before `drain`.
+
+        What was looked up ahead still has them, and a run that is restored would not.
+        """
+        self._open_lane().push(self._evict)
 
     def drain(self) -> None:
         """Return when all rows are up to date: before every save."""

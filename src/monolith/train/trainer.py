@@ -31,7 +31,7 @@ from monolith.feature import Batch
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult, drive
-from monolith.train.hooks import TideStoppingHook
+from monolith.train.hooks import SaveHook, TideStoppingHook
 from monolith.train.hooks.summaries import SummaryHook
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
@@ -50,6 +50,8 @@ class TrainReport:
 
     step: int
     """The global step at its end."""
+    steps: int
+    """Taken in this run."""
     examples: int
     """Trained on in this run."""
     seconds: float
@@ -66,6 +68,8 @@ class LocalRun:
 
     def __init__(self, session: Session, model_dir: str) -> None:
         self.session = session
+        self.save: SaveHook | None = None
+        """Saves on demand; None where nothing is kept."""
         self._model_dir = model_dir
         self._lock = threading.Lock()  # guards the reason
         self._stop_reason: str | None = None
@@ -93,7 +97,8 @@ class Trainer:
     """Runs one task. Not thread-safe, but for `stop`.
 
     Args:
-        hooks: Run after the trainer's own and before the task's.
+        hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
+            for those that look at its session or ask it to save.
         metrics: Where counters of the run go.
         clock: Unix seconds.
     """
@@ -103,13 +108,13 @@ class Trainer:
         task: Task,
         config: TrainConfig | None = None,
         *,
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.task = task
         self.config = TrainConfig() if config is None else config
-        self._hooks = list(hooks)
+        self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
         self._clock = clock
         self._run: LocalRun | None = None
@@ -155,29 +160,31 @@ class Trainer:
             open_things.callback(self._forget_run)
             keeper = Keeper(session, config, self._clock) if config.model_dir else None
             own = self._own_hooks(run, keeper, began)
-            first = session.examples
+            given = self._hooks(run) if callable(self._hooks) else self._hooks
+            first, first_step = session.examples, session.step
             if self._stop_asked is not None:
                 run.request_stop(self._stop_asked)
             restored: list[Restored] = []
 
             def create() -> None:
-                nonlocal first
+                nonlocal first, first_step
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
-                first = session.examples
+                first, first_step = session.examples, session.step
                 if config.model_dir:
                     write_run_manifest(config.model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
 
             drive(
                 run,
-                [*own, *self._hooks, *self.task.hooks(Mode.TRAIN)],
+                [*own, *given, *self.task.hooks(Mode.TRAIN)],
                 step=session.take_step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN),
             )
             return TrainReport(
                 step=session.step,
+                steps=session.step - first_step,
                 examples=session.examples - first,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
@@ -186,37 +193,51 @@ class Trainer:
                 checkpoint=None if keeper is None else keeper.newest,
             )
 
-    def evaluate(self, *, steps: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self,
+        *,
+        steps: int | None = None,
+        checkpoint: str | None = None,
+        advance: Callable[[int], object] | None = None,
+    ) -> dict[str, float]:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
 
         Args:
             steps: Batches to look at; by default all there are.
+            checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
+            advance: Told the examples of each batch that is done.
 
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
         metrics = HeadMetrics(self.task, Mode.EVALUATE)
         examples, loss = 0, 0.0
-        for batch, outputs in self._outputs(Mode.EVALUATE, steps):
+        for batch, outputs in self._outputs(Mode.EVALUATE, steps, checkpoint):
             metrics.update(outputs.predictions, batch)
             examples += len(batch)
             loss += float(outputs.loss) * len(batch)
+            if advance is not None:
+                advance(len(batch))
         if not examples:
             raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
         return {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
 
-    def predict(self, *, steps: int | None = None) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
-        """Yield the batches to predict, and what the model says of each."""
-        for batch, outputs in self._outputs(Mode.PREDICT, steps):
+    def predict(
+        self, *, steps: int | None = None, checkpoint: str | None = None
+    ) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
+        """Yield the batches to predict, and what the model says of each; see `evaluate`."""
+        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint):
             yield batch, outputs.predictions
 
     # Inside
 
-    def _outputs(self, mode: Mode, steps: int | None) -> Iterator[tuple[Batch, Outputs]]:
+    def _outputs(
+        self, mode: Mode, steps: int | None, checkpoint: str | None
+    ) -> Iterator[tuple[Batch, Outputs]]:
         config = self.config
         if not config.model_dir:
             raise ConfigError("there is no model to read: set model_dir to where a run left its checkpoints")
-        prefix = newest_checkpoint(config, "eval" if mode is Mode.EVALUATE else "predict")
+        prefix = checkpoint or newest_checkpoint(config, "eval" if mode is Mode.EVALUATE else "predict")
         if prefix is None:
             raise RestoreError(
                 f"there is no checkpoint in {config.model_dir}; train first, or check the path"
@@ -246,6 +267,7 @@ class Trainer:
         if keeper is not None:
             hooks += self._summary_hooks(run)
             hooks += keeper.hooks(self._metrics)
+            run.save = keeper.save
         return hooks
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:

@@ -54,9 +54,12 @@ def test_an_author_has_defaults_of_their_own_which_never_hide_a_flag():
 
 def test_an_author_who_writes_their_own_default_has_said_nothing():
     code = RunConfig(failover=FailoverConfig(max_retries=6, partial_recovery=False))
-    config = load_run_config(args=["--max_retry_times", "2"], code=code, defaults=USER_DEFAULTS)
-    # `wait` is left at RunConfig's 30 s, which is not the author's default, and so it counts.
-    assert config.failover.max_retries == 2
+    args = ["--max_retry_times", "2", "--partial_recovery"]
+    failover = load_run_config(args=args, code=code, defaults=USER_DEFAULTS).failover
+    assert (failover.max_retries, failover.partial_recovery) == (2, True)
+    assert failover.wait == timedelta(seconds=5)
+    code = RunConfig(failover=FailoverConfig(max_retries=3))
+    assert load_run_config(args=args, code=code, defaults=USER_DEFAULTS).failover.max_retries == 3
 
 
 def test_all_problems_of_all_sources_come_at_once(tmp_path):

@@ -59,8 +59,8 @@ def load_run_config(
         environ: Variables such as MONOLITH_CLUSTER__NUM_PS, MONOLITH_NUM_PS or TF_CONFIG.
         args: Flags such as --cluster.num-ps 2 or --num_ps=2.
         code: Values by dotted path; or a config, of which only what differs from the defaults counts.
-        defaults: In place of RunConfig's own, such as USER_DEFAULTS. Of a config given as `code`, what
-            is as here counts as left alone, too.
+        defaults: In place of RunConfig's own, such as USER_DEFAULTS. In a config given as `code`, a value
+            that is as either of them counts as left alone.
         warn: Told of old names that mean nothing any more.
 
     Raises:
@@ -72,7 +72,11 @@ def load_run_config(
             "`monolith config explain` lists its fields"
         )
     if isinstance(code, RunConfig):
-        code = differences(code, load_run_config(defaults=defaults))
+        chosen = differences(code, RunConfig())
+        if defaults:
+            other = differences(code, load_run_config(defaults=defaults))
+            chosen = {path: value for path, value in chosen.items() if path in other}
+        code = chosen
     return load_config(
         RunConfig,
         file=file,

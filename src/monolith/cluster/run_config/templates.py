@@ -140,9 +140,17 @@ def template(kind: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _default(info: FieldInfo) -> str:
+    """The default, where it says more than that there is none."""
+    if info.default in (None, "", ()):
+        return ""
+    return f"Default: {info.default_text.lower() if isinstance(info.default, bool) else info.default_text}."
+
+
 def _lines(info: FieldInfo, name: str, value: object) -> list[str]:
-    default = f" Default: {info.default_text}." if info.default_text not in ("", "None") else ""
-    said = textwrap.wrap(info.doc + default, _WIDTH - 2)
+    choices = info.type_text.removesuffix(" or None")
+    notes = [info.doc, f"{choices.capitalize()}." if choices.startswith("one of ") else "", _default(info)]
+    said = textwrap.wrap(" ".join(filter(None, notes)), _WIDTH - 2)
     suggested = isinstance(value, Suggested)
     setting = f"{name} = {toml_value(value.value if isinstance(value, Suggested) else value)}"
     return [*(f"# {line}" for line in said), f"#{setting}" if suggested else setting]

@@ -9,6 +9,7 @@ from functools import partial
 from monolith.data.format import Format
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.framed import FramedFormat
+from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.errors import ConfigError
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "parquet": ParquetFormat,
     "csv": partial(CsvFormat, list_separator="|"),
     "tsv": partial(CsvFormat, delimiter="\t", list_separator="|"),
+    "jsonl": JsonLinesFormat,
 }
 """By name: TFRecord files of each kind of example, Monolith's framed files, Parquet, and text."""
 
@@ -33,6 +35,7 @@ BY_SUFFIX = {
     ".parquet": "parquet",
     ".csv": "csv",
     ".tsv": "tsv",
+    ".jsonl": "jsonl",
 }
 """TFRecords are most often of TensorFlow's examples; those of Monolith's have to be named."""
 

@@ -22,6 +22,7 @@ from monolith.train.hooks.file_metrics import FileMetricHook
 from monolith.train.hooks.heartbeat import HeartBeatHook
 from monolith.train.hooks.kafka_metrics import KafkaMetricHook
 from monolith.train.hooks.listeners import AfterSaveListener, BeforeSaveListener, SaveListener
+from monolith.train.hooks.live_line import LiveLineHook, Standing
 from monolith.train.hooks.metric_sinks import CustomMetricHook, MetricClient
 from monolith.train.hooks.operator_files import ForceDumpHook, OnlineFileHook
 from monolith.train.hooks.profiling import ProfilerHook
@@ -60,6 +61,7 @@ __all__ = [
     "HealthStatus",
     "HeartBeatHook",
     "KafkaMetricHook",
+    "LiveLineHook",
     "LocalBarrier",
     "MachineHealth",
     "MetricClient",
@@ -76,6 +78,7 @@ __all__ = [
     "SaveMemory",
     "SaveTimer",
     "SlowStartHook",
+    "Standing",
     "SummaryHook",
     "TableInfoHook",
     "ThroughputHook",

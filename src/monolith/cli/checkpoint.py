@@ -1,0 +1,463 @@
+"""`monolith checkpoint list | inspect | diff | reshard | export | compact`: checkpoints, for people.
+
+Exit status 1 says that a file is damaged or missing; which one is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from monolith import filesystem
+from monolith.checkpoint import (
+    Contents,
+    Difference,
+    FoundRow,
+    Listed,
+    compact,
+    compare,
+    export,
+    find_checkpoint,
+    find_id,
+    list_checkpoints,
+    read_chain,
+    read_contents,
+    reshard,
+)
+from monolith.checkpoint.comparing import VariableDifference
+from monolith.checkpoint.reading import Damage, SavedTables, TableContents, Variable
+from monolith.checkpoint.rewriting import Rewritten
+from monolith.cli.checkpoint_options import (
+    CheckpointCompactOptions,
+    CheckpointDiffOptions,
+    CheckpointExportOptions,
+    CheckpointInspectOptions,
+    CheckpointListOptions,
+    CheckpointReshardOptions,
+)
+from monolith.errors import ConfigError, UnknownTableError
+from monolith.observe import Progress, progress
+
+SHOWN_VALUES = 8
+SHOWN_TABLES = 3
+
+
+# list
+
+
+def list_(options: CheckpointListOptions) -> int:
+    """List the checkpoints of a run; 1 where one is damaged."""
+    found = list_checkpoints(options.run_dir)
+    if options.json:
+        print_json(
+            {
+                "run": found.model_dir,
+                "checkpoints": [
+                    {
+                        **asdict(one),
+                        "name": one.name,
+                        "latest": "latest" in one.marks,
+                        "listed": "listed" in one.marks,
+                        "exempt": "exempt" in one.marks,
+                        "ok": one.problem is None,
+                    }
+                    for one in found.checkpoints
+                ],
+                "problems": found.problems,
+            }
+        )
+        return 0 if found.sound else 1
+    console = Console()
+    if not found.checkpoints:
+        say(console, f"{options.run_dir} has no checkpoints")
+    else:
+        console.print(listing_table(options.run_dir, found.checkpoints))
+    for one in found.checkpoints:
+        if one.problem is not None:
+            say(console, f"{one.name}: {one.problem}")
+    for problem in found.problems:
+        say(console, problem)
+    return 0 if found.sound else 1
+
+
+def listing_table(title: str, checkpoints: Iterable[Listed]) -> Table:
+    table = new_table(title, "checkpoint", "saved", "kind", ">rows", ">size", "kept", "state")
+    for one in checkpoints:
+        kind = one.kind if len(one.chain) == 1 else f"{len(one.chain) - 1} after {short(one.chain[0])}"
+        state = "[red]damaged" if one.problem else "" if one.kind == "unfinished" else "ok"
+        table.add_row(
+            one.name, moment(one.saved_at), kind, rows_text(one), decimal(one.bytes), kept_text(one), state
+        )
+    return table
+
+
+def rows_text(one: Listed) -> str:
+    if len(one.rows) <= SHOWN_TABLES:
+        return "\n".join(f"{name} {rows:,}" for name, rows in one.rows.items())
+    return f"{sum(one.rows.values()):,}\nin {len(one.rows)} tables"
+
+
+def kept_text(one: Listed) -> str:
+    shown = [mark for mark in one.marks if not (mark == "listed" and "latest" in one.marks)]
+    return ", ".join(f"[bold]{mark}[/bold]" if mark == "latest" else mark for mark in shown)
+
+
+# inspect
+
+
+def inspect(options: CheckpointInspectOptions) -> int:
+    """Show what is in a checkpoint, or the row of one id; 1 where something is damaged."""
+    prefix = find_checkpoint(options.checkpoint)
+    if options.id is not None:
+        return guarded(prefix, options.json, lambda: show_row(prefix, options))
+    return guarded(prefix, options.json, lambda: show_contents(prefix, options))
+
+
+def show_row(prefix: str, options: CheckpointInspectOptions) -> int:
+    assert options.id is not None
+    names = SavedTables(read_chain(prefix)).names
+    if options.table is None and len(names) != 1:
+        raise ConfigError(f"checkpoint inspect: --id needs --table, one of: {', '.join(names) or 'none'}")
+    found = find_id(prefix, options.table or names[0], options.id)
+    if options.json:
+        print_json({"checkpoint": prefix, **asdict(found)})
+        return 0
+    console = Console()
+    say(console, row_heading(prefix, found))
+    if found.status == "found":
+        console.print(row_table(found))
+    return 0
+
+
+def row_heading(prefix: str, found: FoundRow) -> str:
+    whose = f"{found.table} {found.id} in {short(prefix)}"
+    if found.prefix is None:
+        return f"{whose}: no row, and none in the checkpoints it continues"
+    where = filesystem.base_name(found.prefix)
+    if found.status == "found":
+        return f"{whose}: written by {where}, event time {moment(found.event_time)} ({found.event_time})"
+    what = "removed" if found.status == "removed" else "gone since the table was cleared,"
+    return f"{whose}: {what} at {where}"
+
+
+def row_table(found: FoundRow) -> Table:
+    table = new_table("", "segment", "what", "values")
+    for number, segment in enumerate(found.segments):
+        label = f"{number}: {len(segment.values)} x {segment.optimizer}"
+        table.add_row(label, "embedding", numbers(segment.values))
+        for name, values in segment.state.items():
+            table.add_row("", name, str(values) if isinstance(values, int) else numbers(values))
+    return table
+
+
+def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
+    with bar("Reading", rows_held(prefix) if options.verify else 0) as done:
+        found = read_contents(prefix, verify=options.verify, progress=done)
+    tables = [table for table in found.tables if options.table in (None, table.name)]
+    if options.table is not None and not tables:
+        names = ", ".join(table.name for table in found.tables) or "none"
+        raise UnknownTableError(f"{prefix} has no table {options.table!r}; it has {names}")
+    if options.json:
+        print_json({**asdict(found), "tables": [asdict(table) for table in tables], "ok": not found.problems})
+        return 1 if found.problems else 0
+    console = Console()
+    say(console, contents_heading(found))
+    if tables:
+        console.print(contents_table(tables))
+    if options.table is None:
+        show_rest(console, found, options.variables)
+    for problem in found.problems:
+        say(console, f"damaged: {problem}", style="red")
+    if not found.problems:
+        say(console, "every byte is as it was written" if found.verified else "ok; --verify reads every byte")
+    return 1 if found.problems else 0
+
+
+def contents_heading(found: Contents) -> str:
+    lines = [f"{found.prefix}\nstep {found.step:,}, saved {moment(found.saved_at)}, {decimal(found.bytes)}"]
+    if found.kind == "full":
+        lines[0] += ", full"
+    else:
+        chain = " < ".join(filesystem.base_name(prefix) for prefix in found.chain)
+        lines.append(f"an increment: {chain}")
+    return "\n".join(lines)
+
+
+def contents_table(tables: Iterable[TableContents]) -> Table:
+    shown = new_table("", "table", ">rows", "holds", ">files", ">size", "newest", "a row")
+    for one in tables:
+        holds = "all"
+        if one.kind == "changes":
+            holds = f"{one.changed or 0:,} changed, {one.removed or 0:,} removed"
+            holds += ", cleared first" if one.cleared else ""
+        newest = "" if one.newest_event_time is None else moment(one.newest_event_time)
+        shown.add_row(
+            one.name, f"{one.rows:,}", holds, str(one.shards), decimal(one.bytes), newest, one.layout
+        )
+    return shown
+
+
+def show_rest(console: Console, found: Contents, most: int) -> None:
+    if found.variables:
+        console.print(variables_table(found.variables, most, found.training_tensors))
+    for one in found.filters:
+        if one.kind != "none":
+            used = "" if one.cells is None else f", {one.cells:,} cells in use, room for {one.capacity:,}"
+            say(console, f"filter of {one.table}: {one.kind}{used}")
+    for name, value in found.states.items():
+        say(console, f"{name}: {json.dumps(plain(value))}")
+
+
+def variables_table(variables: Sequence[Variable], most: int, training: int) -> Table:
+    shown = new_table("", "variable", "type", "shape")
+    for one in variables[: most or None]:
+        shape = " x ".join(map(str, one.shape)) or "one number"
+        shown.add_row(one.name, one.dtype, shape + (f", tied to {one.same_as}" if one.same_as else ""))
+    caption = [f"and {training:,} tensors of optimizers"] if training else []
+    if most and len(variables) > most:
+        caption.insert(0, f"... {len(variables) - most:,} more; --variables 0 shows all")
+    shown.caption = "; ".join(caption) or None
+    shown.caption_justify = "left"
+    return shown
+
+
+# diff
+
+
+def diff(options: CheckpointDiffOptions) -> int:
+    """Show what two checkpoints have not in common; 1 where one is damaged."""
+    if options.top < 0 or options.variables < 0:
+        raise ConfigError("checkpoint diff: --top and --variables must not be negative")
+    before, after = find_checkpoint(options.before), find_checkpoint(options.after)
+
+    def work() -> int:
+        rows = sum(sum(map(tables.rows, tables.names)) for tables in map(tables_of, (before, after)))
+        with bar("Comparing", rows) as done:
+            found = compare(before, after, tables=options.tables or None, top=options.top, progress=done)
+        if options.json:
+            print_json({**asdict(found), "same": found.same})
+        else:
+            show_difference(Console(), found, options.variables)
+        return 0
+
+    return guarded(f"{before} and {after}", options.json, work)
+
+
+def show_difference(console: Console, found: Difference, most: int) -> None:
+    names = [short(path) for path in (found.before, found.after)]
+    if names[0] == names[1]:
+        names = [found.before, found.after]
+    say(console, f"{names[0]} (step {found.steps[0]:,}) and {names[1]} (step {found.steps[1]:,})")
+    if found.same:
+        say(console, "the same, bit by bit")
+        return
+    if found.tables:
+        headings = ("table", ">rows before", ">rows after", ">added", ">removed", ">changed", ">only time")
+        table = new_table("", *headings)
+        for one in found.tables:
+            counts = (one.rows_before, one.rows_after, one.added, one.removed, one.changed, one.touched)
+            table.add_row(one.name, *(f"{count:,}" for count in counts))
+        console.print(table)
+    for one in found.tables:
+        if one.layout is not None:
+            say(console, f"rows of {one.name}: {one.layout[0]}, then {one.layout[1]}")
+        if one.largest:
+            table = new_table(
+                f"{one.name}: moved furthest", ">id", ">distance", ">norm before", ">norm after"
+            )
+            for row in one.largest:
+                table.add_row(str(row.id), *(f"{n:.4g}" for n in (row.distance, row.before, row.after)))
+            console.print(table)
+    if found.variables:
+        console.print(variable_changes(found.variables, most, found.variables_same))
+    elif found.variables_same:
+        say(console, f"{found.variables_same:,} dense variables are the same")
+    for name, values in found.states.items():
+        for label, value in zip(("before", "after"), values, strict=True):
+            say(console, f"{name} {label}: {json.dumps(plain(value))}")
+
+
+def variable_changes(changes: Sequence[VariableDifference], most: int, same: int) -> Table:
+    order = sorted(changes, key=lambda one: -math.inf if one.largest is None else -one.largest)
+    table = new_table("", "variable", "what", ">largest difference", "")
+    for one in order[: most or None]:
+        table.add_row(one.name, one.kind, "" if one.largest is None else f"{one.largest:.4g}", one.words)
+    caption = [f"{same:,} are the same"]
+    if most and len(order) > most:
+        caption.insert(0, f"... {len(order) - most:,} more; --variables 0 shows all")
+    table.caption = "; ".join(caption)
+    table.caption_justify = "left"
+    return table
+
+
+# reshard, compact, export
+
+
+def reshard_(options: CheckpointReshardOptions) -> int:
+    """Write a checkpoint to another folder in another number of files."""
+    if not options.to:
+        raise ConfigError("checkpoint reshard: say where to write with --to")
+    check_shards(options.num_shards)
+    prefix = find_checkpoint(options.checkpoint)
+
+    def work() -> int:
+        with bar("Writing", rows_of(prefix)) as done:
+            written = reshard(prefix, options.to, num_shards=options.num_shards, progress=done)
+        return report(written, options.json, f"written to {written.prefix}")
+
+    return guarded(prefix, options.json, work)
+
+
+def compact_(options: CheckpointCompactOptions) -> int:
+    """Make the last increment of a chain a full checkpoint."""
+    check_shards(options.num_shards)
+    prefix = find_checkpoint(options.checkpoint)
+
+    def work() -> int:
+        with bar("Compacting", rows_of(prefix)) as done:
+            written = compact(prefix, num_shards=options.num_shards, progress=done)
+        words = f"{written.prefix} is full now, made of {len(written.chain)} checkpoints"
+        if len(written.chain) == 1:
+            words = f"{written.prefix} was full already"
+        return report(written, options.json, words)
+
+    return guarded(prefix, options.json, work)
+
+
+def export_(options: CheckpointExportOptions) -> int:
+    """Write a checkpoint for other programs."""
+    if not options.to:
+        raise ConfigError("checkpoint export: say where to write with --to")
+    check_shards(options.num_shards)
+    prefix = find_checkpoint(options.checkpoint)
+
+    def work() -> int:
+        tables = options.tables or None
+        with bar("Exporting", rows_of(prefix, tables)) as done:
+            written = export(
+                prefix,
+                options.to,
+                tables=tables,
+                dense=options.dense,
+                num_shards=options.num_shards,
+                progress=done,
+            )
+        if options.json:
+            print_json({"checkpoint": prefix, **asdict(written)})
+            return 0
+        rows = ", ".join(f"{count:,} rows of {name}" for name, count in written.rows.items()) or "no rows"
+        say(Console(), f"{rows}; {len(written.files)} files, {decimal(written.bytes)}, in {options.to}")
+        return 0
+
+    return guarded(prefix, options.json, work)
+
+
+def report(written: Rewritten, as_json: bool, words: str) -> int:
+    if as_json:
+        print_json(asdict(written))
+    else:
+        rows = sum(written.rows.values())
+        size = decimal(written.bytes)
+        say(Console(), f"{words}: {rows:,} rows in {len(written.rows)} tables, {size}")
+    return 0
+
+
+# Shared
+
+
+def guarded(what: str, as_json: bool, work: Callable[[], int]) -> int:
+    """Return the status of `work`; where a file is damaged, say which, and return 1."""
+    try:
+        return work()
+    except Damage as error:
+        if as_json:
+            print_json({"checkpoint": what, "ok": False, "problems": [str(error)]})
+        else:
+            say(Console(), f"damaged: {error}", style="red")
+        return 1
+
+
+def tables_of(prefix: str) -> SavedTables:
+    return SavedTables(read_chain(prefix))
+
+
+def rows_of(prefix: str, tables: Sequence[str] | None = None) -> int:
+    saved = tables_of(prefix)
+    return sum(saved.rows(name) for name in (saved.names if tables is None else tables))
+
+
+def rows_held(prefix: str) -> int:
+    """Return how many rows there are to read in a whole chain; 0 where it is broken, which is told later."""
+    try:
+        saved = tables_of(prefix)
+    except Damage:
+        return 0
+    return sum(saved.rows_held(name) for name in saved.names)
+
+
+def bar(label: str, rows: int) -> AbstractContextManager[Progress]:
+    return progress(label, rows or None, "rows")
+
+
+def check_shards(num_shards: int | None) -> None:
+    if num_shards is not None and num_shards < 1:
+        raise ConfigError(f"checkpoint: --num-shards must be at least 1, got {num_shards}")
+
+
+def new_table(title: str, *headings: str) -> Table:
+    """Return an empty table; columns whose heading begins with > are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
+    for number, heading in enumerate(headings):
+        right = heading.startswith(">")
+        table.add_column(
+            heading.removeprefix(">"),
+            justify="right" if right else "left",
+            style="cyan" if number == 0 else None,
+            overflow="fold",
+        )
+    return table
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON has words for: a number that is none becomes text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def numbers(values: Sequence[float]) -> str:
+    shown = ", ".join(f"{value:.6g}" for value in values[:SHOWN_VALUES])
+    return f"{shown}, ... ({len(values)})" if len(values) > SHOWN_VALUES else shown
+
+
+def moment(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def short(prefix: str) -> str:
+    return filesystem.base_name(prefix)

@@ -1,0 +1,169 @@
+"""`monolith evaluate TASK` and `monolith predict TASK`: what a checkpoint is worth, and what it says.
+
+Both read checkpoints and write nothing to the model_dir, so they may run beside the training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from monolith import filesystem
+from monolith.checkpoint import read_checkpoint_state, read_manifest
+from monolith.cli.task_config import load_reading, say
+from monolith.cli.train_options import EvaluateOptions, PredictOptions
+from monolith.data import Format, Records, RecordWriter, format_of
+from monolith.data.formats import ParquetFormat
+from monolith.data.records import LABEL, LINE_ID
+from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.feature import Batch
+from monolith.observe import Progress, progress
+from monolith.tensors import RaggedTensor
+from monolith.train import Task, TrainConfig, Trainer
+from monolith.train.keeping import newest_checkpoint
+
+PREDICTION = "prediction"
+
+
+def evaluate(options: EvaluateOptions) -> int:
+    """Print a checkpoint's metrics."""
+    task, config = load_reading(options)
+    checkpoint, step = settled(config)
+    with bar(options, "Evaluating") as shown:
+        found = Trainer(task, config).evaluate(
+            steps=options.steps, checkpoint=checkpoint, advance=shown.advance
+        )
+    examples = int(found.pop("examples"))
+    if options.json:
+        numbers = {name: None if math.isnan(value) else value for name, value in found.items()}
+        write_json(task, checkpoint, step, examples=examples, metrics=numbers)
+        return 0
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"{task.name}: {checkpoint}, step {step:,}", title_justify="left"
+    )
+    table.add_column("metric", style="cyan", no_wrap=True)
+    table.add_column("value", justify="right")
+    for name, value in found.items():
+        table.add_row(name, "nothing to say" if math.isnan(value) else f"{value:.6f}")
+    table.caption = f"over {examples:,} examples"
+    table.caption_justify = "left"
+    Console().print(table, soft_wrap=True)
+    return 0
+
+
+def predict(options: PredictOptions) -> int:
+    """Write what a checkpoint says of each example to a file."""
+    if not options.to:
+        raise ConfigError("predict: say with --to which file to write, such as predictions.parquet")
+    kind = format_of(options.to, options.to_format)
+    task, config = load_reading(options)
+    checkpoint, step = settled(config)
+    examples = 0
+    with ExitStack() as open_things:
+        shown = open_things.enter_context(bar(options, "Predicting"))
+        file: RecordWriter | None = None
+        for batch, predictions in Trainer(task, config).predict(steps=options.steps, checkpoint=checkpoint):
+            records = to_records(batch, predictions, options.columns)
+            if file is None:
+                file = open_things.enter_context(writer(kind, options.to, records))
+            file.write(records)
+            examples += len(records)
+            shown.advance(len(records))
+        if file is None:
+            raise DataError(
+                f"predict: dataset(Mode.PREDICT) of task {task.name!r} has no examples; {options.to} was not "
+                "written"
+            )
+    if options.json:
+        write_json(task, checkpoint, step, examples=examples, file=options.to)
+    else:
+        say(f"{examples:,} predictions of {checkpoint} (step {step:,}) in {options.to}")
+    return 0
+
+
+# Which checkpoint
+
+
+def settled(config: TrainConfig) -> tuple[str, int]:
+    """Settle on one checkpoint, whatever training saves meanwhile; return its prefix and step.
+
+    Raises:
+        RestoreError: There is none, or none of that name.
+    """
+    wanted = config.restore.checkpoint
+    if wanted is not None:
+        state = read_checkpoint_state(config.model_dir)
+        listed = [] if state is None else list(state.all_model_checkpoint_paths)
+        names = [filesystem.base_name(path) for path in listed]
+        if wanted not in (*listed, *names):
+            there = f"it has {', '.join(names)}" if names else "it has none"
+            raise RestoreError(f"there is no checkpoint {wanted} in {config.model_dir}; {there}")
+    prefix = newest_checkpoint(config, "eval")
+    if prefix is None:
+        raise RestoreError(
+            f"there is no checkpoint in {config.model_dir}; train first with monolith train ... --model-dir "
+            f"{config.model_dir}, or check the path"
+        )
+    if wanted is not None and filesystem.base_name(wanted) != filesystem.base_name(prefix):
+        raise RestoreError(f"checkpoint {wanted} is listed in {config.model_dir}, but its files are gone")
+    return prefix, read_manifest(prefix).manifest.step
+
+
+# What is written
+
+
+def to_records(batch: Batch, predictions: Mapping[str, Tensor], columns: Sequence[str]) -> Records:
+    """Return predictions and labels by head, and what says whose they are."""
+    made = {column_of(PREDICTION, head): one_each(given) for head, given in predictions.items()}
+    made |= {column_of(LABEL, head): one_each(given, drop_nan=True) for head, given in batch.labels.items()}
+    ids = batch.ids
+    if unknown := [name for name in columns if name not in ids.names]:
+        known = ", ".join(ids.names)
+        raise ConfigError(f"predict: the batches have no feature {unknown[0]!r}; they have {known}")
+    wanted = [name for name in ids.names if name.startswith(LINE_ID) or name in columns]
+    shared = {name for name, alone in zip(ids.names, ids.shared, strict=True) if alone and name in wanted}
+    return Records(len(batch), {**made, **{name: ids[name] for name in wanted}}, frozenset(shared))
+
+
+def column_of(kind: str, head: str) -> str:
+    return kind if head == kind else f"{kind}.{head}"
+
+
+def one_each(values: Tensor, *, drop_nan: bool = False) -> RaggedTensor:
+    """Return a value per example, or several where it has a row of them; a label that is NaN is none."""
+    rows = values.detach().float().cpu().reshape(len(values), -1)
+    there = ~rows.isnan() if drop_nan else torch.ones_like(rows, dtype=torch.bool)
+    return RaggedTensor.from_row_lengths(rows[there], there.sum(dim=1))
+
+
+def writer(kind: Format, path: str, records: Records) -> AbstractContextManager[RecordWriter]:
+    if isinstance(kind, ParquetFormat):  # whoever reads it wants numbers, and not lists of one
+        single = [name for name in records.columns if name.startswith((PREDICTION, LABEL))]
+        kind = ParquetFormat(single=single)
+    return kind.writer(path)
+
+
+# What is shown
+
+
+class _Silent:
+    def advance(self, amount: float = 1) -> None: ...
+
+
+def bar(options: EvaluateOptions | PredictOptions, label: str) -> AbstractContextManager[Progress]:
+    return nullcontext(_Silent()) if options.quiet else progress(label, unit="examples")
+
+
+def write_json(task: Task, checkpoint: str, step: int, **more: Any) -> None:
+    said = {"task": task.name, "checkpoint": checkpoint, "step": step, **more}
+    sys.stdout.write(json.dumps(said) + "\n")

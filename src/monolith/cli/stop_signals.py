@@ -1,0 +1,70 @@
+"""Signals that end a run: the first asks it to, the second does not ask."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """While its block lasts, hands the first SIGINT or SIGTERM to `stop`, by name; the next ends the block.
+
+    A handler runs in the middle of whatever the main thread does, which may hold any lock. So it only
+    leaves a note, and a thread of its own makes the call.
+
+    Args:
+        stop: Called on that thread.
+        say: Given a line for the person who sent the signal.
+    """
+
+    def __init__(self, stop: Callable[[str], None], say: Callable[[str], None]) -> None:
+        self._stop = stop
+        self._say = say
+        self._notes: queue.SimpleQueue[signal.Signals | None] = (
+            queue.SimpleQueue()
+        )  # a handler may put into it
+        self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
+        self._before: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+        """The first that came."""
+        self._aborted = False
+
+    def status(self, stop_reason: str) -> int:
+        """Return the exit status of a run that ended for this reason: 128 + the signal, if it was one."""
+        if self.received is not None and stop_reason == self.received.name:
+            return 128 + self.received
+        return 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._notes.put(None)
+        self._thread.join()
+        if self._aborted:
+            self._say("aborted; the last checkpoint stands, and the same command goes on from it")
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.received is not None:
+            self._aborted = True
+            raise SystemExit(128 + number)
+        self.received = signal.Signals(number)
+        self._notes.put(self.received)
+
+    def _watch(self) -> None:
+        while (received := self._notes.get()) is not None:
+            self._say(f"{received.name}: ending after this step; once more aborts at once")
+            self._stop(received.name)

@@ -1,0 +1,143 @@
+"""The options of `monolith train | evaluate | predict`, apart from what runs them: reading them must not load
+torch.
+
+None, or False, is a flag that was not given: what the config file says then holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Settings = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """Train a task, from its data to checkpoints; started again, it goes on where it was.
+
+    Ctrl-C or SIGTERM ends a run after its current step, saved, with status 130 or 143; a second one
+    aborts it. In the config file, [task] has settings of the task and all else is as in TrainConfig.
+    """
+
+    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    model_dir: str | None = None
+    """Where checkpoints, summaries and the run's manifest go; without it nothing is kept."""
+    config: Path | None = None
+    """A TOML file with the settings of the run; flags win over it."""
+    set: Settings = ()
+    """key=value for a setting of the task; may be given several times."""
+    steps: int | None = None
+    """End after so many more steps."""
+    max_steps: int | None = None
+    """End when the model has taken so many steps in all its runs."""
+    max_time: str | None = None
+    """End after so long: seconds, or as in 90m or 1h30m."""
+    seed: int | None = None
+    """The same seed gives the same first weights and random numbers."""
+    deterministic: bool = False
+    """Let nothing depend on time: the same data gives the same bits, also through restarts."""
+    save_steps: int | None = None
+    """Save every so many steps; by default 1000."""
+    save_secs: float | None = None
+    """Save every so many seconds instead."""
+    max_to_keep: int | None = None
+    """How many checkpoints to keep; 0 keeps all."""
+    full_every: int | None = None
+    """Every so many checkpoints a full one; those between hold only the rows that changed."""
+    restore_dir: str | None = None
+    """Another model_dir to start from, where this one has no checkpoint of its own."""
+    restore_checkpoint: str | None = None
+    """Which of its checkpoints to start from, such as model.ckpt-30; taken once per model_dir."""
+    optimizer_state: Literal["keep", "reset", "auto"] | None = None
+    """What to do with the optimizer state of restored rows; auto resets it where the optimizer changed."""
+    no_strict: bool = False
+    """Let tables and variables that the checkpoint lacks begin anew."""
+    clear_nn: bool = False
+    """Start dense weights anew, once; rows are restored."""
+    continue_training: bool = False
+    """With --clear-nn, go on with the step of the checkpoint."""
+    prefetch: int | None = None
+    """Batches whose rows are looked up ahead; 0 for none."""
+    no_async_push: bool = False
+    """Update rows before the next batch is computed, instead of beside it."""
+    evict_every_steps: int | None = None
+    """Drop expired rows that often."""
+    threads: int | None = None
+    """Threads of torch's own operations; by default as many as there are cores."""
+    summaries: bool = False
+    """Write TensorBoard summaries even if the config file says not to."""
+    no_summaries: bool = False
+    """Write no TensorBoard summaries."""
+    profile: bool = False
+    """Record a few steps with torch's profiler, for chrome://tracing, into profile/ of the model_dir."""
+    control: bool = False
+    """Serve the controller, and obey the file monolith_action in the model_dir: halt, resume, save, stop."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics on this port of this machine; 0 chooses a free one."""
+    quiet: bool = False
+    """Show no progress."""
+    json: bool = False
+    """Print the report as one JSON object on standard output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions:
+    """Measure a checkpoint of a task on its evaluation data."""
+
+    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    model_dir: str | None = None
+    """Where its training left checkpoints."""
+    config: Path | None = None
+    """The TOML file that it was trained with; flags win over it."""
+    set: Settings = ()
+    """key=value for a setting of the task; may be given several times."""
+    checkpoint: str | None = None
+    """Which checkpoint, such as model.ckpt-30; by default the newest."""
+    steps: int | None = None
+    """Batches to look at; by default all there are."""
+    threads: int | None = None
+    """Threads of torch's own operations; by default as many as there are cores."""
+    quiet: bool = False
+    """Show no progress."""
+    json: bool = False
+    """Print one JSON object on standard output instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictOptions:
+    """Write what a checkpoint of a task predicts of its prediction data to a file.
+
+    Columns are prediction.HEAD, label.HEAD where the data has labels, and line_id.FIELD where batches have
+    them as features.
+    """
+
+    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    to: str | None = None
+    """The file to write (.parquet, .csv, .tsv, .jsonl, .tfrecord); it appears when all is written."""
+    to_format: str | None = None
+    """How to write; by default told by the name of the file."""
+    model_dir: str | None = None
+    """Where its training left checkpoints."""
+    config: Path | None = None
+    """The TOML file that it was trained with; flags win over it."""
+    set: Settings = ()
+    """key=value for a setting of the task; may be given several times."""
+    checkpoint: str | None = None
+    """Which checkpoint, such as model.ckpt-30; by default the newest."""
+    columns: tuple[str, ...] = ()
+    """Features of the batch to write too, such as user, to know whose prediction it is."""
+    steps: int | None = None
+    """Batches to predict; by default all there are."""
+    threads: int | None = None
+    """Threads of torch's own operations; by default as many as there are cores."""
+    quiet: bool = False
+    """Show no progress."""
+    json: bool = False
+    """Say what was written as one JSON object on standard output."""

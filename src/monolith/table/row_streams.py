@@ -1,0 +1,244 @@
+"""Row streams: the rows of dumps in the order of their hashes, with no table to hold them.
+
+A shard is a range of hashes, and in its file the rows lie in the order of their hashes. So
+a dump is one sorted stream, and a dump with the changes that follow it is several. They
+are walked side by side, range after range; memory goes to one block of each, however many
+rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from monolith.errors import CorruptFileError, RestoreError
+from monolith.table.dumps import inspect_dump, removed_ids
+from monolith.table.hashing import mix, mix_one
+from monolith.table.shard_files import Description, ShardInfo, ShardReader
+from monolith.table.table import Rows
+
+HASHES = 1 << 64
+"""How many there are; the end of a range that leaves none out."""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpStep:
+    """A dump of a table, or of its changes since the step before. A list of them is its history."""
+
+    basename: str
+    changes: bool = False
+    cleared: bool = False
+    """Of changes: whether the table was cleared before them."""
+
+
+class _Block(NamedTuple):
+    """Some rows, in the order of their hashes; never none."""
+
+    hashes: NDArray[np.uint64]
+    rows: Rows
+
+    @property
+    def last(self) -> int:
+        return int(self.hashes[-1])
+
+
+def shard_range(shard: int, num_shards: int) -> tuple[int, int]:
+    """Return the hashes [begin, end) of a shard."""
+    return (shard << 64) // num_shards, (shard + 1 << 64) // num_shards
+
+
+def newest_rows(steps: Sequence[DumpStep], begin: int = 0, end: int = HASHES) -> Iterator[Rows]:
+    """Yield the rows after the last step whose hashes are in [begin, end), in the order of their hashes.
+
+    Raises:
+        RestoreError: A dump is missing or incomplete, or the history does not begin with a whole one.
+        CorruptFileError: A file is damaged. Rows yielded before were good.
+    """
+    for block in _merged(steps, begin, end):
+        yield block.rows
+
+
+def side_by_side(
+    before: Sequence[DumpStep], after: Sequence[DumpStep]
+) -> Iterator[tuple[Rows | None, Rows | None]]:
+    """Yield what two histories hold in one range of hashes after another; None where that is nothing."""
+    for old, new in _windows([_merged(before, 0, HASHES), _merged(after, 0, HASHES)]):
+        yield None if old is None else old.rows, None if new is None else new.rows
+
+
+def find_row(basename: str, id_: int) -> Rows | None:
+    """Return the row of an id in a dump, reading only a few blocks of it; None if it has none."""
+    wanted = mix_one(id_)
+    found = next(_dumped(basename, wanted, wanted + 1), None)
+    return None if found is None else found.rows
+
+
+def describe_dump(basename: str) -> Description:
+    """Return what a dump says of itself."""
+    return inspect_dump(basename)[0].description
+
+
+def in_chunks(source: Iterable[Rows], limit: int) -> Iterator[Rows]:
+    """Yield the same rows, `limit` at a time."""
+    held: list[Rows] = []
+    count = 0
+    for rows in source:
+        held.append(rows)
+        count += len(rows)
+        if count < limit:
+            continue
+        joined = _joined(held)
+        whole = count - count % limit
+        for at in range(0, whole, limit):
+            yield _slice(joined, at, at + limit)
+        count -= whole
+        held = [_slice(joined, whole, whole + count)] if count else []
+    if held:
+        yield _joined(held)
+
+
+# One dump
+
+
+def _dumped(basename: str, begin: int, end: int) -> Iterator[_Block]:
+    for info in inspect_dump(basename):
+        first, beyond = shard_range(info.description.shard, info.description.num_shards)
+        if begin < beyond and first < end:
+            yield from _of_shard(info, begin, end)
+
+
+def _of_shard(info: ShardInfo, begin: int, end: int) -> Iterator[_Block]:
+    with ShardReader(info.path) as reader:
+        seen = -1
+        for number in range(_first_block(reader, begin), reader.info.blocks):
+            rows = reader.block(number)
+            hashes = mix(rows.ids.numpy())
+            if int(hashes[0]) <= seen or not bool((hashes[1:] > hashes[:-1]).all()):
+                raise CorruptFileError(
+                    info.path, 0, f"the rows of block {number} are not in the order of their hashes"
+                )
+            seen = int(hashes[-1])
+            low = 0 if int(hashes[0]) >= begin else _place(hashes, begin)
+            high = len(hashes) if seen < end else _place(hashes, end)
+            if low < high:
+                yield _Block(hashes[low:high], _slice(rows, low, high))
+            if seen >= end:
+                return
+
+
+def _first_block(reader: ShardReader, begin: int) -> int:
+    """Return the first block with a hash of `begin` or more, by bisection: a block must be read to know."""
+    first, _ = shard_range(reader.info.description.shard, reader.info.description.num_shards)
+    low, high = 0, reader.info.blocks if first < begin else 0
+    while low < high:
+        middle = (low + high) // 2
+        if mix_one(int(reader.block(middle).ids[-1])) < begin:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _place(hashes: NDArray[np.uint64], wanted: int) -> int:
+    """Return how many hashes are below `wanted`, which is less than 2^64."""
+    return int(np.searchsorted(hashes, np.uint64(wanted)))
+
+
+# Several
+
+
+def _merged(steps: Sequence[DumpStep], begin: int, end: int) -> Iterator[_Block]:
+    start = max((i for i, step in enumerate(steps) if not step.changes or step.cleared), default=None)
+    if start is None:
+        where = steps[0].basename if steps else "nothing"
+        raise RestoreError(f"{where} holds changes to a dump that is not there")
+    layouts = {describe_dump(step.basename).layout: step.basename for step in steps[start:]}
+    if len(layouts) > 1:
+        first, second, *_ = layouts.items()
+        raise RestoreError(f"{second[1]} has {second[0]}, {first[1]} before it has {first[0]}")
+    streams: list[Iterator[_Block]] = []
+    removals: list[bool] = []
+    for number, step in enumerate(steps[start:]):
+        if number:  # those of the first are of rows that nobody has
+            streams.append(_removed(step.basename, begin, end))
+            removals.append(True)
+        streams.append(_dumped(step.basename, begin, end))
+        removals.append(False)
+    for window in _windows(streams):
+        found = _newest(window, removals)
+        if found is not None:
+            yield found
+
+
+def _removed(basename: str, begin: int, end: int) -> Iterator[_Block]:
+    hashes = np.unique(mix(removed_ids(basename).numpy()))
+    hashes = hashes[_place(hashes, begin) : _place(hashes, end) if end < HASHES else None]
+    if len(hashes):
+        none = torch.empty(len(hashes), 0)
+        nobody = torch.zeros(len(hashes), dtype=torch.int64)
+        yield _Block(hashes, Rows(nobody, nobody, none, none))
+
+
+def _windows(streams: Sequence[Iterator[_Block]]) -> Iterator[list[_Block | None]]:
+    """Yield what each stream has in one range of hashes after another, as far as all are read."""
+    heads = [next(stream, None) for stream in streams]
+    while there := [head for head in heads if head is not None]:
+        upto = min(head.last for head in there)
+        window: list[_Block | None] = []
+        for number, head in enumerate(heads):
+            if head is None or int(head.hashes[0]) > upto:
+                window.append(None)
+                continue
+            at = int(np.searchsorted(head.hashes, np.uint64(upto), side="right"))
+            window.append(_Block(head.hashes[:at], _slice(head.rows, 0, at)))
+            size = len(head.hashes)
+            heads[number] = (
+                _Block(head.hashes[at:], _slice(head.rows, at, size))
+                if at < size
+                else next(streams[number], None)
+            )
+        yield window
+
+
+def _newest(window: Sequence[_Block | None], removals: Sequence[bool]) -> _Block | None:
+    """Return what is left of a window: of each hash the last row, unless its removal comes after it."""
+    there = [(block, gone) for block, gone in zip(window, removals, strict=True) if block is not None]
+    if len(there) == 1:
+        return None if there[0][1] else there[0][0]
+    hashes = np.concatenate([block.hashes for block, _ in there])
+    rows = [block.rows for block, gone in there if not gone]
+    kept = np.concatenate([np.full(len(block.hashes), not gone) for block, gone in there])
+    row_at = np.cumsum(kept) - 1
+    order = np.argsort(hashes, kind="stable")  # equal ones stay in the order of the steps
+    is_last = np.append(hashes[order][1:] != hashes[order][:-1], True)
+    chosen = order[is_last]
+    chosen = chosen[kept[chosen]]
+    if not len(chosen):
+        return None
+    picked = torch.from_numpy(row_at[chosen])
+    joined = _joined(rows)
+    return _Block(
+        hashes[chosen],
+        Rows(joined.ids[picked], joined.event_times[picked], joined.values[picked], joined.state[picked]),
+    )
+
+
+def _slice(rows: Rows, begin: int, end: int) -> Rows:
+    part = slice(begin, end)
+    return Rows(rows.ids[part], rows.event_times[part], rows.values[part], rows.state[part])
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        torch.cat([part.ids for part in parts]),
+        torch.cat([part.event_times for part in parts]),
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.state for part in parts]),
+    )

@@ -1,0 +1,226 @@
+"""The live line: how a run stands, for whoever looks on.
+
+The hook gathers the numbers, and only when somebody is to see them: reading a loss makes the CPU wait
+for the device. What becomes of them is up to a function: drawn on a terminal, a line in the log, or
+gauges of Prometheus.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch import Tensor
+
+from monolith.observe import Metrics
+from monolith.observe.progress import describe_amount, describe_bytes, describe_rate, describe_seconds
+from monolith.table import TableStats
+from monolith.train.hook import Hook, Run, StepResult
+
+_log = logging.getLogger(__name__)
+
+SPAN_SECONDS = 10.0
+"""Speed is that of the last so many seconds, or since the last showing where that is longer ago."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """How a run stands at one moment."""
+
+    step: int
+    last_step: int | None
+    """Where it ends; None where only the data, the time or somebody ends it."""
+    seconds_left: float | None
+    examples: int
+    """Trained on since this run began."""
+    examples_per_s: float
+    loss: float
+    """The mean over the steps since the last showing."""
+    metrics: Mapping[str, float]
+    """By "head/metric", over the last window that ended; those that have nothing to say are left out."""
+    lag_seconds: float | None
+    """How far the newest example trained on is behind the clock; None where the data has no event times."""
+    rows: int
+    bytes: int
+    filtered: int
+    """Sightings of ids that were not admitted, being too rare."""
+    refused: int
+    """Ids that were turned away because a table is full."""
+    evicted: int
+    """Rows that expired."""
+
+
+class LiveLineHook(Hook):
+    """Shows how a run stands, at most every `every`, and once more at its end if it was shown at all.
+
+    Args:
+        show: Called on the training thread, which waits for it.
+        stats: What the tables hold, by name.
+        metrics: Their values over the last window, as "head/metric".
+        steps: How many steps this run is to take.
+        max_steps: At which step it ends; the nearer of the two counts.
+        clock: Unix seconds, for the lag.
+        timer: Seconds that never run backwards, for everything else.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[Standing], None],
+        *,
+        every: timedelta,
+        stats: Callable[[], Mapping[str, TableStats]],
+        metrics: Callable[[], Mapping[str, float]] = dict,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._show = show
+        self._every = every.total_seconds()
+        self._stats = stats
+        self._metrics = metrics
+        self._steps = steps
+        self._max_steps = max_steps
+        self._clock = clock
+        self._timer = timer
+        self._first_step = 0
+        self._examples = 0
+        self._event_time = 0
+        self._loss: Tensor | None = None
+        self._losses = 0
+        self._began = self._shown = timer()
+        self._spoke = False
+        self._seen: deque[tuple[float, int]] = deque()
+        """When, and after how many examples, it was shown of late."""
+
+    def after_create(self, run: Run) -> None:
+        self._first_step = run.step
+        self._began = self._shown = self._timer()
+        self._seen = deque([(self._began, self._examples)])
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self._examples += result.examples
+        self._event_time = max(self._event_time, result.batch.ids.event_time)
+        loss = result.loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._losses += 1
+        now = self._timer()
+        if now - self._shown >= self._every:
+            self._tell(result.step, now)
+
+    def end(self, run: Run) -> None:
+        if self._spoke and self._losses:
+            self._tell(run.step, self._timer())
+
+    def _tell(self, step: int, now: float) -> None:
+        stats = self._stats().values()
+        self._show(
+            Standing(
+                step=step,
+                last_step=self._last_step(),
+                seconds_left=self._seconds_left(step, now),
+                examples=self._examples,
+                examples_per_s=self._speed(now),
+                loss=math.nan if self._loss is None else float(self._loss) / self._losses,
+                metrics={name: value for name, value in self._metrics().items() if not math.isnan(value)},
+                lag_seconds=max(self._clock() - self._event_time, 0.0) if self._event_time > 0 else None,
+                rows=sum(table.rows for table in stats),
+                bytes=sum(table.bytes_total for table in stats),
+                filtered=sum(table.filtered for table in stats),
+                refused=sum(table.refused for table in stats),
+                evicted=sum(table.evicted for table in stats),
+            )
+        )
+        self._spoke = True
+        self._loss, self._losses = None, 0
+        self._shown = self._timer()  # what it took to show is not counted against the next
+
+    def _last_step(self) -> int | None:
+        ends = [] if self._steps is None else [self._first_step + self._steps]
+        ends += [] if self._max_steps is None else [self._max_steps]
+        return min(ends, default=None)
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        last, taken = self._last_step(), step - self._first_step
+        if last is None or taken < 1:
+            return None
+        return max(last - step, 0) * (now - self._began) / taken
+
+    def _speed(self, now: float) -> float:
+        while len(self._seen) > 1 and now - self._seen[1][0] >= SPAN_SECONDS:
+            self._seen.popleft()
+        self._seen.append((now, self._examples))
+        then, examples = self._seen[0]
+        return (self._examples - examples) / (now - then) if now > then else 0.0
+
+
+# What becomes of it
+
+
+def describe_standing(standing: Standing) -> dict[str, str]:
+    """Return what a person wants to know besides the step, by name; what says nothing is left out."""
+    facts = {
+        "speed": describe_rate(standing.examples_per_s, "examples"),
+        "loss": f"{standing.loss:.4f}",
+        **{
+            name.replace("/", " "): f"{value:.4f}"
+            for name, value in standing.metrics.items()
+            if name.endswith("auc")
+        },
+        "rows": f"{standing.rows:,}",
+        "memory": describe_bytes(standing.bytes),
+    }
+    if standing.lag_seconds is not None:
+        days = standing.lag_seconds / 86_400
+        facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
+    counts = {"not admitted": standing.filtered, "refused": standing.refused, "evicted": standing.evicted}
+    facts |= {name: f"{count:,}" for name, count in counts.items() if count}
+    if standing.seconds_left is not None:
+        facts["left"] = describe_seconds(standing.seconds_left)
+    return facts
+
+
+def log_standing(standing: Standing) -> None:
+    """Write a line to the log; a log of JSON has the numbers as they are, too."""
+    facts = ", ".join(f"{name} {value}" for name, value in describe_standing(standing).items())
+    done = describe_amount(standing.step, standing.last_step, "").rstrip()
+    numbers = {
+        name: getattr(standing, name)
+        for name in ("step", "examples", "examples_per_s", "loss", "rows", "bytes", "filtered", "refused")
+    }
+    numbers |= {"evicted": standing.evicted, "lag_seconds": standing.lag_seconds}
+    if math.isnan(standing.loss):
+        numbers["loss"] = None  # JSON has no NaN
+    _log.info("step %s: %s", done, facts, extra={**numbers, "metrics": dict(standing.metrics)})
+
+
+def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
+    """Return what keeps Prometheus gauges as the run stands."""
+    numbers = {
+        "step": metrics.gauge("train_step", "Steps the model has taken in all its runs"),
+        "examples": metrics.gauge("train_examples", "Examples trained on since this run began"),
+        "examples_per_s": metrics.gauge("train_examples_per_s", "Examples trained on per second"),
+        "loss": metrics.gauge("train_loss", "Mean loss of late"),
+        "rows": metrics.gauge("train_rows", "Rows in all tables"),
+        "bytes": metrics.gauge("train_table_bytes", "Memory of all tables"),
+        "filtered": metrics.gauge("train_filtered", "Sightings of ids that were not admitted"),
+        "refused": metrics.gauge("train_refused", "Ids turned away because a table is full"),
+        "evicted": metrics.gauge("train_evicted", "Rows that expired"),
+    }
+    lag = metrics.gauge("train_event_time_lag_seconds", "How far training is behind the clock")
+    quality = metrics.gauge("train_metric", "Over the last window", ["metric"])
+
+    def show(standing: Standing) -> None:
+        for name, gauge in numbers.items():
+            gauge.set(getattr(standing, name))
+        if standing.lag_seconds is not None:
+            lag.set(standing.lag_seconds)
+        for name, value in standing.metrics.items():
+            quality.set(value, metric=name)
+
+    return show

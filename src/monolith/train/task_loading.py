@@ -1,0 +1,250 @@
+"""Finding a task by its name: what `monolith train TASK` means by TASK.
+
+    load_task("shop.tasks:Clicks")            a name in a module
+    load_task("tasks/clicks.py:Clicks")       a name in a file
+    load_task("shop.tasks.Clicks")            the first again, as a registry would write it
+
+It names a `Task` subclass, a `Task`, or a function that returns one. What a constructor or function
+takes, or the fields of a task that is a dataclass, are the settings of the task. They are read as
+strictly as a config is: by their annotations, and one that is not known is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from monolith.config.hints import field_hints
+from monolith.config.reading import Reader
+from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
+from monolith.errors import ConfigError, UnknownTaskError
+from monolith.train.task import Task
+
+_FORMS = "write package.module:Name or path/to/file.py:Name"
+_PLAIN = (bool, int, float, str)
+
+
+def load_task(
+    name: str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    texts: Sequence[str] = (),
+    source: str = "settings",
+) -> Task:
+    """Return the task of that name, made with these settings.
+
+    Modules of the current folder are found, and those beside a file, as when Python runs a script.
+
+    Args:
+        settings: By name, with the values a config file can hold.
+        texts: More of them, as "key=value"; the later wins. A dot leads into a nested dataclass.
+        source: Where `settings` came from, for messages.
+
+    Raises:
+        UnknownTaskError: There is no such module, file or name, or it cannot be imported. Also a LookupError.
+        ConfigError: The name makes no sense, what it names is no task, or a setting is not one of its.
+    """
+    found = _find(name)
+    tree = functools.reduce(overlay, map(_planted, texts), grow(settings or {}, source))
+    if isinstance(found, Task):
+        return _changed(name, found, tree)
+    if isinstance(found, type) and not issubclass(found, Task):
+        raise ConfigError(f"{name} is a class, but no Task; derive it from monolith.train.Task")
+    if not callable(found):
+        raise ConfigError(
+            f"{name} is a {type(found).__name__}; name a Task, a subclass, or a function that returns one"
+        )
+    if isinstance(found, type) and inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(f"{name} is no whole task yet: it does not define {missing}")
+    made = found(**_read(name, tree, _parameters(found)))
+    if not isinstance(made, Task):
+        raise ConfigError(f"{name} returned a {type(made).__name__} instead of a Task")
+    return made
+
+
+# Finding
+
+
+def _find(name: str) -> Any:
+    place, colon, attribute = name.rpartition(":")
+    is_file = place.endswith(".py") or "/" in place
+    if not colon:
+        if name.endswith(".py") or "/" in name:
+            raise ConfigError(f"{name}: say which task of the file it is, as in {name}:Clicks")
+        if "." not in name:
+            raise ConfigError(f"Invalid model name {name}: {_FORMS}")
+        place, _, attribute = name.rpartition(".")
+    if not place or not attribute:
+        raise ConfigError(f"cannot find the task {name!r}: {_FORMS}")
+    module = _load_file(place) if is_file else _import(place)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UnknownTaskError(f"{place} has no {attribute!r}; {_nearest(attribute, module)}")
+        found = getattr(found, part)
+    return found
+
+
+def _import(module: str) -> ModuleType:
+    _look_in("")
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as cause:
+        if cause.name is None or not f"{module}.".startswith(f"{cause.name}."):
+            raise UnknownTaskError(_broken(module, cause)) from cause
+        raise UnknownTaskError(
+            f"there is no module {cause.name!r} to find a task in; check the name, run from the folder that "
+            "has it, or name its file: path/to/file.py:Name"
+        ) from cause
+    except (Exception, SystemExit) as cause:
+        raise UnknownTaskError(_broken(module, cause)) from cause
+
+
+def _load_file(path: str) -> ModuleType:
+    file = Path(path)
+    if not file.is_file():
+        raise UnknownTaskError(f"there is no file {path} with a task in it; check the path")
+    spec = importlib.util.spec_from_file_location(f"task_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UnknownTaskError(f"{path} is not a Python file; its name should end in .py")
+    _look_in(str(file.resolve().parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and annotations look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as cause:
+        sys.modules.pop(spec.name, None)
+        raise UnknownTaskError(_broken(path, cause)) from cause
+    return module
+
+
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _broken(what: str, cause: BaseException) -> str:
+    """Say what went wrong while importing, and where: the innermost line that is not Python's own."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(cause, SyntaxError):
+        where = f" at {cause.filename}:{cause.lineno}"
+    return f"importing {what} failed{where}: {type(cause).__name__}: {cause}"
+
+
+def _nearest(attribute: str, module: ModuleType) -> str:
+    """Name the tasks of a module, the most alike first."""
+    tasks = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Task)
+        or (isinstance(value, type) and issubclass(value, Task) and value is not Task)
+    ]
+    near = difflib.get_close_matches(attribute, tasks or list(vars(module)), n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"its tasks are: {', '.join(tasks)}" if tasks else "there is no Task in it"
+
+
+# Settings
+
+
+def _planted(text: str) -> Node:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"a setting is written key=value, got {text!r}")
+    return plant(tuple(key.strip().split(".")), Leaf((value,), repr(text), is_text=True))
+
+
+def _parameters(make: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the type and default, or `dataclasses.MISSING`, of what a class or a function takes."""
+    hints = field_hints(make) if _is_dataclass(make) else _hints(make)
+    found: dict[str, tuple[Any, Any]] = {}
+    for parameter in inspect.signature(make).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            has_default = parameter.default is not parameter.empty
+            default = parameter.default if has_default else dataclasses.MISSING
+            found[parameter.name] = (hints.get(parameter.name, _type_of(default)), default)
+    if _is_dataclass(make):
+        for field in dataclasses.fields(make):
+            if field.name in found and field.default_factory is not dataclasses.MISSING:
+                found[field.name] = (found[field.name][0], field.default_factory())
+    return found
+
+
+def _is_dataclass(make: Any) -> typing.TypeGuard[type]:
+    return isinstance(make, type) and dataclasses.is_dataclass(make)
+
+
+def _hints(make: Any) -> dict[str, Any]:
+    function = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError as cause:
+        raise ConfigError(
+            f"cannot read the annotations of {make.__qualname__}: {cause}. Import what they name at run "
+            "time, not under TYPE_CHECKING."
+        ) from cause
+    except TypeError:  # a callable object that is no function
+        return {}
+
+
+def _type_of(default: Any) -> Any:
+    """Without an annotation, what a default is says what a setting should be."""
+    return type(default) if type(default) in _PLAIN else Any
+
+
+def _changed(name: str, task: Task, tree: Node) -> Task:
+    """A task that exists already takes settings if it is a dataclass."""
+    if not isinstance(tree, Branch) or not tree.children:
+        return task
+    if not dataclasses.is_dataclass(task):
+        keys = ", ".join(tree.children)
+        raise ConfigError(
+            f"{name} is a task already and takes no settings, got {keys}; make it a dataclass, or name a "
+            "function that makes it"
+        )
+    hints = field_hints(type(task))
+    fields = {field: (hint, getattr(task, field)) for field, hint in hints.items()}
+    return dataclasses.replace(task, **_read(name, tree, fields))
+
+
+def _read(name: str, tree: Node, takes: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the settings that were given, typed."""
+    shadow = dataclasses.make_dataclass(
+        "Settings", [(key, hint, _field(default)) for key, (hint, default) in takes.items()], kw_only=True
+    )
+    reader = Reader(lambda key: f"give it as --set {key}=..., or in the table [task] of the config file")
+    settings = reader.read(shadow, tree, "")
+    if reader.problems:
+        raise ConfigError(_told(name, [problem.text for problem in reader.problems])) from reader.cause
+    given: Iterable[str] = tree.children if isinstance(tree, Branch) else ()
+    return {key: getattr(settings, key) for key in given}
+
+
+def _field(default: Any) -> Any:
+    if default is dataclasses.MISSING:
+        return dataclasses.field()
+    return dataclasses.field(default_factory=lambda: default)
+
+
+def _told(name: str, problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return f"cannot make task {name}: {problems[0]}"
+    return f"cannot make task {name}:" + "".join(f"\n  - {problem}" for problem in problems)

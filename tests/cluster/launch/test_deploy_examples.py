@@ -1,0 +1,97 @@
+"""The manifests under examples/deploy: well-formed, and true about the commands and configs they name."""
+
+import importlib.util
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from monolith.cluster.run_config import load_run_config
+from monolith.cluster.runtime import place
+
+DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
+MANIFEST = DEPLOY / "kubernetes" / "parameter-servers.yaml"
+PRIMUS = DEPLOY / "yarn" / "primus.json"
+
+
+def documents() -> list[str]:
+    return re.split(r"^---$", MANIFEST.read_text(), flags=re.MULTILINE)
+
+
+@pytest.fixture
+def run_toml(tmp_path) -> Path:
+    """The config inside of the config map."""
+    inside = documents()[0].partition("run.toml: |\n")[2]
+    file = tmp_path / "run.toml"
+    file.write_text(textwrap.dedent(inside))
+    return file
+
+
+def test_each_document_has_what_kubernetes_asks_for():
+    kinds = {}
+    for document in documents():
+        assert "\t" not in document
+        for needed in ("apiVersion", "kind", "metadata"):
+            assert len(re.findall(rf"^{needed}:", document, re.MULTILINE)) == 1
+        kind = re.search(r"^kind: (\w+)$", document, re.MULTILINE)
+        version = re.search(r"^apiVersion: (\S+)$", document, re.MULTILINE)
+        name = re.search(r"^  name: ([a-z0-9-]+)$", document, re.MULTILINE)
+        assert kind
+        assert version
+        assert name
+        kinds[kind[1]] = version[1]
+    assert kinds == {"ConfigMap": "v1", "StatefulSet": "apps/v1", "Job": "batch/v1"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="PyYAML is not installed")
+def test_the_manifest_is_yaml():
+    import yaml
+
+    found = list(yaml.safe_load_all(MANIFEST.read_text()))
+    assert [each["kind"] for each in found] == ["ConfigMap", "StatefulSet", "Job"]
+
+
+def test_brackets_in_the_manifest_close_where_they_open():
+    for number, line in enumerate(MANIFEST.read_text().splitlines(), 1):
+        bare = re.sub(r'"[^"]*"', "", line)
+        for opening, closing in ("[]", "{}"):
+            assert bare.count(opening) == bare.count(closing), f"line {number}: {line}"
+
+
+def test_the_config_in_the_manifest_is_one_for_each_process(run_toml):
+    for role, count in (("ps", 2), ("worker", 2)):
+        for index in range(count):
+            environ = {"MONOLITH_CLUSTER__ROLE": role, "MONOLITH_CLUSTER__INDEX": str(index)}
+            config = load_run_config(file=run_toml, environ=environ)
+            assert (config.cluster.role, config.cluster.index) == (role, index)
+    replicas = re.findall(r"^  (?:replicas|completions): (\d+)$", MANIFEST.read_text(), re.MULTILINE)
+    assert replicas == [str(config.cluster.num_ps), str(config.cluster.num_workers)]
+
+
+def test_the_manifest_mounts_what_the_config_and_the_commands_name(run_toml):
+    config = load_run_config(file=run_toml)
+    assert str(config.security.token_file) == "/etc/monolith/token"
+    text = MANIFEST.read_text()
+    assert text.count("mountPath: /etc/monolith,") == 2
+    assert text.count("mountPath: /etc/run}") == text.count("--config, /etc/run/run.toml]") == 2
+
+
+def test_the_job_of_primus_trains_with_a_config_for_each_role():
+    job = json.loads(PRIMUS.read_text())
+    counts = {role["roleName"]: role["num"] for role in job["role"]}
+    assert counts == {"chief": 1, "ps": 2, "worker": 1}
+    cluster = {name: [f"{name}{index}:80" for index in range(num)] for name, num in counts.items()}
+    assert "run.toml" in job["files"]
+    for role in job["role"]:
+        words = role["command"].split()
+        assert words[:2] == ["monolith", "train"]
+        assert words[3:5] == ["--config", "run.toml"]
+        tf_config = {"cluster": cluster, "task": {"type": role["roleName"], "index": 0}}
+        config = load_run_config(
+            file=PRIMUS.parent / "run.toml", environ={"TF_CONFIG": json.dumps(tf_config)}, args=words[5:]
+        )
+        placed = place(config, {})
+        assert (placed.cluster.num_ps, placed.cluster.num_workers) == (2, 2)
+        assert placed.cluster.role == ("ps" if role["roleName"] == "ps" else "worker")

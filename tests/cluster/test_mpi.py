@@ -1,0 +1,80 @@
+import subprocess
+import sys
+
+import pytest
+
+from monolith.cluster.mpi import World, abort_on_exception, world_from_environment, world_or_alone
+from monolith.errors import ConfigError
+
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_mpirun_and_torchrun_say_which_rank_this_is():
+    assert world_from_environment(MPI) == World(3, 4, 1, 2)
+    assert world_from_environment(TORCHRUN) == World(5, 8, 1, 4)
+    assert world_from_environment({**MPI, **TORCHRUN}) == World(3, 4, 1, 2)
+
+
+def test_without_a_launcher_there_is_no_world_or_one_of_one_with_a_warning(caplog):
+    assert world_from_environment({}) is None
+    assert world_or_alone({}) == World(0, 1, 0, 1)
+    assert "rank 0 of 1" in caplog.text
+
+
+@pytest.mark.parametrize("rank", ["x", "4", "-1"])
+def test_ranks_that_make_no_sense_are_refused(rank):
+    with pytest.raises(ConfigError):
+        world_from_environment({**MPI, "OMPI_COMM_WORLD_RANK": rank})
+
+
+def test_mpi_itself_is_asked_or_named_as_missing():
+    code = "from monolith.cluster.mpi import world_from_mpi; print(world_from_mpi())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "rank=0, size=1" in done.stdout or "monolith-recsys[mpi]" in done.stderr
+
+
+FAILING = """
+import os, threading, time
+from monolith.cluster.mpi import abort_on_exception
+
+abort_on_exception(os.environ)
+threading.Thread(target=time.sleep, args=(60,)).start()  # as one that waits for other ranks
+raise ValueError("boom")
+"""
+
+
+def test_an_exception_under_mpi_prints_rank_and_trace_and_ends_the_process_at_once():
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING], env=MPI, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 1
+    assert "rank 3 fails" in done.stderr
+    assert "ValueError: boom" in done.stderr
+
+
+def test_the_hook_aborts_all_ranks_and_can_be_undone(capsys):
+    before = sys.excepthook
+    aborted: list[int] = []
+    undo = abort_on_exception(MPI, abort=aborted.append)
+    try:
+        assert sys.excepthook is not before
+        error = ValueError("boom")
+        sys.excepthook(ValueError, error, None)
+    finally:
+        undo()
+    assert aborted == [1]
+    assert "rank 3" in capsys.readouterr().err
+    assert sys.excepthook is before
+
+
+def test_importing_installs_no_hook_and_elsewhere_than_under_mpi_none_is_installed():
+    before = sys.excepthook
+    abort_on_exception({})
+    abort_on_exception(TORCHRUN)
+    assert sys.excepthook is before

@@ -1,0 +1,186 @@
+import json
+
+import pytest
+
+from monolith.cluster import runtime
+from monolith.cluster.consul import ConsulDiscovery
+from monolith.cluster.files_discovery import FilesDiscovery
+from monolith.cluster.mlp import MLPDiscovery
+from monolith.cluster.run_config import RunConfig, load_run_config
+from monolith.cluster.runtime import Role, open_discovery, place, role_from_environment
+from monolith.cluster.tf_config import TfConfigDiscovery
+from monolith.cluster.zookeeper import ZooKeeperConfig
+from monolith.errors import ConfigError
+
+CLUSTER = {
+    "chief": ["host0:2222"],
+    "ps": ["host1:2222", "host2:2222"],
+    "worker": ["host3:2222", "host4:2222"],
+}
+MLP = {
+    "MLP_ROLE": "worker",
+    "MLP_ROLE_INDEX": "1",
+    "MLP_PORT": "2000",
+    "MLP_WORKER_NUM": "2",
+    "MLP_PS_NUM": "1",
+    "MLP_WORKER_1_PRIMARY_HOST": "w",
+    "MLP_WORKER_1_PORT": "2000",
+    "YARN_INET_ADDR": "10.0.0.1",
+}
+RANK = {"RANK": "2", "WORLD_SIZE": "4"}
+
+
+def tf_config(kind: str, index: int) -> str:
+    return json.dumps({"cluster": CLUSTER, "task": {"type": kind, "index": index}})
+
+
+def load(**values: object) -> RunConfig:
+    return load_run_config(code=values)
+
+
+# What the environment says
+
+
+@pytest.mark.parametrize(
+    "kind, index, expected",
+    [
+        ("chief", 0, ("worker", 0, "host0:2222")),
+        ("worker", 1, ("worker", 2, "host4:2222")),
+        ("ps", 1, ("ps", 1, "host2:2222")),
+    ],
+)
+def test_tf_config_names_role_index_address_and_counts(kind, index, expected):
+    role = role_from_environment({"TF_CONFIG": tf_config(kind, index)})
+    assert role is not None
+    assert (role.kind, role.index, role.address) == expected
+    assert (role.num_ps, role.num_workers, role.source) == (2, 3, "TF_CONFIG")
+    assert role.is_chief == (kind == "chief")
+
+
+def test_on_yarn_there_is_an_application_master_to_tell():
+    environ = {"TF_CONFIG": tf_config("ps", 0), "PRIMUS_AM_RPC_HOST": "h", "PRIMUS_AM_RPC_PORT": "1"}
+    role = role_from_environment(environ)
+    assert role is not None
+    assert role.on_yarn
+
+
+def test_mlp_names_role_and_index():
+    assert role_from_environment(MLP) == Role(
+        kind="worker", index=1, source="MLP", address="w:2000", num_ps=1, num_workers=2
+    )
+
+
+def test_a_rank_is_a_worker():
+    assert role_from_environment(RANK) == Role(kind="worker", index=2, source="torchrun", num_workers=4)
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+    role = role_from_environment(mpi)
+    assert role is not None
+    assert (role.source, role.is_chief) == ("MPI", True)
+
+
+def test_tf_config_counts_more_than_mlp_and_mlp_more_than_ranks():
+    everything = {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}
+    assert [
+        getattr(role_from_environment(environ), "source", None)
+        for environ in (everything, {**MLP, **RANK}, RANK, {})
+    ] == ["TF_CONFIG", "MLP", "torchrun", None]
+
+
+def test_what_makes_no_sense_is_refused():
+    for environ in ({"TF_CONFIG": "{"}, {"TF_CONFIG": tf_config("worker", 9)}, {"MLP_ROLE": "worker"}):
+        with pytest.raises(ConfigError):
+            role_from_environment(environ)
+
+
+# The config of this process
+
+
+def test_discovery_by_tf_config_says_who_this_is():
+    config = load(tf_config=tf_config("chief", 0), discovery_type="primus", model_dir="m", num_ps=2)
+    placed = place(config, {})
+    assert (placed.cluster.role, placed.cluster.index) == ("worker", 0)
+    assert placed.cluster.num_workers == 3
+    placed = place(load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m"), {})
+    assert (placed.cluster.role, placed.cluster.index, placed.cluster.num_ps) == ("ps", 1, 2)
+
+
+def test_discovery_by_mlp_says_who_this_is():
+    placed = place(load(discovery_type="mlp", model_dir="m"), MLP)
+    assert (placed.cluster.role, placed.cluster.index) == ("worker", 1)
+    assert (placed.cluster.num_ps, placed.cluster.num_workers) == (1, 2)
+
+
+def test_a_process_that_mlp_started_to_read_data_does_not_train():
+    environ = {**MLP, "MLP_ROLE": "dispatcher", "MLP_DISPATCHER_NUM": "1", "MLP_ROLE_INDEX": "0"}
+    with pytest.raises(ConfigError, match="monolith data dispatcher"):
+        place(load(discovery_type="mlp"), environ)
+
+
+def test_flags_say_who_this_is_with_every_other_registry():
+    config = load(num_ps=1, num_workers=3, index=2, model_dir="m", uuid="u")
+    assert place(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
+
+
+def test_in_synchronous_training_the_rank_does():
+    placed = place(load(enable_sync_training=True, model_dir="m"), RANK)
+    assert (placed.cluster.index, placed.cluster.num_workers) == (2, 4)
+    assert placed.data.reorder_fids
+    alone = load(enable_sync_training=True)
+    assert place(alone, {}) == alone
+
+
+def test_partly_synchronous_workers_on_gpus_have_their_rank_as_index():
+    values = {"enable_partial_sync_training": True, "enable_gpu_training": True}
+    values |= {"num_ps": 1, "num_workers": 4, "model_dir": "m"}
+    assert place(load(**values), RANK).cluster.index == 2
+    assert place(load(**values, index=1), RANK).cluster.index == 1
+    assert place(load(**values, server_type="ps"), RANK).cluster.index == 0
+    assert place(load(**values), {}).cluster.index == 0
+
+
+def test_a_local_run_is_left_alone():
+    config = load(is_local=True, discovery_type="mlp")
+    assert place(config, MLP) == config
+
+
+# The registry
+
+
+def test_a_local_run_has_no_registry():
+    with open_discovery(load(is_local=True), {}) as discovery:
+        assert discovery is None
+
+
+def test_each_kind_opens_its_registry(tmp_path):
+    primus = load(tf_config=tf_config("chief", 0), discovery_type="primus")
+    with open_discovery(primus, {}) as discovery:
+        assert isinstance(discovery, TfConfigDiscovery)
+        assert discovery.query("ps") == {0: "host1:2222", 1: "host2:2222"}
+    with open_discovery(load(uuid="data.monolith.123456"), {}) as discovery:
+        assert isinstance(discovery, ConsulDiscovery)
+    with open_discovery(load(discovery_type="mlp"), MLP) as discovery:
+        assert isinstance(discovery, MLPDiscovery)
+    files = load_run_config(code={"discovery.kind": "files", "discovery.folder": str(tmp_path / "d")})
+    with open_discovery(files, {}) as discovery:
+        assert isinstance(discovery, FilesDiscovery)
+
+
+def test_zookeeper_is_told_the_job_the_servers_and_who_this_is(monkeypatch):
+    opened: list[tuple[str, ZooKeeperConfig]] = []
+    monkeypatch.setattr(runtime, "ZooKeeperDiscovery", lambda job, config: opened.append((job, config)))
+    values = {"discovery_type": "zk", "zk_server": "127.0.0.1:0", "deep_insight_name": "j"}
+    open_discovery(load_run_config(code=values, environ={"ZK_AUTH": "u:p"}), {})
+    open_discovery(load(discovery_type="zk", deep_insight_name="j"), {"zk_servers": "other:2181"})
+    first, second = (config for _, config in opened)
+    assert [job for job, _ in opened] == ["j", "j"]
+    assert (first.servers, first.auth) == ("127.0.0.1:0", (("digest", "u:p"),))
+    assert (second.servers, second.auth) == ("other:2181", ())
+
+
+def test_a_registry_needs_a_name_to_meet_under():
+    with pytest.raises(ConfigError, match=r"job\.id"):
+        open_discovery(load(), {})
+    with pytest.raises(ConfigError, match=r"job\.name"):
+        open_discovery(load(discovery_type="zk"), {})
+    with pytest.raises(ConfigError, match="no servers are named"):
+        open_discovery(load(discovery_type="zk", deep_insight_name="j"), {})
