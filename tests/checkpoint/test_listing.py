@@ -113,7 +113,7 @@ def test_damage_of_a_base_is_damage_of_all_that_continue_it(folder: Path) -> Non
     path.unlink()
     found = list_checkpoints(str(folder))
     assert [one.problem is None for one in found.checkpoints] == [True, False, False, False]
-    assert all("model.ckpt-2.assets/item" in (one.problem or "") for one in found.checkpoints[1:])
+    assert all("model.ckpt-2.assets/item." in (one.problem or "") for one in found.checkpoints[1:])
 
 
 def test_a_link_that_is_missing_or_was_written_anew_is_told(folder: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_full_checkpoint_says_what_it_holds(folder: Path) -> None:
     assert found.states == {"position": {"next": 100}}
     (one,) = found.filters
     assert (one.table, one.kind) == ("item", "sliding")
-    assert one.cells == len(run.filter)
+    assert 40 < (one.cells or 0) <= len(run.filter)
 
 
 def test_an_increment_says_what_it_continues_and_what_it_holds_itself(folder: Path) -> None:

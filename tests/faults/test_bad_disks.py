@@ -141,12 +141,15 @@ def content(folder: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_file_that_may_not_grow_ends_the_run_and_leaves_the_last_checkpoint(
-    asynchronous: bool, trainers: Trainers, make: MakeJob, uninterrupted: Uninterrupted
+    asynchronous: bool, begun: Job, trainers: Trainers, uninterrupted: Uninterrupted
 ) -> None:
-    job = make(**HOW, asynchronous=asynchronous)
-    refuse(trainers, replace(job, file_limit=100_000), "FilesystemError", job.model_dir, "ulimit -f")
-    check_listed(job.model_dir)
-    assert read_checkpoint_state(job.model_dir) is not None
+    job = replace(begun, asynchronous=asynchronous)
+    before = content(job.model_dir)
+    refuse(trainers, replace(job, file_limit=50_000), "FilesystemError", "model.ckpt-", "ulimit -f")
+    after = content(job.model_dir)
+    assert {name: after.get(name) for name in before if "journal" not in name} == {
+        name: data for name, data in before.items() if "journal" not in name
+    }
     go_on(trainers, job, uninterrupted)
 
 
@@ -251,9 +254,9 @@ def test_a_flipped_bit_is_refused_by_the_name_of_its_file_and_the_checkpoint_bef
 def test_every_kind_of_file_of_a_checkpoint_is_tried(begun: Job) -> None:
     alike = re.compile("user|item|context|tally")
     names = {alike.sub("user", path.name) for path in files_of(begun, 6)}
-    for name in names - {"ckpt.info-6"}:  # counts for people, which nothing is restored from
-        name = re.sub("-0000[2-6]-of-00007", "-00001-of-00007", name)
-        assert any(re.fullmatch(pattern, name) for pattern in FILES.values()), name
+    names = {re.sub("-0000[2-6]-of-00007", "-00001-of-00007", name) for name in names}
+    unknown = {name for name in names if not any(re.fullmatch(one, name) for one in FILES.values())}
+    assert unknown == {"ckpt.info-6"}  # counts for people; nothing is restored from it
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint.journal", "run.json"])
@@ -280,6 +283,18 @@ def test_a_torn_file_may_be_moved_away(
     assert last_state(begun) == last_state(uninterrupted(begun))
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="only the journal knows what an increment needs: model.ckpt-4 goes, while model.ckpt-6 is listed",
+)
+def test_without_its_journal_a_run_still_keeps_what_its_increments_need(
+    begun: Job, trainers: Trainers
+) -> None:
+    (Path(begun.model_dir) / "checkpoint.journal").unlink()
+    assert trainers.run(replace(begun, batches=8)) == 0  # saves a full one, and lists 6 and 8
+    check_listed(begun.model_dir)
+
+
 def test_a_state_file_torn_at_any_byte_is_refused_or_names_the_right_checkpoint(
     begun: Job, tmp_path: Path
 ) -> None:
@@ -298,7 +313,7 @@ def test_a_journal_torn_at_any_byte_is_refused(begun: Job, tmp_path: Path) -> No
     whole = (Path(begun.model_dir) / "checkpoint.journal").read_bytes()
     for length in range(len(whole) - 1):  # without its last newline it still says everything
         (tmp_path / "checkpoint.journal").write_bytes(whole[:length])
-        with pytest.raises(CorruptFileError, match="checkpoint.journal"):
+        with pytest.raises(CorruptFileError, match=r"checkpoint\.journal"):
             read_journal(str(tmp_path))
 
 

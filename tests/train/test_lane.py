@@ -191,3 +191,21 @@ def test_no_thread_is_left_behind() -> None:
     log: list[str] = []
     done(log, ahead=1, behind=True)
     assert threading.active_count() == before
+
+
+def test_an_interrupt_ends_the_wait_for_an_item_and_loses_no_update() -> None:
+    log: list[str] = []
+    quiet = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 0
+        quiet.wait(30)
+
+    with Lane(items(), lambda item: item, ahead=1) as lane:
+        assert lane.next() == (0, 0)
+        lane.push(partial(log.append, "U0"))
+        threading.Timer(0.1, lane.interrupt).start()
+        assert lane.next() is None
+        lane.drain()
+        assert log == ["U0"]
+        quiet.set()

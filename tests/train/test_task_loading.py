@@ -43,10 +43,6 @@ class Plain(Clicks):
         object.__setattr__(self, "given", (path, rate, untyped))
 
 
-class Half(Clicks):
-    pass
-
-
 def make(dim: int = 4, *, twice: bool = False) -> Clicks:
     return Clicks(dim=2 * dim if twice else dim)
 
@@ -251,5 +247,5 @@ def test_all_that_is_wrong_is_told_at_once_with_where_it_stands(file: str) -> No
 
 
 def test_a_setting_that_must_be_given_says_how(file: str) -> None:
-    with pytest.raises(ConfigError, match="path is required.*--set path="):
+    with pytest.raises(ConfigError, match=r"path is required.*--set path="):
         load_task(f"{file}:Plain")

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from train.tasks import Clicks, rows_of
 
-from monolith.checkpoint import read_checkpoint_state, read_manifest
+from monolith.checkpoint import read_checkpoint_state, read_manifest, read_monolith_checkpoint
 from monolith.errors import ConfigError, DivergedError, ModelDirLockedError, RestoreError
 from monolith.feature import Batch
 from monolith.train import (
     AlertConfig,
     Hook,
     KeepConfig,
+    LocalRun,
     Mode,
     Outputs,
     RestoreConfig,
@@ -107,6 +108,59 @@ def test_a_run_ends_when_it_is_asked_to() -> None:
     report = trainer.train()
     assert report.stop_reason == "SIGTERM"
     assert 0 < report.step < 100_000
+
+
+def test_a_run_that_waits_for_data_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    quiet = threading.Event()
+
+    class Live(Clicks):
+        def dataset(self, mode: Mode) -> Any:
+            data = super().dataset(mode)
+            return Silent(data) if mode is Mode.TRAIN else data
+
+    class Silent:
+        def __init__(self, data: Any) -> None:
+            self.position, self.restore, self.close, self._data = (
+                data.position,
+                data.restore,
+                data.close,
+                data,
+            )
+
+        def __iter__(self) -> Any:
+            yield from self._data
+            quiet.wait(30)
+
+    class Speak(Hook):
+        def end(self, run: Run) -> None:  # noqa: ARG002
+            quiet.set()
+
+    trainer = Trainer(Live(batches=3), TrainConfig(model_dir=str(tmp_path)), hooks=[Speak()])
+    threading.Timer(1.0, trainer.stop, ["SIGTERM"]).start()
+    report = trainer.train()
+    assert (report.step, report.stop_reason) == (3, "SIGTERM")
+    assert report.checkpoint == str(tmp_path / "model.ckpt-3")
+
+
+def test_hooks_may_be_made_of_the_run(tmp_path: Path) -> None:
+    saved: list[Any] = []
+
+    class SaveAt(Hook):
+        def __init__(self, run: LocalRun) -> None:
+            assert run.save is not None
+            self._save = run.save
+            self._stats = run.session.model.stats
+
+        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            if result.step == 3:
+                saved.append((self._save.trigger_save().result(), self._stats()["user"].rows > 0))
+
+    config = TrainConfig(model_dir=str(tmp_path), steps=5)
+    report = Trainer(TASK, config, hooks=lambda run: [SaveAt(run)]).train()
+    assert saved == [(str(tmp_path / "model.ckpt-3"), True)]
+    assert (report.step, report.steps) == (5, 5)
+    assert Trainer(TASK, config).train().steps == 5
+    assert Trainer(TASK, config).evaluate(checkpoint=saved[0][0], steps=1)["examples"] == 64
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
@@ -393,3 +447,48 @@ def test_the_manifest_of_a_run_says_how_it_was_started(tmp_path: Path) -> None:
 def test_expired_rows_are_dropped_as_often_as_asked() -> None:
     watch, _ = train(evict_every_steps=5)
     assert watch.rows["item"]
+
+
+def test_dense_weights_are_saved_by_themselves_too(tmp_path: Path) -> None:
+    train(TASK, StopAt(9), model_dir=str(tmp_path), save=SaveConfig(steps=6), dense_save=SaveConfig(steps=2))
+    state = read_checkpoint_state(str(tmp_path / "dense_only"))
+    assert state is not None
+    steps = [int(path.rpartition("-")[2]) for path in state.all_model_checkpoint_paths]
+    assert steps == [2, 4, 8]  # 6 is in the full checkpoint of that step
+    assert set(read_manifest(state.model_checkpoint_path).manifest.parts) == {"dense"}
+
+
+def test_the_state_file_of_exempt_checkpoints_is_there_from_the_start(tmp_path: Path) -> None:
+    class Look(Hook):
+        def after_create(self, run: Run) -> None:
+            found = read_monolith_checkpoint(run.model_dir)
+            assert found is not None
+            assert found.last_checkpoint_save_timestamp is None
+
+    train(TASK, Look(), model_dir=str(tmp_path), steps=1)
+
+
+def test_an_operator_ends_a_run_at_a_time_of_the_data(tmp_path: Path) -> None:
+    tmp_path.joinpath("stop_200").touch()
+    _, report = train(replace(TASK, batches=300), model_dir=str(tmp_path), operator_files=True)
+    assert report.step in (200, 201)
+    assert report.checkpoint is not None
+
+
+def test_what_each_feature_brings_is_written_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from monolith.observe.summary_files import read_summaries
+
+    train(TASK, model_dir=str(tmp_path), insight_every_steps=5)
+    files = [str(path) for path in (tmp_path / "summaries" / "insight").iterdir()]
+    found = list(read_summaries(files))
+    assert [one.step for one in found] == [5, 10, 15, 20]
+    assert json.loads(found[0].content)["segment_names"] == ["user", "item", "context"]
+
+
+def test_features_can_be_written_instead_of_trained(tmp_path: Path) -> None:
+    trainer = Trainer(TASK, TrainConfig(model_dir=str(tmp_path)))
+    assert trainer.dump_features(steps=5, batches_per_file=2) == 5
+    assert len(list((tmp_path / "features").iterdir())) == 3
+    with pytest.raises(ConfigError, match="model_dir"):
+        Trainer(TASK, TrainConfig()).dump_features()

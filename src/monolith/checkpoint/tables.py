@@ -45,12 +45,11 @@ class TablesPart:
     Args:
         tables: By name, which is also the name of their files.
         filters: By the name of the table that asks them.
-        evict: Whether expired rows are dropped from memory before each save. Without it they are only left
-            out of full checkpoints, and a run that was restored differs from one that was not.
         num_shards: Files per table; by default one per million rows, up to 4.
         shard: Which of how many shares of the ids these tables hold, on restore; by default all.
         incremental: Whether tables keep track of changes, so that a checkpoint may be an increment.
-        workers: Files to write or read at once.
+        workers: Files to read at once.
+        write_workers: Files to write at once; fewer where training goes on beside it.
         progress: Advanced by rows.
     """
 
@@ -61,27 +60,24 @@ class TablesPart:
         tables: Mapping[str, DumpableTable],
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
-        evict: bool = False,
         num_shards: int | None = None,
         shard: tuple[int, int] | None = None,
         incremental: bool = False,
         workers: int = 4,
+        write_workers: int = 4,
         progress: Progress | None = None,
     ) -> None:
         self._tables = dict(tables)
         self._filters = dict(filters or {})
-        self._evict = evict
         self._num_shards = num_shards
         self._shard = shard
         self._incremental = incremental
         self._workers = workers
+        self._write_workers = write_workers
         self._progress = progress
         self._track()
 
     def cut(self, step: int) -> TablesCut:  # noqa: ARG002
-        if self._evict:
-            for table in self._tables.values():
-                table.evict()
         with contextlib.ExitStack() as held, contextlib.ExitStack() as undo:
             for table in self._tables.values():
                 held.enter_context(table.frozen())
@@ -91,7 +87,7 @@ class TablesPart:
                 undo.callback(cut.close, saved=False)
             filters = {name: one.copy() for name, one in self._filters.items()}
             undo.pop_all()
-        return TablesCut(cuts, filters, self._num_shards, self._workers, self._progress)
+        return TablesCut(cuts, filters, self._num_shards, self._write_workers, self._progress)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         known = {name for saved in chain for name in saved.entry["tables"]}

@@ -18,7 +18,6 @@ from monolith.cli.doctor import size
 from monolith.cli.tour import facts
 
 WIDTH = 96
-_NONE = "-"
 
 
 def mean(values: Sequence[float]) -> float:
@@ -26,14 +25,13 @@ def mean(values: Sequence[float]) -> float:
 
 
 class Screen:
-    """Shows the demo while it goes on. A note stands where it was made: it tells what just happened."""
+    """Shows the demo while it goes on: lines, and notes where something happened."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._blocks: list[RenderableType] = []
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._table: Table | None = None
         self._points: list[Point] = []
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -51,29 +49,24 @@ class Screen:
         self._points += points
         cells = _cells(points, ledger)
         if self._live is None:
-            named = "  ".join(f"{name} {text}".strip() for name, text in cells.items() if text != _NONE)
+            named = "  ".join(f"{name} {text}" for name, text in cells.items() if text)
             self._console.print(named, highlight=False, soft_wrap=True)
             return
         if self._table is None:
             self._table = Table(box=box.SIMPLE_HEAD)
             for heading in cells:
                 self._table.add_column(heading, justify="right")
-            self._blocks.append(self._table)
         self._table.add_row(*cells.values())
-        self._refresh()
+        self._live.update(Group(self._table, _curves(self._points)), refresh=True)
 
     def note(self, text: str) -> None:
-        """Say what just happened."""
-        if self._live is None:
-            self._console.print(text, highlight=False, soft_wrap=True)
-            return
-        self._blocks.append(text)
-        self._table = None  # what follows, follows below
-        self._refresh()
-
-    def _refresh(self) -> None:
-        assert self._live is not None
-        self._live.update(Group(*self._blocks, _curves(self._points)), refresh=True)
+        """Say what just happened; on a terminal the lines before it are then drawn for good."""
+        if self._table is not None:
+            self._console.print(self._table)
+            self._table = None
+        self._console.print(text, highlight=False, soft_wrap=True)
+        if self._live is not None:
+            self._live.update(_curves(self._points), refresh=True)
 
 
 def _cells(points: Sequence[Point], ledger: Ledger) -> dict[str, str]:
@@ -85,10 +78,9 @@ def _cells(points: Sequence[Point], ledger: Ledger) -> dict[str, str]:
         "examples": f"{last.window.end:,}",
         "examples/s": f"{ledger.speed:,.0f}",
         "AUC online": f"{mean([point.online for point in points]):.3f}",
-        "AUC batch-trained": f"{mean(frozen):.3f}" if frozen else _NONE,
-        "AUC best possible": f"{mean([point.best for point in points]):.3f}",
+        "batch-trained": f"{mean(frozen):.3f}" if frozen else "",
+        "best possible": f"{mean([point.best for point in points]):.3f}",
         "rows": f"{last.window.rows:,}",
-        "memory": size(last.window.bytes),
     }
 
 

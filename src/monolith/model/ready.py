@@ -193,10 +193,16 @@ class WatchedModel(LogitModel):
         segments: Mapping[str, int],
     ) -> None:
         super().__init__(embeddings, dense, inputs, floats)
-        self._segments = dict(segments)
+        self.segments = dict(segments)
+        """Feature to its width, in the order in which they lie in the input of the first layer."""
 
     def watch_features(self, report: Callable[[dict[str, Tensor]], None]) -> RemovableHandle:
         """Report what each feature brings to the first layer, on each training step; see `watch`."""
+        return watch(self.first, self.segments, report)
+
+    @property
+    def first(self) -> Dense:
+        """The layer that sees all features."""
         first = self.dense.first
         assert isinstance(first, Dense)
-        return watch(first, self._segments, report)
+        return first

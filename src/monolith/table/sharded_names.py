@@ -82,9 +82,7 @@ def find_sharded(basename: str) -> list[str]:
     Raises:
         RestoreError: They are not one complete set; see `validate_sharded`.
     """
-    stem = filesystem.base_name(basename)
-    validate_sharded(stem, [name for name in _beside(basename) if parse(stem, name)])
-    return _paths(basename)
+    return validate_sharded(basename, _paths(basename))
 
 
 @contextlib.contextmanager

@@ -91,6 +91,8 @@ class TrainConfig:
     evict_every_steps: int | None = None
     """Drop expired rows that often."""
     save: SaveConfig = field(default_factory=lambda: SaveConfig(steps=1000, asynchronous=True))
+    dense_save: SaveConfig | None = None
+    """How often the dense weights alone are saved too, in `dense_only` below model_dir; None never."""
     keep: KeepConfig = field(default_factory=KeepConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
     tide: TideWindow | None = None
@@ -99,6 +101,10 @@ class TrainConfig:
     """What to do about a loss that is NaN or explodes; None does not look."""
     metric_window: int | timedelta = 100_000
     """Metrics are reported for every so many examples, or so much event time."""
+    operator_files: bool = False
+    """Obey files in model_dir: dump_<step>, stop_<step> and limit_req_time."""
+    insight_every_steps: int | None = None
+    """How often what each feature brings is written, for `monolith insight`; None never."""
     summary_every_steps: int | None = 100
     """How often TensorBoard summaries are written, where there is a model_dir; None writes none."""
     report_every: timedelta = timedelta(seconds=30)
@@ -111,6 +117,8 @@ class TrainConfig:
             given = getattr(self, name)
             if given is not None and given < (1 if name.endswith("every_steps") else 0):
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")
+        if self.insight_every_steps is not None and self.insight_every_steps < 1:
+            raise ConfigError(f"train: insight_every_steps must be above 0, got {self.insight_every_steps}")
         if self.prefetch < 0:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
         if self.deterministic and self.save.secs is not None:
@@ -118,3 +126,8 @@ class TrainConfig:
                 "train: a deterministic run saves every so many steps, not seconds: set save.steps, "
                 "or deterministic=False"
             )
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether checkpoints are written while training goes on."""
+        return self.save.asynchronous and not self.deterministic

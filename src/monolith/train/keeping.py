@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -17,15 +18,19 @@ from monolith.checkpoint import (
     checkpoint_exists,
     resolve_restore,
 )
+from monolith.checkpoint.state_files import TableKind, update_monolith_checkpoint
 from monolith.data.source import Position
-from monolith.errors import RestoreError
+from monolith.errors import CorruptFileError, RestoreError
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.hooks import AlertHook, SaveHook
+from monolith.train.hooks import AlertHook, ForceDumpHook, RequestTimeHook, SaveHook, SaveMemory
 from monolith.train.session import Session
 
 _log = logging.getLogger(__name__)
+
+DENSE_ONLY = "dense_only"
+"""The folder of dense-only checkpoints, below the model's."""
 
 
 def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predict"]) -> str | None:
@@ -63,6 +68,8 @@ class Keeper:
             clock=clock,
         )
         saver.recover()
+        with contextlib.suppress(CorruptFileError):  # it is left as it is, and said
+            update_monolith_checkpoint(config.model_dir, table_kind=TableKind.MULTI_CUCKOO_HASH_MAP)
         self._checkpointer = Checkpointer(
             saver, session.parts(), full_every=config.keep.full_every, clock=clock
         )
@@ -91,15 +98,35 @@ class Keeper:
     def hooks(self, metrics: Metrics) -> list[Hook]:
         """Return the hooks that save, in order."""
         config = self._config
+        memory = SaveMemory()
         save = SaveHook(
             self,
-            replace(config.save, asynchronous=config.save.asynchronous and not config.deterministic),
+            replace(config.save, asynchronous=config.saves_beside),
+            memory=memory,
             on_saved=self._note,
             metrics=metrics,
             clock=self._clock,
         )
         self.save = save
         hooks: list[Hook] = [save, _CommitHook(self)]
+        if config.operator_files:
+            hooks = [
+                ForceDumpHook(save.timer, window=None, clock=self._clock),
+                RequestTimeHook(save.timer),
+                *hooks,
+            ]
+        if config.dense_save is not None:
+            dense = Checkpointer(self._dense_saver(), [self._session.model.dense_part()], clock=self._clock)
+            hooks.append(
+                SaveHook(
+                    dense,
+                    config.dense_save,
+                    memory=memory,
+                    dense_only=True,
+                    metrics=metrics,
+                    clock=self._clock,
+                )
+            )
         if config.alert is not None:
 
             def rollback() -> None:
@@ -111,6 +138,16 @@ class Keeper:
             )
             hooks.insert(0, alert)
         return hooks
+
+    def _dense_saver(self) -> Saver:
+        saver = Saver(
+            filesystem.join(self._config.model_dir, DENSE_ONLY),
+            max_to_keep=self._config.keep.max_to_keep or None,
+            keep_every=self._config.keep.every,
+            clock=self._clock,
+        )
+        saver.recover()
+        return saver
 
     def commit(self) -> None:
         """Tell the source what is safe by now."""

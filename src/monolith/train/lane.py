@@ -67,6 +67,7 @@ class Lane(Generic[Item, Rows]):
         self._phase = "idle"
         self._paused = False
         self._ended = False
+        self._interrupted = False
         self._closed = False
         self._error: BaseException | None = None
         self._update_failed = False
@@ -74,7 +75,7 @@ class Lane(Generic[Item, Rows]):
         self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if ahead else None
 
     def next(self) -> tuple[Item, Rows] | None:
-        """Return the next item and its rows; None at the end.
+        """Return the next item and its rows; None at the end, or when there is none and `interrupt` was called.
 
         Raises:
             Exception: What reading, looking up or updating raised, once.
@@ -95,6 +96,12 @@ class Lane(Generic[Item, Rows]):
                 return None
             entry = self._ready.popleft()
             return entry.item, entry.rows
+
+    def interrupt(self) -> None:
+        """Let nobody wait for an item any more, as at the end; from any thread. Not where nothing is read ahead."""
+        with self._changed:
+            self._interrupted = True
+            self._changed.notify_all()
 
     def push(self, work: Work) -> None:
         """Do some work after the lookups that were asked for so far, before those that will be."""
@@ -146,7 +153,7 @@ class Lane(Generic[Item, Rows]):
     # All below is called with the lock held, except `_run`.
 
     def _has_news(self) -> bool:
-        return self._error is not None or bool(self._ready) or self._ended
+        return self._error is not None or bool(self._ready) or self._ended or self._interrupted
 
     def _is_done(self, work: Work) -> bool:
         return self._phase != "updating" and all(other is not work for other in self._todo)

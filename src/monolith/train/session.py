@@ -60,18 +60,22 @@ class Model:
             self.dense = task.dense_optimizer(self.module)
         self.module.train(mode is Mode.TRAIN)
 
-    def parts(self, *, incremental: bool = False) -> list[Part]:
+    def parts(self, *, incremental: bool = False, write_workers: int = 4) -> list[Part]:
         """Return what a checkpoint keeps of the model; see `TablesPart`."""
         tables, filters = self._tables()
+        return [
+            TablesPart(tables, filters, incremental=incremental, write_workers=write_workers),
+            self.dense_part(),
+        ]
+
+    def dense_part(self) -> DensePart:
+        """Return what a checkpoint keeps of the dense half."""
         optimizers: dict[str, torch.optim.Optimizer] = {}
         if self.sparse is not None:
             optimizers["rows"] = self.sparse
         if self.dense is not None:
             optimizers["dense"] = self.dense
-        return [
-            TablesPart(tables, filters, incremental=incremental),
-            DensePart(self.module, optimizers, random=self.sparse is not None),
-        ]
+        return DensePart(self.module, optimizers, random=self.sparse is not None)
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds."""
@@ -133,6 +137,7 @@ class Session:
         self.data: Stream[Batch] = task.dataset(Mode.TRAIN)
         self._position = self.data.position()
         self._lane: Lane[_Read, _Rows] | None = None
+        self._interrupted = False
         self.examples = 0
         """Trained on so far, in all runs."""
 
@@ -143,7 +148,10 @@ class Session:
     def parts(self) -> list[Part]:
         """Return everything that a checkpoint of this session keeps."""
         return [
-            *self.model.parts(incremental=self.config.keep.full_every > 1),
+            *self.model.parts(
+                incremental=self.config.keep.full_every > 1,
+                write_workers=1 if self.config.saves_beside else 4,
+            ),
             StatePart("position", lambda: self._position, self._go_to),
             StatePart("progress", lambda: {"examples": self.examples}, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
@@ -174,6 +182,12 @@ class Session:
         What was looked up ahead still has them, and a run that is restored would not.
         """
         self._open_lane().push(self._evict)
+
+    def interrupt(self) -> None:
+        """Wait for data no longer: a step that does is not taken. From any thread."""
+        self._interrupted = True
+        if self._lane is not None:
+            self._lane.interrupt()
 
     def drain(self) -> None:
         """Return when all rows are up to date: before every save."""
@@ -210,6 +224,8 @@ class Session:
                 behind=config.async_push,
                 patience=None if config.deterministic else config.idle_after.total_seconds(),
             )
+            if self._interrupted:
+                self._lane.interrupt()
         return self._lane
 
     def _read(self) -> Iterator[_Read]:

@@ -28,11 +28,18 @@ from monolith import filesystem
 from monolith.checkpoint import Checkpointer, CustomRestore, ModelDirLock, Restored, Saver, start_from
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
+from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult, drive
-from monolith.train.hooks import SaveHook, TideStoppingHook
-from monolith.train.hooks.summaries import SummaryHook
+from monolith.train.hooks import (
+    FeatureDump,
+    FeatureInsightHook,
+    SaveHook,
+    SummaryHook,
+    TableInfoHook,
+    TideStoppingHook,
+)
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics import WindowRow
@@ -88,9 +95,11 @@ class LocalRun:
 
     def request_stop(self, reason: str) -> None:
         with self._lock:
-            if self._stop_reason is None:
-                self._stop_reason = reason
-                _log.info("stopping: %s", reason)
+            if self._stop_reason is not None:
+                return
+            self._stop_reason = reason
+            _log.info("stopping: %s", reason)
+        self.session.interrupt()
 
 
 class Trainer:
@@ -121,7 +130,10 @@ class Trainer:
         self._stop_asked: str | None = None
 
     def stop(self, reason: str) -> None:
-        """End the run after its current step, saved; from any thread or a signal handler."""
+        """End the run after its current step, or its wait for data, saved. From any thread.
+
+        A signal handler should leave it to one: it runs in the middle of whatever the main thread holds.
+        """
         self._stop_asked = reason
         if self._run is not None:
             self._run.request_stop(reason)
@@ -229,6 +241,25 @@ class Trainer:
         for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint):
             yield batch, outputs.predictions
 
+    def dump_features(self, *, steps: int | None = None, batches_per_file: int = 100) -> int:
+        """Write the training data as the model would read it, instead of training; return the batches.
+
+        Args:
+            steps: Batches to write; by default all there are.
+        """
+        if not self.config.model_dir:
+            raise ConfigError("there is nowhere to write features to: set model_dir")
+        dump = FeatureDump(self.config.model_dir, cap=batches_per_file, skip_first=False)
+        written = 0
+        with contextlib.closing(self.task.dataset(Mode.TRAIN)) as data:
+            for batch in data:
+                if steps is not None and written >= steps:
+                    break
+                dump(batch)
+                written += 1
+        dump.flush()
+        return written
+
     # Inside
 
     def _outputs(
@@ -266,6 +297,8 @@ class Trainer:
             hooks.append(TideStoppingHook(config.tide, clock=self._clock))
         if keeper is not None:
             hooks += self._summary_hooks(run)
+            hooks += self._insight_hooks(run)
+            hooks.append(TableInfoHook(run.session.model.stats))
             hooks += keeper.hooks(self._metrics)
             run.save = keeper.save
         return hooks
@@ -279,6 +312,17 @@ class Trainer:
             return []
         session = run.session
         return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats)]
+
+    def _insight_hooks(self, run: LocalRun) -> list[Hook]:
+        every, module = self.config.insight_every_steps, run.session.model.module
+        if every is None:
+            return []
+        if not isinstance(module, WatchedModel):
+            raise ConfigError(
+                f"task {self.task.name!r}: insight_every_steps is for ready models such as DeepFM, whose "
+                "first layer sees all features; for a model of your own add a FeatureInsightHook in hooks()"
+            )
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
 
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps

@@ -86,11 +86,13 @@ def test_the_loss_is_the_mean_since_the_last_showing() -> None:
 
 def test_speed_is_that_of_the_last_seconds() -> None:
     shown = Shown()
-    shown.run(30)
-    assert shown.seen[-1].examples_per_s == pytest.approx(1.0)  # an example a second
-    shown.seconds = 0.1
-    shown.hook.begin(FakeRun())
-    train([shown.hook], 200, on_step=lambda _: setattr(shown.timer, "now", shown.timer.now + 0.1))
+    steps = iter([1.0] * 30 + [0.1] * 200)
+
+    def tick(_: object) -> None:
+        shown.timer.now += next(steps)
+
+    train([shown.hook], 230, on_step=tick)
+    assert shown.seen[29].examples_per_s == pytest.approx(1.0)  # an example a step
     assert shown.seen[-1].examples_per_s == pytest.approx(10.0)
     assert shown.seen[-1].examples == 230
 

@@ -1,0 +1,576 @@
+"""`monolith train | evaluate | predict`: from a shell to a checkpoint and back."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train.tasks import Clicks
+
+from monolith import observe
+from monolith.checkpoint import ModelDirLock, read_checkpoint_state
+from monolith.cli import train as command
+from monolith.cli.evaluation import one_each, to_records
+from monolith.cli.main import main
+from monolith.cli.task_config import load_training
+from monolith.cli.train_options import TrainOptions
+from monolith.data import format_of
+from monolith.errors import ConfigError
+from monolith.feature import Batch, FeatureIds
+from monolith.train import Hook, Run, StepResult, TrainConfig
+from monolith.train.hooks import ControlClient, LiveLineHook
+
+TASK = "train.tasks:Clicks"
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> str:
+    return str(tmp_path / "model")
+
+
+def train(*flags: str, task: str = TASK) -> int:
+    return main(["train", task, *flags, "--no-summaries"])
+
+
+def train_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert train(*flags, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def options(**given: Any) -> TrainOptions:
+    return TrainOptions(task=TASK, **given)
+
+
+# Train
+
+
+def test_a_task_is_trained_and_the_report_says_what_came_of_it(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model-dir", model_dir, "--max-steps", "12", "--set", "batches=15") == 0
+    printed = capsys.readouterr().out
+    assert "max_steps of 12 was reached" in printed
+    assert "768, " in printed
+    assert re.search(r"click auc +0\.\d{4}", printed)
+    assert f"{model_dir}/model.ckpt-12" in printed
+    assert f"monolith evaluate {TASK} --model-dir {model_dir} --set batches=15" in printed
+
+
+def test_without_a_model_dir_it_says_that_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--steps", "2") == 0
+    assert "nothing; give --model-dir" in capsys.readouterr().out
+
+
+def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = train_json(capsys, "--model-dir", model_dir, "--steps", "3")
+    assert (first["step"], first["steps"], first["examples"]) == (3, 3, 192)
+    assert first["restored_from"] is None
+    assert first["stop_reason"] == "3 steps were taken"
+    assert first["metrics"].keys() == {"click/auc", "click/log_loss", "click/calibration"}
+    second = train_json(capsys, "--model-dir", model_dir, "--steps", "2")
+    assert (second["step"], second["steps"]) == (5, 2)
+    assert second["restored_from"] == first["checkpoint"]
+
+
+def test_a_task_in_a_file_takes_settings_from_the_config_and_from_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom train.tasks import Clicks\n"
+        "@dataclass(frozen=True)\nclass Mine(Clicks):\n    batches: int = 1\n"
+    )
+    config = tmp_path / "run.toml"
+    config.write_text("max_steps = 9\n[task]\nbatches = 4\nbatch_size = 8\n")
+    flags = ["train", f"{tmp_path}/mine.py:Mine", "--config", str(config), "--json"]
+    assert main(flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["task"], found["step"], found["examples"]) == ("mine", 4, 32)
+    assert main([*flags, "--set", "batch_size=16", "--set", "batches=20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["examples"]) == (9, 144)
+
+
+# Flags and files
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'steps = 5\nseed = 3\nmax_time = "1h"\nsummary_every_steps = "none"\n'
+        "[save]\nsteps = 7\nretry_secs = 9\n"
+        '[keep]\nmax_to_keep = 2\n[restore]\nclear_nn = true\n[alert]\naction = "stop"\n'
+    )
+    _, config = load_training(options(config=file))
+    assert (config.steps, config.seed, config.save.steps, config.keep.max_to_keep) == (5, 3, 7, 2)
+    assert config.max_time is not None
+    assert config.max_time.total_seconds() == 3600
+    assert config.restore.clear_nn
+    assert config.alert is not None
+    assert config.alert.action == "stop"
+    _, config = load_training(
+        options(
+            config=file,
+            model_dir="m",
+            steps=8,
+            max_steps=9,
+            max_time="90m",
+            seed=4,
+            save_secs=60,
+            max_to_keep=0,
+            full_every=3,
+            restore_dir="d",
+            restore_checkpoint="model.ckpt-3",
+            optimizer_state="auto",
+            no_strict=True,
+            continue_training=True,
+            prefetch=0,
+            no_async_push=True,
+            evict_every_steps=11,
+            summaries=True,
+        )
+    )
+    assert (config.model_dir, config.steps, config.max_steps, config.seed) == ("m", 8, 9, 4)
+    assert config.max_time is not None
+    assert config.max_time.total_seconds() == 5400
+    assert (config.save.secs, config.save.steps, config.save.retry_secs) == (60, None, 9)
+    assert config.save.asynchronous
+    assert (config.keep.max_to_keep, config.keep.full_every) == (0, 3)
+    assert (config.restore.dir, config.restore.checkpoint) == ("d", "model.ckpt-3")
+    assert (config.restore.optimizer_state, config.restore.strict) == ("auto", False)
+    assert (config.restore.clear_nn, config.restore.continue_training) == (True, True)
+    assert (config.prefetch, config.async_push, config.evict_every_steps) == (0, False, 11)
+    assert config.summary_every_steps == 100
+    assert type(config) is TrainConfig
+    assert load_training(options(deterministic=True, no_summaries=True))[1] == TrainConfig(
+        deterministic=True, summary_every_steps=None
+    )
+
+
+def test_a_file_that_saves_by_the_clock_does_not_save_by_the_step(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[save]\nsecs = 60\n")
+    _, config = load_training(options(config=file))
+    assert (config.save.secs, config.save.steps, config.save.asynchronous) == (60, None, True)
+
+
+def test_a_key_that_is_not_known_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("stepz = 5\n[save]\nstep = 7\n[task]\nbatchs = 3\n")
+    assert train("--config", str(file)) == 2
+    said = capsys.readouterr().err
+    assert f"unknown key stepz (from {file}); the nearest known key is steps" in said
+    assert "unknown key save.step" in said
+    assert "the nearest known key is save.steps" in said
+    file.write_text("[task]\nbatchs = 3\n")
+    assert train("--config", str(file)) == 2
+    said = capsys.readouterr().err
+    assert f"unknown key batchs (from [task] of {file}); the nearest known key is batches" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--stepz", "3"], "--steps"),
+        (["--steps", "many"], "--steps"),
+        (["--steps", "-1"], "steps must be above 0"),
+        (["--max-time", "soon"], "--max-time: 'soon' is not a duration"),
+        (["--save-steps", "3", "--save-secs", "3"], "--save-steps and --save-secs contradict"),
+        (["--deterministic", "--save-secs", "3"], "saves every so many steps"),
+        (["--summaries"], "--summaries and --no-summaries contradict"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--set", "dim"], "written key=value"),
+        (["--config", "nowhere.toml"], "cannot read config nowhere.toml"),
+        (["--profile"], "--profile leaves files in the model_dir; give one with --model-dir"),
+        (["--control"], "--control leaves files"),
+        (["--metrics-port", "70000"], "cannot serve metrics"),
+        (["--optimizer-state", "lose"], "--optimizer-state"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_exits_with_2(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*flags) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "predict"])
+def test_a_task_that_is_not_there_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main([name, "train.tasks:Click", "--model-dir", "m", *(["--to", "x.csv"] * (name == "predict"))]) == 2
+    )
+    assert capsys.readouterr().err == "monolith: train.tasks has no 'Click'; did you mean 'Clicks'?\n"
+
+
+def test_threads_of_torch_can_be_chosen() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert train("--steps", "1", "--threads", "1") == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+# While it runs
+
+
+def test_a_log_hears_of_a_run_now_and_then_and_quiet_keeps_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 5\nreport_every = 0\n")
+    assert train("--config", str(file)) == 0
+    assert "step 4/5 (80%): speed" in capsys.readouterr().err
+    assert train("--config", str(file), "--json-logs") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["step"] for line in lines if "examples_per_s" in line] == [1, 2, 3, 4, 5]
+    assert train("--config", str(file), "--quiet") == 0
+    assert "speed" not in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def _own_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_a_person_sees_it_drawn_unless_logs_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    observe.configure_logging("info", stream=stream)
+    with ExitStack() as open_things:
+        show, every = command.live_line(Clicks(), TrainConfig(), stream, open_things)
+        LiveLineHook(show, every=every, stats=dict)._tell(3, 1e9)
+    assert every == command.DRAW_EVERY
+    assert "Training clicks" in stream.getvalue()
+    observe.configure_logging("info", json=True, stream=stream)
+    with ExitStack() as open_things:
+        assert command.live_line(Clicks(), TrainConfig(), stream, open_things) == (
+            command.log_standing,
+            TrainConfig().report_every,
+        )
+
+
+@pytest.mark.parametrize(
+    ("limits", "window"),
+    [
+        ({}, (500, 510)),
+        ({"steps": 100}, (45, 55)),
+        ({"max_steps": 4}, (0, 10)),
+        ({"steps": 9000}, (500, 510)),
+    ],
+)
+def test_a_short_run_is_profiled_too(limits: dict[str, int], window: tuple[int, int]) -> None:
+    assert command.profiled_steps(TrainConfig(**limits)) == window
+
+
+def test_a_profile_and_summaries_are_left_in_the_model_dir(model_dir: str) -> None:
+    assert main(["train", TASK, "--steps", "14", "--model-dir", model_dir, "--profile"]) == 0
+    assert [path.name for path in (Path(model_dir) / "profile").iterdir()] == ["steps_2_12.json"]
+    assert list((Path(model_dir) / "summaries").iterdir())
+
+
+class Watch(Hook):
+    """Looks at a run from outside, once, in the middle of it."""
+
+    def __init__(self, look: Any) -> None:
+        self.look = look
+        self.found: Any = None
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if result.step == 5:
+            self.found = self.look(run)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(look: Any) -> Watch:
+        watch = Watch(look)
+        monkeypatch.setattr(Clicks, "hooks", lambda _, mode: [watch])  # noqa: ARG005
+        return watch
+
+    return use
+
+
+def test_metrics_are_served_while_it_trains(
+    watch: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "GAUGE_EVERY", command.GAUGE_EVERY * 0)
+
+    def look(_: Run) -> str:
+        said = re.search(r"metrics on (http://\S+)", capsys.readouterr().err)
+        assert said is not None
+        with urllib.request.urlopen(said[1]) as answer:
+            return str(answer.read().decode())
+
+    found = watch(look)
+    assert train("--metrics-port", "0") == 0
+    assert "monolith_train_step 5.0" in found.found
+
+
+def test_control_says_where_it_listens_and_obeys(
+    model_dir: str, watch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def look(_: Run) -> tuple[str, int]:
+        with ControlClient(model_dir) as job:
+            return job.address, job.global_step()
+
+    found = watch(look)
+    assert train("--model-dir", model_dir, "--control") == 0
+    address, step = found.found
+    assert step == 5
+    assert f"control on {address}, and by the file {model_dir}/monolith_action" in capsys.readouterr().err
+
+
+# Signals and locks
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "monolith", "train", TASK, "--set", "batches=10000000", "--json", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_saved_and_it_goes_on_from_there(
+    model_dir: str, capsys: pytest.CaptureFixture[str], number: signal.Signals, status: int
+) -> None:
+    process = start("--model-dir", model_dir, "--save-steps", "20", "--no-summaries")
+    try:
+        wait_for(Path(model_dir, "model.ckpt-20.manifest"), process)
+        assert train("--model-dir", model_dir, "--steps", "1") == 2  # two processes in one model_dir
+        said = capsys.readouterr().err
+        assert f"process {process.pid} on" in said
+        assert "Choose another model_dir" in said
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status, err
+    assert f"{number.name}: ending after this step; once more aborts" in err
+    report = json.loads(out)
+    state = read_checkpoint_state(model_dir)
+    assert state is not None
+    assert report["stop_reason"] == number.name
+    assert report["checkpoint"] == state.model_checkpoint_path == f"{model_dir}/model.ckpt-{report['step']}"
+    again = train_json(capsys, "--model-dir", model_dir, "--set", "batches=10000000", "--steps", "3")
+    assert again["restored_from"] == report["checkpoint"]
+    assert again["step"] == report["step"] + 3
+
+
+# Evaluate
+
+
+@pytest.fixture
+def trained(model_dir: str, capsys: pytest.CaptureFixture[str]) -> str:
+    flags = ["--model-dir", model_dir, "--steps", "8", "--save-steps", "4", "--quiet"]
+    assert train(*flags) == 0
+    capsys.readouterr()
+    return model_dir
+
+
+def evaluate_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["evaluate", TASK, "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_metrics_of_the_newest_checkpoint_are_a_table(
+    trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", TASK, "--model-dir", trained]) == 0
+    printed = capsys.readouterr().out
+    assert "model.ckpt-8, step 8" in printed
+    assert re.search(r"click/auc +0\.\d{6}", printed)
+    assert "over 1,000 examples" in printed
+
+
+def test_metrics_can_be_had_as_json_of_any_checkpoint_beside_a_training(
+    trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ModelDirLock(trained):
+        newest = evaluate_json(capsys, "--model-dir", trained)
+    assert (newest["task"], newest["step"], newest["examples"]) == ("clicks", 8, 1000)
+    assert newest["checkpoint"] == f"{trained}/model.ckpt-8"
+    older = evaluate_json(capsys, "--model-dir", trained, "--checkpoint", "model.ckpt-4", "--steps", "2")
+    assert (older["step"], older["examples"]) == (4, 128)
+    assert older["metrics"]["click/log_loss"] != newest["metrics"]["click/log_loss"]
+
+
+def test_the_checkpoint_a_training_began_with_is_not_what_is_evaluated(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'model_dir = "{trained}"\n[restore]\ncheckpoint = "model.ckpt-4"\n')
+    assert evaluate_json(capsys, "--config", str(file))["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "say with --model-dir"),
+        (["--model-dir", "{empty}"], "no checkpoint in {empty}; train first"),
+        (["--model-dir", "{trained}", "--checkpoint", "model.ckpt-5"], "it has model.ckpt-4, model.ckpt-8"),
+        (["--model-dir", "{empty}", "--checkpoint", "model.ckpt-5"], "it has none"),
+        (["--model-dir", "{trained}", "--steps", "0"], "--steps must be at least 1"),
+    ],
+)
+def test_without_its_checkpoint_nothing_is_read(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    places = {"empty": str(tmp_path / "empty"), "trained": trained}
+    given = [flag.format(**places) for flag in flags]
+    for name, more in (("evaluate", []), ("predict", ["--to", str(tmp_path / "p.csv")])):
+        assert main([name, TASK, *given, *more]) == 2
+        assert says.format(**places) in capsys.readouterr().err
+    assert not (tmp_path / "p.csv").exists()
+    assert not (tmp_path / "empty").exists()
+
+
+# Predict
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "tsv", "jsonl", "tfrecord", "tfrecord.gz"])
+def test_predictions_are_written_in_each_format(
+    trained: str, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / f"p.{suffix}")
+    flags = ["--model-dir", trained, "--to", path, "--columns", "user"]
+    assert main(["predict", TASK, *flags]) == 0
+    assert f"1,000 predictions of {trained}/model.ckpt-8 (step 8) in {path}" in capsys.readouterr().err
+    chunks = list(format_of(path).chunks(path))
+    assert {name for chunk in chunks for name in chunk.records.columns} == {
+        "prediction.click",
+        "label.click",
+        "user",
+    }
+    said = [row for chunk in chunks for row in chunk.records["prediction.click"].to_list()]
+    assert len(said) == 1000
+    assert all(len(row) == 1 and 0 < row[0] < 1 for row in said)
+    labels = {tuple(row) for chunk in chunks for row in chunk.records["label.click"].to_list()}
+    assert labels == {(0,), (1,)}
+
+
+def test_a_few_batches_can_be_predicted_and_told_as_json(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p"
+    flags = ["--model-dir", trained, "--steps", "2", "--checkpoint", "model.ckpt-4", "--json"]
+    assert main(["predict", TASK, "--to", str(path), "--to-format", "csv", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["examples"], found["file"]) == (4, 128, str(path))
+    assert path.read_text().splitlines()[0] == "prediction.click,label.click"
+    assert len(path.read_text().splitlines()) == 129
+
+
+def test_parquet_has_plain_numbers(trained: str, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = str(tmp_path / "p.parquet")
+    assert main(["predict", TASK, "--model-dir", trained, "--to", path, "--quiet"]) == 0
+    assert [str(field.type) for field in parquet.read_schema(path)] == ["float", "float"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "say with --to which file"),
+        (["--to", "p.xyz"], "its name does not tell its format"),
+        (["--to", "{}/p.csv", "--columns", "usr"], "no feature 'usr'; they have user, item, context"),
+    ],
+)
+def test_predictions_that_cannot_be_written_leave_no_file(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    given = [flag.format(tmp_path) for flag in flags]
+    assert main(["predict", TASK, "--model-dir", trained, *given]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_task_without_data_to_predict_is_told(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Clicks.dataset
+
+    class Empty:
+        def __init__(self, data: Any) -> None:
+            self.close = data.close
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+    monkeypatch.setattr(Clicks, "dataset", lambda self, mode: Empty(whole(self, mode)))
+    path = tmp_path / "p.csv"
+    assert main(["predict", TASK, "--model-dir", trained, "--to", str(path)]) == 2
+    assert "dataset(Mode.PREDICT) of task 'clicks' has no examples" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_line_ids_are_written_and_labels_that_are_missing_are_not() -> None:
+    ids = FeatureIds.pack(
+        {
+            "line_id.item_id": torch.tensor([[7], [8]]),
+            "line_id.uid": torch.tensor([[5]]),
+            "item": torch.ones(2, 1).long(),
+        },
+        shared=["line_id.uid"],
+    )
+    batch = Batch(ids, labels={"click": torch.tensor([1.0, float("nan")])})
+    records = to_records(
+        batch, {"click": torch.tensor([0.25, 0.5]), "prediction": torch.tensor([1.0, 2.0])}, ()
+    )
+    assert {name: records[name].to_list() for name in records.columns} == {
+        "prediction.click": [[0.25], [0.5]],
+        "prediction": [[1.0], [2.0]],
+        "label.click": [[1.0], []],
+        "line_id.item_id": [[7], [8]],
+        "line_id.uid": [[5], [5]],
+    }
+    assert one_each(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).to_list() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_config_file_is_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.txt"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"ends in \.toml"):
+        load_training(options(config=file))
