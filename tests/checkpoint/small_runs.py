@@ -113,7 +113,7 @@ def chain(folder: Path, **how: Any) -> tuple[SmallRun, list[str], list[dict[str,
     run.train(*range(-20, 30))
     run.train(*range(-20, 30), time=2)
     save(1)
-    run.train(*range(0, 5), 40, time=3)
+    run.train(*range(5), 40, time=3)
     run.tables["item"].remove(ids(7, -8))
     run.tables["user"].remove(ids(7, 8, -9))
     save(2)

@@ -168,9 +168,10 @@ def test_a_row_is_found_where_it_was_last_written(folder: Path) -> None:
         assert found.event_time == time
         assert [*found.segments[0].values, *found.segments[1].values] == values
         assert len(state) == 5
-    assert run.tables["item"].lookup(ids(7)).tolist()[0][0] == find_id(
-        prefixes[-1], "item", 7
-    ).segments[0].values[0]
+    assert (
+        run.tables["item"].lookup(ids(7)).tolist()[0][0]
+        == find_id(prefixes[-1], "item", 7).segments[0].values[0]
+    )
 
 
 def test_optimizer_state_has_names_and_counters_are_numbers(folder: Path) -> None:

@@ -98,12 +98,10 @@ def test_a_run_goes_on_from_it_with_increments(folder: Path, tmp_path: Path) -> 
     reshard(prefixes[-1], str(to), num_shards=3)
     other = SmallRun(to, full_every=5, seed=3)
     other.checkpointer.restore(str(to / "model.ckpt-4"))
-    for each in (run, other):
-        each.train(3, 99, time=9)
-    assert other.state() == run.state()
+    other.train(3, 99, time=9)
     prefix = other.save(5)
     assert len(read_chain(prefix)) == 2
-    assert run.restored(prefix) == run.state()
+    assert run.restored(prefix) == other.state()
 
 
 def test_a_name_that_is_taken_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -189,7 +187,7 @@ def test_a_compacted_checkpoint_restores_equal_and_needs_no_other(folder: Path) 
 def test_what_only_it_needed_goes(folder: Path) -> None:
     run, prefixes, states = chain(folder, max_to_keep=1)
     assert len(list_checkpoints(str(folder)).checkpoints) == 4
-    compact(prefixes[-1])
+    assert compact(prefixes[-1]).deleted == tuple(prefixes[:-1])
     assert [one.prefix for one in list_checkpoints(str(folder)).checkpoints] == prefixes[-1:]
     assert read_journal(str(folder)).depends_on == {}
     assert not list(folder.glob("model.ckpt-1*"))
@@ -198,7 +196,7 @@ def test_what_only_it_needed_goes(folder: Path) -> None:
 
 def test_what_others_need_stays(folder: Path) -> None:
     run, prefixes, states = chain(folder, max_to_keep=2)
-    compact(prefixes[-1])
+    assert compact(prefixes[-1]).deleted == ()
     assert [one.prefix for one in list_checkpoints(str(folder)).checkpoints] == prefixes
     assert run.restored(prefixes[2]) == states[2]
 
@@ -354,8 +352,6 @@ def test_a_reshard_that_is_killed_leaves_no_checkpoint_and_can_be_repeated(
         if listed is not None:
             assert run.restored(listed.model_checkpoint_path) == states[-1]
         else:
-            for path in to.glob("model.ckpt-4.manifest"):
-                path.unlink()
             assert run.restored(reshard(prefixes[-1], str(to)).prefix) == states[-1]
 
 

@@ -6,9 +6,10 @@ import threading
 import time
 from datetime import timedelta
 
+import pytest
 from contracts.discoveries import eventually
 
-from monolith.cluster import MemoryDiscovery, MemoryRegistry, Registration
+from monolith.cluster import MemoryDiscovery, MemoryRegistry, Registration, locator
 from monolith.cluster.discovery import PollingWatch
 from monolith.errors import UnavailableError
 
@@ -26,6 +27,20 @@ def test_discoveries_without_a_registry_in_common_do_not_meet():
     one, other = MemoryDiscovery(), MemoryDiscovery()
     one.register("ps", 0, A)
     assert other.query("ps") == {}
+
+
+def test_a_locator_says_where_an_entry_is_now_or_that_nobody_has_it():
+    discovery = MemoryDiscovery()
+    locate = locator(discovery, "ps", 1)
+    with pytest.raises(UnavailableError, match="nobody is registered as ps 1$"):
+        locate()
+    discovery.register("ps", 0, A)
+    with pytest.raises(UnavailableError, match=r"as ps 1; registered are \[0\]"):
+        locate()
+    discovery.register("ps", 1, A)
+    assert locate() == A
+    discovery.register("ps", 1, "10.0.0.2:2")
+    assert locate() == "10.0.0.2:2"
 
 
 def test_a_discovery_is_closed_by_its_with():

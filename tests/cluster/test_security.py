@@ -1,13 +1,10 @@
 """Real servers, real certificates: who shows the right ones comes in, and nobody else."""
 
 import logging
-import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -32,35 +29,6 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 flight = pytest.importorskip("pyarrow.flight", reason="pyarrow is not installed")
 
 TOKEN = SecurityConfig(token=Secret("right"))
-
-
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory) -> Path:
-    """Two authorities, `ca` and `other`, and a certificate for localhost signed by each."""
-    if shutil.which("openssl") is None:
-        pytest.skip("the openssl command is not installed, so no certificates can be made")
-    folder = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    for authority in ("ca", "other"):
-        openssl(
-            *("req", "-x509", *key, "-days", "2", "-subj", f"/CN={authority}"),
-            *("-keyout", f"{authority}.key", "-out", f"{authority}.crt"),
-        )
-        openssl(
-            *("req", *key, "-subj", "/CN=localhost"),
-            *("-keyout", f"{authority}-node.key", "-out", f"{authority}-node.csr"),
-        )
-        openssl(
-            *("x509", "-req", "-days", "2", "-in", f"{authority}-node.csr", "-extfile", "names"),
-            *("-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial"),
-            *("-out", f"{authority}-node.crt"),
-        )
-    return folder
 
 
 @pytest.fixture
@@ -124,6 +92,12 @@ def test_elsewhere_certificates_or_a_token_are_enough_but_a_bare_token_is_warned
     assert "can be read on the way" in caplog.text
 
 
+def test_whoever_says_insecure_may_listen_without_any_demand_and_is_warned(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert guard_listener("0.0.0.0:0", SecurityConfig(), insecure=True) == Guard()
+    assert "everybody who reaches it is let in" in caplog.text
+
+
 # The config
 
 
@@ -160,6 +134,11 @@ def test_files_that_are_not_there_or_not_pem_are_named(tls, tmp_path):
     (tmp_path / "garbage").write_text("garbage")
     with pytest.raises(ConfigError, match="not PEM"):
         guard_caller(replace(tls, cert=tmp_path / "garbage"))
+
+
+def test_a_key_of_another_certificate_is_an_error_before_anybody_listens(tls, certificates):
+    with pytest.raises(ConfigError, match="cannot use"):
+        guard_caller(replace(tls, key=certificates / "other-node.key"))
 
 
 def test_neither_key_nor_token_is_printed(tls):

@@ -65,6 +65,27 @@ def test_a_role_that_nobody_has_is_empty(join: Join) -> None:
     assert join().query("ps") == {}
 
 
+def test_the_roles_are_those_that_somebody_has(join: Join) -> None:
+    one, other = join(), join()
+    assert one.roles() == []
+    one.register("worker", 0, A)
+    one.register("dataservice_dispatcher", 0, B)
+    for discovery in (one, other):
+        eventually(lambda discovery=discovery: discovery.roles() == ["dataservice_dispatcher", "worker"])
+    one.deregister("worker", 0)
+    for discovery in (one, other):
+        eventually(lambda discovery=discovery: discovery.roles() == ["dataservice_dispatcher"])
+    other.close()
+    assert other.roles() == []
+
+
+def test_the_roles_of_a_fixed_cluster_are_those_it_names(join_fixed: Join) -> None:
+    discovery = join_fixed()
+    assert discovery.roles() == ["worker"]
+    discovery.close()
+    assert discovery.roles() == []
+
+
 def test_what_is_deregistered_is_gone(join: Join) -> None:
     one, other = join(), join()
     one.register("server", 0, A)

@@ -1,10 +1,13 @@
-"""One ZooKeeper and one Kafka for all tests of a process; a test that kills one starts it again."""
+"""What all tests of a process share: one ZooKeeper and one Kafka, which a test that kills them starts again, and
+one set of certificates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from services.certificates import make_certificates
 from services.kafka import Kafka
 from services.zookeeper import ZooKeeper
 
@@ -23,3 +26,9 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, zookeeper: ZooKeeper) -> Ite
     server.start()
     yield server
     server.stop()  # before its ZooKeeper, without which it would not end
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the authorities `ca` and `other`, and what they signed: ca-node.crt, ca-node.key, ..."""
+    return make_certificates(tmp_path_factory.mktemp("certificates"))

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from contracts.tables import ids
@@ -133,16 +132,18 @@ def test_one_row_is_found_among_many_blocks(tmp_path: Path) -> None:
 def test_two_histories_are_walked_range_by_range(tmp_path: Path) -> None:
     before = save(table_of(*range(30)), tmp_path / "before", changes=False)
     after = save(table_of(*range(20, 60)), tmp_path / "after", changes=False)
-    seen: tuple[list[int], list[int]] = ([], [])
-    last = -1
-    for window in side_by_side([before], [after]):
-        there = [np.sort(mix(rows.ids.numpy())) for rows in window if rows is not None]
-        assert min(int(hashes[0]) for hashes in there) > last
-        last = max(int(hashes[-1]) for hashes in there)
-        for side, rows in zip(seen, window, strict=True):
-            side.extend([] if rows is None else rows.ids.tolist())
-    assert sorted(seen[0]) == list(range(30))
-    assert sorted(seen[1]) == list(range(20, 60))
+    both, last = [], -1
+    only_before = only_after = 0
+    for beside in side_by_side([before], [after]):
+        assert beside.before.ids.tolist() == beside.after.ids.tolist()
+        for one in mix(beside.before.ids.numpy()).tolist():
+            assert one > last
+            last = one
+        both += beside.before.ids.tolist()
+        only_before += beside.only_before
+        only_after += beside.only_after
+    assert sorted(both) == list(range(20, 30))
+    assert (only_before, only_after) == (20, 30)
 
 
 def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:

@@ -152,22 +152,15 @@ def _compare_table(
     if layouts[0] != layouts[1]:
         found.layout = str(layouts[0]), str(layouts[1])
     furthest = _Furthest(top)
-    for before, after in side_by_side(old, new):
-        many = [0 if rows is None else len(rows) for rows in (before, after)]
-        found.rows_before += many[0]
-        found.rows_after += many[1]
-        _advance(progress, sum(many))
-        if before is None or after is None:
-            found.removed += many[0]
-            found.added += many[1]
-            continue
-        ids, at_before, at_after = np.intersect1d(
-            before.ids.numpy(), after.ids.numpy(), assume_unique=True, return_indices=True
-        )
-        found.removed += many[0] - len(ids)
-        found.added += many[1] - len(ids)
-        if layouts[0].dim == layouts[1].dim:
-            _compare_rows(found, furthest, _at(before, at_before), _at(after, at_after))
+    for beside in side_by_side(old, new):
+        both = len(beside.before)
+        found.rows_before += both + beside.only_before
+        found.rows_after += both + beside.only_after
+        found.removed += beside.only_before
+        found.added += beside.only_after
+        _advance(progress, 2 * both + beside.only_before + beside.only_after)
+        if both and layouts[0].dim == layouts[1].dim:
+            _compare_rows(found, furthest, beside.before, beside.after)
     found.largest = furthest.sorted()
     return found
 
@@ -189,11 +182,6 @@ def _bits_differ(before: Tensor, after: Tensor) -> NDArray[np.bool_]:
     """Return for each row whether a bit differs: state may be counters, which are no numbers as floats."""
     differ: NDArray[np.bool_] = (before.view(torch.int32) != after.view(torch.int32)).any(dim=1).numpy()
     return differ
-
-
-def _at(rows: Rows, places: NDArray[np.int64]) -> Rows:
-    at = torch.from_numpy(places)
-    return Rows(rows.ids[at], rows.event_times[at], rows.values[at], rows.state[at])
 
 
 class _Furthest:

@@ -77,6 +77,8 @@ class Rewritten:
     """By table."""
     bytes: int
     """Of the tables."""
+    deleted: tuple[str, ...] = ()
+    """Those of the chain that nothing needed any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +114,14 @@ def reshard(
     chain = read_chain(prefix)
     folder = absolute_path(folder)
     target = filesystem.join(folder, filesystem.base_name(prefix))
-    if checkpoint_exists(target):
-        raise SaveError(
-            f"cannot write {prefix} to {folder}: it has a checkpoint {filesystem.base_name(target)}. "
-            "Choose another folder; to make an increment a full one where it is, compact it."
-        )
     with ModelDirLock(folder):
         saver = _saver_for(target, read_monolith_checkpoint(filesystem.parent(prefix)))
+        saver.recover()  # which clears away what an attempt that was killed left behind
+        if checkpoint_exists(target):
+            raise SaveError(
+                f"cannot write {prefix} to {folder}: it has a checkpoint {filesystem.base_name(target)}. "
+                "Choose another folder; to make an increment a full one where it is, compact it."
+            )
         rewriting = _Rewriting(chain, target, num_shards, workers, progress)
         saver.save(chain[-1].manifest.step, lambda _: rewriting.write())
     return rewriting.report()
@@ -144,16 +147,16 @@ def compact(
     folder = filesystem.parent(prefix)
     with ModelDirLock(folder):
         chain = read_chain(prefix)
-        saver = Saver(folder)  # refuses damaged state files before anything is done
+        Saver(folder)  # refuses damaged state files before anything is done
         rewriting = _Rewriting(chain, prefix, num_shards, workers, progress)
         if len(chain) > 1:
             _refuse_followers(chain[-1])
             rewriting.write()
         _remove_lists(prefix)
         _need_nothing(folder, prefix)
-        saver = Saver(folder)
-        saver.recover()
-    return rewriting.report()
+        Saver(folder).recover()
+    gone = tuple(link.prefix for link in chain if not checkpoint_exists(link.prefix))
+    return replace(rewriting.report(), deleted=gone)
 
 
 def export(
@@ -349,7 +352,7 @@ def _saver_for(prefix: str, known: MonolithCheckpointState | None) -> Saver:
     if not basename or not digits.isdecimal():
         raise SaveError(f"cannot list {prefix}: the name of a checkpoint ends in -<step>")
     state = read_checkpoint_state(folder)
-    saver = Saver(
+    return Saver(
         folder,
         basename=basename,
         max_to_keep=1 + (0 if state is None else len(state.all_model_checkpoint_paths)),
@@ -357,8 +360,6 @@ def _saver_for(prefix: str, known: MonolithCheckpointState | None) -> Saver:
         pad_step_number=digits.startswith("0") and len(digits) > 1,
         table_kind=choose_table_kind(None, known),
     )
-    saver.recover()
-    return saver
 
 
 # In its place

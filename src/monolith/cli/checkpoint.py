@@ -330,9 +330,21 @@ def compact_(options: CheckpointCompactOptions) -> int:
         words = f"{written.prefix} is full now, made of {len(written.chain)} checkpoints"
         if len(written.chain) == 1:
             words = f"{written.prefix} was full already"
-        return report(written, options.json, words)
+        report(written, options.json, words)
+        if not options.json:
+            show_what_became(written)
+        return 0
 
     return guarded(prefix, options.json, work)
+
+
+def show_what_became(written: Rewritten) -> None:
+    """Say which checkpoints of a compacted chain went, and which did not."""
+    stay = [prefix for prefix in written.chain[:-1] if prefix not in written.deleted]
+    if written.deleted:
+        say(Console(), f"deleted: {', '.join(map(short, written.deleted))}")
+    if stay:
+        say(Console(), f"kept, being listed or needed by one that is: {', '.join(map(short, stay))}")
 
 
 def export_(options: CheckpointExportOptions) -> int:

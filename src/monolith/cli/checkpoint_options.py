@@ -79,7 +79,7 @@ class CheckpointExportOptions:
     tables: tuple[str, ...] = ()
     """Tables to export; by default all."""
     dense: bool = True
-    """Whether to export the dense weights too."""
+    """The dense weights too; --no-dense leaves them out."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False

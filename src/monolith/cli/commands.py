@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from monolith.cli.checkpoint_options import (
     CheckpointCompactOptions,
@@ -24,17 +27,23 @@ from monolith.cli.config_options import (
     ConfigInitOptions,
     ConfigShowOptions,
 )
-from monolith.cli.data_service import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.insight_options import InsightOptions
 from monolith.cli.train_options import EvaluateOptions, PredictOptions, TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
-    """Say what is installed, what is missing and how to get it."""
+    """Say what is installed, what is missing and how to get it; or who of a cluster is there."""
 
     json: bool = False
     """Print one JSON object instead of tables."""
+    cluster: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="[URL]")] = None
+    """Say instead who is registered, who answers and who does not. Takes a registry, as in
+    zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job; by default that of
+    --config, or of the environment."""
+    config: Path | None = None
+    """With --cluster: the run's config file, which names the registry."""
     zookeeper: str | None = None
     """host:port to try; by default $MONOLITH_ZOOKEEPER, then localhost:2181."""
     kafka: str | None = None
@@ -289,7 +298,9 @@ COMMANDS = {
     ),
     "insight": Command(InsightOptions, "monolith.cli.insight", positional=True),
     "config init": Command(ConfigInitOptions, "monolith.cli.config_commands", "init"),
-    "config explain": Command(ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True),
+    "config explain": Command(
+        ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True
+    ),
     "config check": Command(ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True),
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),

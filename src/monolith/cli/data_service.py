@@ -1,7 +1,8 @@
 """`monolith data dispatcher` and `monolith data worker`: the two servers of the data service.
 
 Each prints its address as one line on standard output, shows on standard error how far it
-has come, and stops in order on SIGTERM or Ctrl-C.
+has come, and stops in order on SIGTERM or Ctrl-C. Here the data service meets the registry
+by which its processes find each other, and the guard that decides who may come in.
 """
 
 from __future__ import annotations
@@ -12,68 +13,23 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from monolith.errors import ConfigError
+from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.security_options import guard_of
+from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataDispatcherOptions:
-    """Hand out splits of data to data workers, and their chunks to trainers, each once per epoch."""
-
-    splits: tuple[str, ...]
-    """Files, patterns with * in them, or whatever else the workers' source understands."""
-    folder: str
-    """Where the job's state is kept, on a local disk; started again on the same folder, it goes on."""
-    host: str = "127.0.0.1"
-    """Address to listen on; by default this machine only."""
-    port: int = 5050
-    """0 chooses a free one."""
-    token_file: Path | None = None
-    """A file with the shared token that workers and trainers must present."""
-    epochs: int = 1
-    """How often each split is read."""
-    lease: float = 10.0
-    """Seconds that a data worker may be silent before its splits go to others."""
-    trainer_timeout: float | None = None
-    """Seconds that a trainer may be silent before what it has not acknowledged goes to others; by default
-    it is waited for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataWorkerOptions:
-    """Read splits of data for a dispatcher, and send them to trainers."""
-
-    source: str
-    """module:function that opens a split: takes its name, returns a source. Modules of the current folder are
-    found, too."""
-    dispatcher: str | None = None
-    """host:port of the dispatcher; by default what MLP's environment says, as in MLP_DISPATCHER_0_HOST."""
-    host: str = "127.0.0.1"
-    """Address to listen on; by default this machine only."""
-    port: int = 0
-    """0 chooses a free one."""
-    advertise: str | None = None
-    """The host by which trainers reach this machine, where it is not the address listened on."""
-    token_file: Path | None = None
-    """A file with the shared token."""
-    readers: int = 2
-    """Splits to read at a time."""
-    buffer_chunks: int = 16
-    """Chunks that may wait for a trainer before reading stops."""
-    chunk_records: int = 4096
-    """The most records in a chunk."""
-    patience: float = 300.0
-    """Seconds that the dispatcher may be away."""
+_EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
+"""Hosts to listen on that nobody can connect to."""
+_LOOK_AGAIN = timedelta(seconds=0.5)
 
 
 def dispatcher(options: DataDispatcherOptions) -> int:
     """Run a dispatcher until it is told to stop."""
     from monolith import filesystem
+    from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, open_discovery_url
     from monolith.data.service import Dispatcher, JobConfig
     from monolith.observe import progress
 
@@ -91,18 +47,19 @@ def dispatcher(options: DataDispatcherOptions) -> int:
         if options.trainer_timeout is None
         else timedelta(seconds=options.trainer_timeout),
     )
-    with (
-        told_to_stop() as stop,
-        Dispatcher(
-            config,
-            folder=options.folder,
-            host=options.host,
-            port=options.port,
-            token=read_token(options.token_file),
-        ) as running,
-        progress("Data dispatched", unit="records") as bar,
-    ):
-        say(f"dispatcher {running.address}")
+    guard = guard_of(options.security, options.host, os.environ)
+    with ExitStack() as open_things:
+        stop = open_things.enter_context(told_to_stop())
+        running = open_things.enter_context(
+            Dispatcher(config, folder=options.folder, host=options.host, port=options.port, guard=guard)
+        )
+        address = concat_ip_and_port(reachable_host(options.host, options.advertise), running.port)
+        if options.discovery is not None:
+            # Opened last and so closed first: nobody is sent to a dispatcher that has stopped.
+            discovery = open_things.enter_context(open_discovery_url(options.discovery, os.environ))
+            discovery.register(DATA_DISPATCHER, 0, address)
+        bar = open_things.enter_context(progress("Data dispatched", unit="records"))
+        say(f"dispatcher {address}")
         known = 0
         while not stop.wait(1.0):
             records = running.status()["records"]
@@ -113,41 +70,99 @@ def dispatcher(options: DataDispatcherOptions) -> int:
 
 def worker(options: DataWorkerOptions) -> int:
     """Run a data worker until it is told to stop, or loses its dispatcher."""
-    from monolith.data.service import DataWorker, dispatcher_from_environment
+    from monolith.data.service import DataWorker
 
     open_split = find_function(options.source)
-    with (
-        told_to_stop() as stop,
-        DataWorker(
-            options.dispatcher or dispatcher_from_environment(os.environ),
-            open_split,
-            host=options.host,
-            port=options.port,
-            advertise=options.advertise,
-            token=read_token(options.token_file),
-            readers=options.readers,
-            buffer_chunks=options.buffer_chunks,
-            chunk_records=options.chunk_records,
-            patience=timedelta(seconds=options.patience),
-        ) as running,
-    ):
+    guard = guard_of(options.security, options.host, os.environ)
+    advertise = reachable_host(options.host, options.advertise)
+    patience = timedelta(seconds=options.patience)
+    with ExitStack() as open_things:
+        stop = open_things.enter_context(told_to_stop())
+        where = dispatcher_address(options, open_things)
+        if not dispatcher_answers(where, patience, stop):
+            return 0
+        running = open_things.enter_context(
+            DataWorker(
+                where,
+                open_split,
+                host=options.host,
+                port=options.port,
+                advertise=advertise,
+                guard=guard,
+                readers=options.readers,
+                buffer_chunks=options.buffer_chunks,
+                chunk_records=options.chunk_records,
+                patience=patience,
+            )
+        )
         say(f"worker {running.address}")
         while not stop.is_set() and not running.wait(0.5):
             pass
     return 0
 
 
-def read_token(path: Path | None) -> str | None:
-    """Return the token in a file, less the line's end."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as cause:
-        raise ConfigError(f"cannot read the token file {path}: {cause}") from cause
-    if not token:
-        raise ConfigError(f"the token file {path} is empty")
-    return token
+def dispatcher_address(options: DataWorkerOptions, open_things: ExitStack) -> Callable[[], str]:
+    """Return who says where the dispatcher is, now and whenever it has to be found again."""
+    from monolith.cluster import DATA_DISPATCHER, locator, open_discovery_url
+    from monolith.data.service import dispatcher_from_environment
+
+    if options.dispatcher is not None and options.discovery is not None:
+        raise ConfigError("data worker: give the dispatcher by --dispatcher or by --discovery, not by both")
+    if options.discovery is not None:
+        return locator(
+            open_things.enter_context(open_discovery_url(options.discovery, os.environ)), DATA_DISPATCHER
+        )
+    address = options.dispatcher or dispatcher_from_environment(os.environ)
+    return lambda: address
+
+
+def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: threading.Event) -> bool:
+    """Wait until the dispatcher is found and its port is open; return False when told to stop before.
+
+    Raises:
+        DeadlineExceededError: That took longer than there was patience. Says what was found last.
+    """
+    from monolith.cluster.addresses import Address, connect_error
+    from monolith.cluster.waiting import poll
+    from monolith.observe import progress
+
+    last = ""
+
+    def ask() -> bool | None:
+        nonlocal last
+        if stop.is_set():
+            return False
+        bar.advance(0)
+        try:
+            address = where()
+        except RetryableError as unknown:
+            last = str(unknown)
+            return None
+        error = connect_error(Address.parse(address), timedelta(seconds=1))
+        last = f"at {address}: {error}"
+        return True if error is None else None
+
+    def sleep(seconds: float) -> None:
+        stop.wait(seconds)
+        bar.advance(seconds)
+
+    with progress("Waiting for the dispatcher", total=patience.total_seconds(), unit="s") as bar:
+        found = poll(ask, timeout=patience, every=_LOOK_AGAIN, sleep=sleep)
+    if found is None:
+        raise DeadlineExceededError(
+            f"data worker: waited {patience.total_seconds():g} s for the dispatcher: {last}. "
+            "Start it, or see its log; --patience waits longer."
+        )
+    return found
+
+
+def reachable_host(host: str, advertise: str | None) -> str:
+    """Return the host by which others reach what listens on `host`."""
+    from monolith.cluster import get_local_host
+
+    if advertise:
+        return advertise.strip("[]")
+    return get_local_host(os.environ) if host in _EVERYWHERE else host.strip("[]")
 
 
 def find_function(name: str) -> Callable[[str], Any]:

@@ -116,6 +116,12 @@ class Check:
 
 def run(options: DoctorOptions) -> int:
     """Print the report; return 1 when something required is missing."""
+    if options.cluster is not None:
+        from monolith.cli import doctor_cluster
+
+        return doctor_cluster.run(options)
+    if options.config is not None:
+        raise ConfigError("doctor: --config names the registry of a cluster; give --cluster, too")
     checks = list(examine(options, os.environ))
     healthy = all(check.status is not Status.MISSING for check in checks)
     if options.json:

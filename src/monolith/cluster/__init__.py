@@ -13,7 +13,15 @@ from monolith.cluster.addresses import (
     wait_for_port,
 )
 from monolith.cluster.consul import ConsulClient, ConsulConfig, ConsulDiscovery, ConsulService
-from monolith.cluster.discovery import Discovery, MemoryDiscovery, MemoryRegistry, Registration
+from monolith.cluster.discovery import (
+    DATA_DISPATCHER,
+    Discovery,
+    MemoryDiscovery,
+    MemoryRegistry,
+    Registration,
+    locator,
+)
+from monolith.cluster.discovery_url import open_discovery_url
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.liveness import NodeAliveChecker
 from monolith.cluster.manager import (
@@ -36,6 +44,7 @@ from monolith.cluster.zookeeper import (
 )
 
 __all__ = [
+    "DATA_DISPATCHER",
     "Address",
     "AddressFamily",
     "Cluster",
@@ -70,6 +79,8 @@ __all__ = [
     "get_zk_auth_data",
     "is_ipv4_supported",
     "is_ipv6_address",
+    "locator",
+    "open_discovery_url",
     "save_ps_cluster",
     "wait_for_port",
 ]

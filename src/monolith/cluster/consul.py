@@ -483,6 +483,9 @@ class ConsulDiscovery(Closing):
         found = [entry for of, entry, _ in self._all() if of == role]
         return sorted({entry.index: entry for entry in sorted(found, key=_age_key)}.values())
 
+    def roles(self) -> list[str]:
+        return sorted({role for role, _, _ in self._all()})
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         return self._watch.add(role, callback)
 

@@ -4,7 +4,7 @@ A process says "I am worker 3, at this address"; others ask who the workers are.
 belongs to the discovery that made it: it goes when that is closed, and some time after its
 process has died. Who registers last has the place, which is what a restarted process needs.
 
-Roles in use are `ps` and `worker`; worker 0 is the chief.
+Roles in use are `ps` and `worker`, where worker 0 is the chief, and `dataservice_dispatcher`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import Protocol, Self
 
 from monolith.cluster.addresses import Address
 from monolith.cluster.waiting import Clock
-from monolith.errors import ConfigError, DiscoveryError, RetryableError
+from monolith.errors import ConfigError, DiscoveryError, RetryableError, UnavailableError
 
 _log = logging.getLogger(__name__)
+
+DATA_DISPATCHER = "dataservice_dispatcher"
+"""The role of the one process that hands out a job's data."""
 
 Callback = Callable[[dict[int, str]], object]
 """Is given all addresses of a role by index."""
@@ -68,6 +71,9 @@ class Discovery(Protocol):
 
     def entries(self, role: str) -> list[Registration]:
         """Return what `query` does, by index and with ages."""
+
+    def roles(self) -> list[str]:
+        """Return the roles that somebody has, sorted."""
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         """Call back with what `query` returns: once soon, and again after it changed.
@@ -123,6 +129,22 @@ def check_role(role: str) -> None:
 
 def closed_error(what: str) -> DiscoveryError:
     return DiscoveryError(f"cannot register with {what}: it was closed. Make a new one.")
+
+
+def locator(discovery: Discovery, role: str, index: int = 0) -> Callable[[], str]:
+    """Return a function that says where an entry is now, for whoever connects again when it has moved.
+
+    The function raises UnavailableError while nobody has the entry.
+    """
+
+    def locate() -> str:
+        found = discovery.query(role)
+        if index not in found:
+            others = f"; registered are {sorted(found)}" if found else ""
+            raise UnavailableError(f"nobody is registered as {role} {index}{others}")
+        return found[index]
+
+    return locate
 
 
 class Watchers:
@@ -264,6 +286,12 @@ class MemoryDiscovery(Closing):
             return []
         with self._registry.lock:
             return sorted(entry for (of, _), (entry, _) in self._registry.entries.items() if of == role)
+
+    def roles(self) -> list[str]:
+        if self._closed:
+            return []
+        with self._registry.lock:
+            return sorted({role for role, _ in self._registry.entries})
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         if self._closed:

@@ -124,6 +124,13 @@ class FilesDiscovery(Closing):
         found = [self._read(role, int(name)) for name in names if name.isascii() and name.isdecimal()]
         return sorted(entry.registration for entry in found if entry is not None and entry.touched >= oldest)
 
+    def roles(self) -> list[str]:
+        try:
+            folders = [path.name for path in self._folder.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+        return sorted(role for role in folders if not role.startswith(".") and self.entries(role))
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         return self._watch.add(role, callback)
 

@@ -333,6 +333,9 @@ class MLPDiscovery(Closing):
     def entries(self, role: str) -> list[Registration]:
         return [Registration(index, address) for index, address in self._visible(role).items()]
 
+    def roles(self) -> list[str]:
+        return sorted(role.lower() for role in self._env.all_roles if self._visible(role))
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         """Call back once, and when this process hides or shows an entry: nothing else changes."""
         cancel = self._watchers.add(role, callback)

@@ -91,24 +91,41 @@ class Guard:
         given = header if isinstance(header, bytes) else header.encode()
         return hmac.compare_digest(given, self.header.encode())
 
+    # What rooms that may not look here ask of a guard that they are handed.
 
-def guard_listener(bind: str, config: SecurityConfig) -> Guard:
+    def flight_location(self, address: str) -> str:
+        return flight_location(address, self)
+
+    def flight_server_options(self) -> dict[str, Any]:
+        return flight_server_options(self)
+
+    def flight_client_options(self) -> dict[str, Any]:
+        return flight_client_options(self)
+
+
+def guard_listener(bind: str, config: SecurityConfig, *, insecure: bool = False) -> Guard:
     """Return what a listener on `bind` demands.
 
     Args:
         bind: Host, host:port, or unix:path.
+        insecure: Somebody said in so many words that everybody who reaches the address may come in.
 
     Raises:
         ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be read.
     """
     guard = guard_caller(config)
     if not is_loopback(bind):
-        if not guard.uses_tls and guard.token is None:
+        open_to_all = not guard.uses_tls and guard.token is None
+        if open_to_all and not insecure:
             raise ConfigError(
                 f"cannot listen on {bind}: others can reach it, and neither certificates nor a token would "
-                "be asked of them. Set security.cert, key and ca, or security.token_file; or take 127.0.0.1."
+                "be asked of them. Set security.cert, key and ca (--tls-cert, --tls-key, --tls-ca), or "
+                "security.token_file (--token-file); or listen on 127.0.0.1. Where only friends can reach "
+                "the address, commands that know --insecure let everybody in."
             )
-        if not guard.uses_tls:
+        if open_to_all:
+            _log.warning("listening on %s: everybody who reaches it is let in (insecure)", bind)
+        elif not guard.uses_tls:
             _log.warning("listening on %s without TLS: the token can be read on the way", bind)
     return guard
 
@@ -117,15 +134,17 @@ def guard_caller(config: SecurityConfig) -> Guard:
     """Return what a caller presents.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: A file cannot be read, or key and certificate do not belong together.
     """
-    return Guard(
+    guard = Guard(
         cert=_read("cert", config.cert),
         key=_read("key", config.key),
         ca=_read("ca", config.ca),
         token=_token(config),
         server_name=config.server_name,
     )
+    ssl_context(config, server=False)  # Flight and gRPC do not say which file they cannot use
+    return guard
 
 
 def is_loopback(bind: str) -> bool:

@@ -87,6 +87,9 @@ class TfConfigDiscovery(Closing):
     def entries(self, role: str) -> list[Registration]:
         return [Registration(index, address) for index, address in self.query(role).items()]
 
+    def roles(self) -> list[str]:
+        return [role for role in ("ps", "worker") if self.query(role)]
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         """Call back once: nothing will change."""
         callback(self.query(role))

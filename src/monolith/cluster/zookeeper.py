@@ -205,6 +205,10 @@ class ZooKeeperDiscovery(Closing):
         found = [Registration(node.index, node.address, node.created) for node in nodes if node.role == role]
         return sorted(found)
 
+    def roles(self) -> list[str]:
+        with self._changed:
+            return [] if self._closed else sorted({node.role for node in self._nodes.values()})
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         cancel = self._watchers.add(role, callback)
         with self._changed:

@@ -1,7 +1,9 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
+from monolith.observe.exits import install_exit_signals
 from monolith.observe.logs import configure_logging
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
+from monolith.observe.priority import yield_to_others
 from monolith.observe.progress import Progress, progress
 from monolith.observe.stacks import install_stack_dump, print_stack_trace
 
@@ -13,7 +15,9 @@ __all__ = [
     "MetricsServer",
     "Progress",
     "configure_logging",
+    "install_exit_signals",
     "install_stack_dump",
     "print_stack_trace",
     "progress",
+    "yield_to_others",
 ]

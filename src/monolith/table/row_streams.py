@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from monolith.errors import CorruptFileError, RestoreError
-from monolith.table.dumps import inspect_dump, removed_ids
+from monolith.table.dumps import inspect_dump, removed_ids, select
 from monolith.table.hashing import mix, mix_one
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
 from monolith.table.table import Rows
@@ -63,12 +63,35 @@ def newest_rows(steps: Sequence[DumpStep], begin: int = 0, end: int = HASHES) ->
         yield block.rows
 
 
-def side_by_side(
-    before: Sequence[DumpStep], after: Sequence[DumpStep]
-) -> Iterator[tuple[Rows | None, Rows | None]]:
-    """Yield what two histories hold in one range of hashes after another; None where that is nothing."""
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What two histories hold in one range of hashes."""
+
+    only_before: int
+    """Rows that only the first has."""
+    only_after: int
+    before: Rows
+    """Rows whose ids both have, in the same order."""
+    after: Rows
+
+
+def side_by_side(before: Sequence[DumpStep], after: Sequence[DumpStep]) -> Iterator[Beside]:
+    """Yield what two histories hold, one range of hashes after another."""
+    nobody = torch.empty(0, dtype=torch.int64)
+    none = Rows(nobody, nobody, torch.empty(0, 0), torch.empty(0, 0))
     for old, new in _windows([_merged(before, 0, HASHES), _merged(after, 0, HASHES)]):
-        yield None if old is None else old.rows, None if new is None else new.rows
+        if old is None or new is None:
+            yield Beside(0 if old is None else len(old.rows), 0 if new is None else len(new.rows), none, none)
+            continue
+        at = np.minimum(np.searchsorted(new.hashes, old.hashes), len(new.hashes) - 1)
+        both = new.hashes[at] == old.hashes
+        many = int(both.sum())
+        yield Beside(
+            len(old.rows) - many,
+            len(new.rows) - many,
+            select(old.rows, torch.from_numpy(both)),
+            new.rows if many == len(new.rows) else _picked(new.rows, at[both]),
+        )
 
 
 def find_row(basename: str, id_: int) -> Rows | None:
@@ -220,11 +243,16 @@ def _newest(window: Sequence[_Block | None], removals: Sequence[bool]) -> _Block
     chosen = chosen[kept[chosen]]
     if not len(chosen):
         return None
-    picked = torch.from_numpy(row_at[chosen])
-    joined = _joined(rows)
-    return _Block(
-        hashes[chosen],
-        Rows(joined.ids[picked], joined.event_times[picked], joined.values[picked], joined.state[picked]),
+    return _Block(hashes[chosen], _picked(_joined(rows), row_at[chosen]))
+
+
+def _picked(rows: Rows, places: NDArray[np.int64]) -> Rows:
+    at = torch.from_numpy(places)
+    return Rows(
+        rows.ids.index_select(0, at),
+        rows.event_times.index_select(0, at),
+        rows.values.index_select(0, at),
+        rows.state.index_select(0, at),
     )
 
 

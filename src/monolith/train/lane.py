@@ -75,7 +75,7 @@ class Lane(Generic[Item, Rows]):
         self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if ahead else None
 
     def next(self) -> tuple[Item, Rows] | None:
-        """Return the next item and its rows; None at the end, or when there is none and `interrupt` was called.
+        """Return the next item and its rows; None at the end, or where it would wait after an `interrupt`.
 
         Raises:
             Exception: What reading, looking up or updating raised, once.
@@ -98,7 +98,7 @@ class Lane(Generic[Item, Rows]):
             return entry.item, entry.rows
 
     def interrupt(self) -> None:
-        """Let nobody wait for an item any more, as at the end; from any thread. Not where nothing is read ahead."""
+        """Let `next` wait no more; from any thread. Where nothing is read ahead, it waits all the same."""
         with self._changed:
             self._interrupted = True
             self._changed.notify_all()

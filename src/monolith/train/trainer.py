@@ -95,11 +95,9 @@ class LocalRun:
 
     def request_stop(self, reason: str) -> None:
         with self._lock:
-            if self._stop_reason is not None:
-                return
-            self._stop_reason = reason
-            _log.info("stopping: %s", reason)
-        self.session.interrupt()
+            if self._stop_reason is None:
+                self._stop_reason = reason
+                _log.info("stopping: %s", reason)
 
 
 class Trainer:
@@ -135,8 +133,10 @@ class Trainer:
         A signal handler should leave it to one: it runs in the middle of whatever the main thread holds.
         """
         self._stop_asked = reason
-        if self._run is not None:
-            self._run.request_stop(reason)
+        run = self._run
+        if run is not None:
+            run.request_stop(reason)
+            run.session.interrupt()
 
     def train(self, *, report: Report | None = None) -> TrainReport:
         """Train until a limit, the end of the data, or a request to stop.

@@ -12,9 +12,10 @@ import pytest
 from data.service.loopback import SOON, add_process, add_worker, numbers, read, trainer, until
 from data.service.processes import ALL, CONFIG, open_split
 
+from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import Caller
-from monolith.errors import DataError
+from monolith.errors import DataError, DiscoveryError
 
 pytest.importorskip("pyarrow")
 
@@ -85,6 +86,31 @@ def test_a_dispatcher_at_another_address_is_found_by_asking(stack, tmp_path):
     where.append(stack.enter_context(Dispatcher(CONFIG, folder=folder)).address)
     seen += [number for some in shares for number in numbers(some)]
     assert sorted(seen) == ALL
+
+
+def test_a_dispatcher_that_nobody_knows_yet_is_waited_for_and_then_given_up(stack, tmp_path):
+    registry = MemoryDiscovery()
+    where = locator(registry, DATA_DISPATCHER)
+    with pytest.raises(
+        DataError, match="lost the dispatcher: nobody is registered as dataservice_dispatcher 0"
+    ):
+        list(DataServiceSource(where, "one", patience=timedelta()))
+    with pytest.raises(DataError, match="nobody is registered as"):
+        DataWorker(where, open_split, patience=timedelta())
+    with ThreadPoolExecutor(1) as pool:
+        share = pool.submit(read, DataServiceSource(where, "one", patience=SOON))
+        dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path)))
+        registry.register(DATA_DISPATCHER, 0, dispatcher.address)
+        stack.enter_context(DataWorker(where, open_split, chunk_records=5))
+        assert sorted(share.result()) == ALL
+
+
+def test_a_registry_that_refuses_is_no_reason_to_wait(stack):
+    def refuse():
+        raise DiscoveryError("no such realm")
+
+    with pytest.raises(DiscoveryError, match="no such realm"):
+        list(DataServiceSource(refuse, "one"))
 
 
 def test_a_closed_worker_gives_its_splits_back_at_once(stack, tmp_path):

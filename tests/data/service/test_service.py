@@ -8,16 +8,30 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from data.service.loopback import add_worker, numbers, read, trainer, until
 from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 
+from monolith.cluster.security import Guard, SecurityConfig, guard_caller
+from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.data.service.flight import Caller
 from monolith.errors import ConfigError, DataError, ListenError, RestoreError
 
 pytest.importorskip("pyarrow")
+
+
+def token_guard(token: str) -> Guard:
+    return Guard(token=Secret(token))
+
+
+@pytest.fixture
+def tls(certificates) -> SecurityConfig:
+    return SecurityConfig(
+        cert=certificates / "ca-node.crt", key=certificates / "ca-node.key", ca=certificates / "ca.crt"
+    )
 
 
 def test_two_trainers_and_two_workers_share_an_epoch(stack, dispatcher):
@@ -148,16 +162,51 @@ def test_a_split_that_changed_is_an_error_not_other_records(stack, dispatcher):
 
 
 def test_without_the_token_nobody_is_let_in(stack, tmp_path):
-    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), token="secret"))
-    for wrong in (None, "Secret", "secret "):
+    right = token_guard("secret")
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=right))
+    for wrong in (None, token_guard("Secret"), token_guard("secre")):
         with pytest.raises(ConfigError, match="refused the shared token"):
-            DataWorker(dispatcher.address, open_split, token=wrong)
+            DataWorker(dispatcher.address, open_split, guard=wrong)
         with pytest.raises(ConfigError, match="refused the shared token"):
-            list(trainer(dispatcher, token=wrong))
-    worker = add_worker(stack, dispatcher, token="secret", chunk_records=100)
+            list(trainer(dispatcher, guard=wrong))
+    worker = add_worker(stack, dispatcher, guard=right, chunk_records=100)
     with pytest.raises(ConfigError, match="refused the shared token"):
-        stack.enter_context(Caller(worker.address, token="other")).fetch({})
-    assert sorted(read(trainer(dispatcher, token="secret"))) == ALL
+        stack.enter_context(Caller(worker.address, guard=token_guard("other"))).fetch({})
+    assert sorted(read(trainer(dispatcher, guard=right))) == ALL
+
+
+def test_with_certificates_every_record_arrives_and_who_has_none_does_not_come_in(stack, tls, tmp_path):
+    guard = guard_caller(replace(tls, token=Secret("secret")))
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), guard=guard))
+    add_worker(stack, dispatcher, guard=guard)
+    assert sorted(read(trainer(dispatcher, guard=guard))) == ALL
+    with pytest.raises(DataError, match="nobody answers at .*, or it wants other certificates"):
+        list(trainer(dispatcher, patience=timedelta()))
+    with pytest.raises(ConfigError, match="refused the shared token"):
+        list(trainer(dispatcher, guard=guard_caller(tls)))
+
+
+def test_a_dispatcher_that_cannot_be_trusted_is_named_at_once(stack, dispatcher, tls, certificates, tmp_path):
+    patient = {"patience": timedelta(minutes=5)}
+    with pytest.raises(ConfigError, match="is not to be trusted: it speaks no TLS"):
+        list(trainer(dispatcher, guard=guard_caller(tls), **patient))
+    strange = replace(tls, cert=certificates / "other-node.crt", key=certificates / "other-node.key")
+    other = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "2"), guard=guard_caller(strange)))
+    with pytest.raises(ConfigError, match="another authority than ours signed its certificate"):
+        list(trainer(other, guard=guard_caller(tls), **patient))
+    ours = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "3"), guard=guard_caller(tls)))
+    with pytest.raises(ConfigError, match="its certificate is of another name"):
+        list(trainer(ours, guard=guard_caller(replace(tls, server_name="somebody")), **patient))
+
+
+def test_an_ipv6_address_is_advertised_in_brackets(stack, tmp_path):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), host="::1"))
+    assert dispatcher.address == f"[::1]:{dispatcher.port}"
+    worker = add_worker(stack, dispatcher, host="::1")
+    assert worker.address == f"[::1]:{worker.port}"
+    assert sorted(read(trainer(dispatcher))) == ALL
 
 
 def test_a_taken_port_is_an_error_that_says_so(dispatcher, tmp_path):

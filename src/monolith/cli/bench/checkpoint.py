@@ -1,8 +1,9 @@
 """`monolith bench checkpoint`: saving and restoring beside plain files, and what training feels of it.
 
-A checkpoint is written and read in turns with a plain file of the same bytes, both flushed to
-the disk, both read from the system's cache. Then a thread trains on the table while another
-saves it: the longest step, and what is left of the throughput.
+A checkpoint is written and read in turns with a plain file of the same bytes: both flushed to
+the disk, both read once from the disk (cold) and once from the system's cache (warm). Then
+training goes on while a thread beside it saves: the longest step, and what is left of the
+throughput.
 """
 
 from __future__ import annotations
@@ -12,25 +13,42 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from monolith import native
-from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_manifest
+from monolith.checkpoint import Checkpointer, Moment, Saver, TablesPart, read_manifest
 from monolith.cli.bench.report import Report, cores
 from monolith.cli.bench.table import counted, need_memory
+from monolith.cli.bench.trainers import OurTrainer
 from monolith.cli.commands import BenchCheckpointOptions
 from monolith.errors import ConfigError
+from monolith.observe import yield_to_others
+from monolith.store import LocalStore
 from monolith.table import Adagrad, NativeTable, Rows, Segment, TableConfig
 
+FEATURES = 26
+HIDDEN = (128, 64)
+"""Of the DeepFM that is trained."""
 PIECE = 8 << 20
 """Bytes that a plain file is written and read by at a time."""
+
+
+class Steps(NamedTuple):
+    """Something that trains."""
+
+    step: Callable[[int], object]
+    """Takes one step; given its number."""
+    examples: int
+    """In a step."""
+    tables: Mapping[str, Any]
+    close: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +99,7 @@ def run(options: BenchCheckpointOptions) -> int:
         table.close()
         for threads in plan.threads:
             measure_training(plan, report, threads, Path(folder))
-        report.show(f"Training on {plan.batch:,} ids a step, while the table is saved")
+        report.show(f"Training, alone and while {plan.rows:,} rows are saved")
     report.finish()
     if options.json:
         report.print_json()
@@ -127,26 +145,28 @@ def measure_files(plan: Plan, report: Report, table: NativeTable, folder: Path) 
         with timed() as write:
             write_plain(folder / "plain", size)
         note("write", write.seconds)
-        other = NativeTable(table.config, workers=native.Workers(plan.threads[-1]))
-        reader = Checkpointer(Saver(str(run_dir)), [TablesPart({"item": other})])
-        with timed() as restore:
-            reader.restore(prefix)
-        note("restore", restore.seconds)
-        assert len(other) == plan.rows
-        other.close()
-        with timed() as read:
-            read_plain(folder / "plain")
-        note("read", read.seconds)
+        for state in ("cold", "warm"):
+            if state == "cold":
+                forget(run_dir)
+                forget(folder / "plain")
+            other = NativeTable(table.config, workers=native.Workers(plan.threads[-1]))
+            reader = Checkpointer(Saver(str(run_dir)), [TablesPart({"item": other})])
+            with timed() as restore:
+                reader.restore(prefix)
+            note(f"restore, {state}", restore.seconds)
+            assert len(other) == plan.rows
+            other.close()
+            with timed() as read:
+                read_plain(folder / "plain")
+            note(f"read, {state}", read.seconds)
         shutil.rmtree(run_dir)
         (folder / "plain").unlink()
-    for ours, plain, verb in (("save", "write", "plain write"), ("restore", "read", "plain read")):
-        report.add(f"{verb}, one file", "bytes_per_s", size / best[plain] / 1e9, "GB/s")
+    pairs = {"save": "write", "restore, cold": "read, cold", "restore, warm": "read, warm"}
+    for ours, plain in pairs.items():
+        beside = f"plain {plain}"
+        report.add(beside, "bytes_per_s", size / best[plain] / 1e9, "GB/s")
         report.compare(
-            ours,
-            "bytes_per_s",
-            size / best[ours] / 1e9,
-            "GB/s",
-            {f"{verb}, one file": size / best[plain] / 1e9},
+            ours, "bytes_per_s", size / best[ours] / 1e9, "GB/s", {beside: size / best[plain] / 1e9}
         )
         report.add(ours, "rows_per_s", plan.rows / best[ours], "rows/s")
     report.add("checkpoint", "bytes", size / 1e9, "GB")
@@ -178,65 +198,105 @@ def measure_increments(plan: Plan, report: Report, table: NativeTable, folder: P
 
 
 def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> None:
-    """Train without and with a save beside it; of several turns take the best of each."""
+    """Train a DeepFM, and then nothing but rows, alone and while a thread beside it saves."""
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, make in {"DeepFM": deepfm_steps, "rows only": table_steps}.items():
+            step, examples, tables, close = make(plan, threads)
+            try:
+                measure_beside(
+                    plan, report, f"{name}, {counted(threads, 'thread')}", step, examples, tables, folder
+                )
+            finally:
+                close()
+    finally:
+        torch.set_num_threads(torch_threads)
+
+
+def deepfm_steps(plan: Plan, threads: int) -> Steps:
+    """Return a step of a DeepFM whose tables have all the rows together."""
+    rows = max(1, plan.rows // FEATURES)
+    trainer = OurTrainer(FEATURES, rows, plan.dim, HIDDEN, threads)
+    store = trainer.model.embeddings.store
+    assert isinstance(store, LocalStore)
+    random = np.random.default_rng(1)
+    examples = max(1, plan.batch // FEATURES * 4)
+    batches = [torch.from_numpy(random.integers(0, rows, (examples, FEATURES))) for _ in range(64)]
+    labels = torch.from_numpy(random.integers(0, 2, examples)).float()
+    return Steps(
+        lambda number: trainer.step(batches[number % len(batches)], labels),
+        examples,
+        {name: store.table(name) for name in store.tables},
+        store.close,
+    )
+
+
+def table_steps(plan: Plan, threads: int) -> Steps:
+    """Return a step that looks rows up and updates them: as much of a table as training can ask."""
     table = filled(plan, threads)
-    case = counted(threads, "thread")
     random = np.random.default_rng(1)
     batches = [torch.from_numpy(random.integers(0, plan.rows, plan.batch)) for _ in range(64)]
     gradients = torch.ones(plan.batch, plan.dim)
-    alone, beside, cuts, longest, calm, during = 0.0, 0.0, [], [], [], 0.0
-    for turn in range(plan.repeats):
-        report.say(f"training on {case}, round {turn + 1} of {plan.repeats}")
-        until = time.perf_counter() + plan.seconds
-        quiet = train(table, batches, gradients, lambda until=until: time.perf_counter() < until)
-        alone = max(alone, rate(quiet, plan.batch))
-        calm.append(max(quiet))
-        run_dir = folder / "beside"
-        checkpointer = Checkpointer(Saver(str(run_dir), max_to_keep=1), [TablesPart({"item": table})])
-        with timed() as cut:
-            moment = checkpointer.cut(turn + 1)
-        cuts.append(cut.seconds)
-        writer = threading.Thread(target=moment.write)
-        began = time.perf_counter()
-        writer.start()
-        steps = train(table, batches, gradients, writer.is_alive)
-        writer.join()
-        during = time.perf_counter() - began
-        with timed() as close:
-            moment.close(saved=True)
-        beside = max(beside, rate(steps, plan.batch))
-        longest.append(max(*steps, cut.seconds, close.seconds))
-        shutil.rmtree(run_dir)
-    table.close()
-    report.add(f"training alone, {case}", "rows_per_s", alone, "rows/s")
-    report.compare(
-        f"training while saving, {case}", "rows_per_s", beside, "rows/s", {f"training alone, {case}": alone}
-    )
-    report.add(f"training alone, {case}", "longest_pause", min(calm) * 1e3, "ms")
-    report.compare(
-        f"training while saving, {case}",
-        "longest_pause",
-        min(longest) * 1e3,
-        "ms",
-        {f"training alone, {case}": min(calm) * 1e3},
-    )
-    report.add(f"cutting, {case}", "longest_pause", min(cuts) * 1e3, "ms")
-    report.add(f"saving while training, {case}", "seconds", during, "s")
-
-
-def train(table: NativeTable, batches: list[Tensor], gradients: Tensor, go_on: object) -> list[float]:
-    """Look up and update batch after batch; return the seconds of each step."""
-    assert callable(go_on)
-    steps = []
     out = torch.empty_like(gradients)
-    number = 0
-    while True:
-        began = time.perf_counter()
+
+    def step(number: int) -> None:
         ids = batches[number % len(batches)]
         table.lookup(ids, out=out)
         table.apply_gradients(ids, gradients, dedup=True, step=number, event_time=1_700_000_000)
+
+    return Steps(step, plan.batch, {"item": table}, table.close)
+
+
+def measure_beside(plan: Plan, report: Report, case: str, trained: Steps, folder: Path) -> None:
+    """Train alone and beside a save, in turns; the best of each counts."""
+    alone, beside, seconds = 0.0, 0.0, 0.0
+    cuts, longest, calm = [], [], []
+    for turn in range(plan.repeats):
+        report.say(f"{case}, round {turn + 1} of {plan.repeats}")
+        until = time.perf_counter() + plan.seconds
+        quiet = train(trained.step, lambda: time.perf_counter() < until)  # noqa: B023
+        alone = max(alone, rate(quiet, trained.examples))
+        calm.append(max(quiet))
+        run_dir = folder / "beside"
+        part = TablesPart(trained.tables, write_workers=1)
+        checkpointer = Checkpointer(Saver(str(run_dir), max_to_keep=1), [part])
+        with timed() as cut:
+            moment = checkpointer.cut(turn + 1)
+        cuts.append(cut.seconds)
+
+        def write(moment: Moment = moment) -> None:
+            yield_to_others()
+            moment.write()
+
+        writer = threading.Thread(target=write)
+        began = time.perf_counter()
+        writer.start()
+        steps = train(trained.step, writer.is_alive)
+        writer.join()
+        seconds = time.perf_counter() - began
+        with timed() as close:
+            moment.close(saved=True)
+        beside = max(beside, rate(steps, trained.examples))
+        longest.append(max(*steps, cut.seconds, close.seconds))
+        shutil.rmtree(run_dir)
+    report.add(f"alone, {case}", "examples_per_s", alone, "examples/s")
+    report.compare(f"saving, {case}", "examples_per_s", beside, "examples/s", {f"alone, {case}": alone})
+    report.add(f"alone, {case}", "longest_pause", min(calm) * 1e3, "ms")
+    report.compare(
+        f"saving, {case}", "longest_pause", min(longest) * 1e3, "ms", {f"alone, {case}": min(calm) * 1e3}
+    )
+    report.add(f"cutting, {case}", "longest_pause", min(cuts) * 1e3, "ms")
+    report.add(f"saving, {case}", "seconds", seconds, "s")
+
+
+def train(step: Callable[[int], object], go_on: Callable[[], bool]) -> list[float]:
+    """Take steps; return the seconds of each."""
+    steps: list[float] = []
+    while True:
+        began = time.perf_counter()
+        step(len(steps))
         steps.append(time.perf_counter() - began)
-        number += 1
         if not go_on():
             return steps
 
@@ -260,6 +320,17 @@ def write_plain(path: Path, size: int) -> None:
         for at in range(0, size, PIECE):
             file.write(piece[: min(PIECE, size - at)])
         os.fsync(file.fileno())
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to drop files from its cache, so that they are read from the disk."""
+    for path in [folder] if folder.is_file() else folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)
 
 
 def read_plain(path: Path) -> None:

@@ -47,6 +47,7 @@ free. If reading a split fails too often, all trainers hear of it as an error.
 from monolith.data.service.addresses import dispatcher_from_environment
 from monolith.data.service.client import DataServiceSource
 from monolith.data.service.dispatcher import Dispatcher
+from monolith.data.service.flight import Guard
 from monolith.data.service.job import JobConfig
 from monolith.data.service.worker import DataWorker, OpenSplit
 
@@ -54,6 +55,7 @@ __all__ = [
     "DataServiceSource",
     "DataWorker",
     "Dispatcher",
+    "Guard",
     "JobConfig",
     "OpenSplit",
     "dispatcher_from_environment",

@@ -1,8 +1,8 @@
 """Where the dispatcher is, for whoever was started by a scheduler and told by its environment.
 
 On MLP every role has variables of its own: MLP_DISPATCHER_0_PRIMARY_HOST, or _0_HOST, and
-MLP_DISPATCHER_0_PORT. A dispatcher that is found in another way, by discovery say, is given as
-a function that returns its address.
+MLP_DISPATCHER_0_PORT. A dispatcher that is found in another way is given as a function that
+returns its address: `monolith.cluster.locator` makes one of a discovery.
 """
 
 from __future__ import annotations

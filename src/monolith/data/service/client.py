@@ -13,7 +13,7 @@ from typing import Any
 
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
-from monolith.data.service.flight import POLL, Address, Caller, Clock, StoppedError, UnreachableError
+from monolith.data.service.flight import POLL, Address, Caller, Clock, Guard, StoppedError, UnreachableError
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -24,13 +24,13 @@ _KIND = "data_service"
 class _Settings:
     address: Address
     trainer: str
-    token: str | None
+    guard: Guard | None
     prefetch: int
     patience: timedelta
     clock: Clock
 
     def caller(self, address: Address, stop: threading.Event | None, patience: timedelta) -> Caller:
-        return Caller(address, token=self.token, patience=patience, stop=stop, clock=self.clock)
+        return Caller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
 
 
 class DataServiceSource:
@@ -43,7 +43,7 @@ class DataServiceSource:
     Args:
         dispatcher: host:port, or a function that finds it.
         trainer: Its name, the same after a restart. No two trainers of a job have the same.
-        token: The shared one, if dispatcher and data workers want it.
+        guard: What dispatcher and data workers want to be shown, if they do.
         prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
         patience: How long the dispatcher, or every data worker, may be away.
     """
@@ -53,7 +53,7 @@ class DataServiceSource:
         dispatcher: Address,
         trainer: str,
         *,
-        token: str | None = None,
+        guard: Guard | None = None,
         prefetch: int = 4,
         patience: timedelta = timedelta(minutes=5),
         clock: Clock = time.monotonic,
@@ -63,7 +63,7 @@ class DataServiceSource:
         self._settings = _Settings(
             address=dispatcher,
             trainer=trainer,
-            token=token,
+            guard=guard,
             prefetch=prefetch,
             patience=patience,
             clock=clock,

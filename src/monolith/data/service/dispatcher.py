@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from monolith.data.service.flight import Call, Clock, Server
+from monolith.data.service.flight import Call, Clock, Guard, Server
 from monolith.data.service.job import Job, JobConfig, Place
 
 _LOOK_AGAIN = 0.25
@@ -28,7 +28,7 @@ class Dispatcher:
             folder and config goes on where the last one was, at the same port or another.
         host: Where to listen; only this machine by default.
         port: 0 lets the system choose.
-        token: What data workers and trainers must present.
+        guard: What data workers and trainers must present.
 
     Raises:
         ListenError: The port is taken.
@@ -43,7 +43,7 @@ class Dispatcher:
         folder: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str | None = None,
+        guard: Guard | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._changed = threading.Condition()  # guards _job and _closing
@@ -64,7 +64,7 @@ class Dispatcher:
             "status": self._locked(lambda _: self._job.status()),
         }
         try:
-            self._server = Server(calls, host=host, port=port, token=token)
+            self._server = Server(calls, host=host, port=port, guard=guard)
         except BaseException:
             self._job.close()
             raise

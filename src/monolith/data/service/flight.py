@@ -1,4 +1,4 @@
-"""Calls over Arrow Flight: small ones as JSON, records as Arrow batches, behind a shared token.
+"""Calls over Arrow Flight: small ones as JSON, records as Arrow batches, behind a guard.
 
 Only here is pyarrow's Flight spoken. It is an optional package, so it is imported when a
 server or a client is made.
@@ -7,7 +7,6 @@ server or a client is made.
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import logging
 import socket
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from monolith.errors import (
     ConfigError,
@@ -26,10 +25,12 @@ from monolith.errors import (
     MissingExtraError,
     MonolithError,
     RestoreError,
+    RetryableError,
 )
 
 Address = str | Callable[[], str]
-"""host:port, or whom to ask for it, whenever a connection is made."""
+"""host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
+later, raises a RetryableError."""
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
 Call = Callable[[dict[str, Any]], dict[str, Any]]
@@ -47,6 +48,43 @@ _ERRORS: dict[str, type[MonolithError]] = {
 """What a caller can be told; anything else arrives as a DataError."""
 
 _log = logging.getLogger(__name__)
+
+
+_MISTRUST = {
+    "certificate verify failed": "another authority than ours signed its certificate",
+    "is not in peer certificate": "its certificate is of another name",
+    "wrong version number": "it speaks no TLS",
+}
+"""What Flight says when a connection will never be made -> what that means."""
+
+
+class Guard(Protocol):
+    """What a port demands of callers, and a caller presents: certificates, a token, in Flight's own terms.
+
+    `monolith.cluster.security.Guard` is one; made with the same config, it serves both sides.
+    """
+
+    def flight_location(self, address: str) -> str:
+        """Return host:port as Flight writes it, with or without TLS."""
+
+    def flight_server_options(self) -> dict[str, Any]:
+        """Return keyword arguments for a FlightServerBase."""
+
+    def flight_client_options(self) -> dict[str, Any]:
+        """Return keyword arguments for a FlightClient."""
+
+
+class NoGuard:
+    """Lets in everybody who can reach the port."""
+
+    def flight_location(self, address: str) -> str:
+        return f"grpc+tcp://{address}"
+
+    def flight_server_options(self) -> dict[str, Any]:
+        return {}
+
+    def flight_client_options(self) -> dict[str, Any]:
+        return {}
 
 
 class StoppedError(Exception):
@@ -82,7 +120,7 @@ class Server:
         fetch: From JSON to an Arrow record batch.
         host: Only this machine by default.
         port: 0 lets the system choose.
-        token: What callers must present; None lets in everybody who can reach the port.
+        guard: What callers must present; None lets in everybody who can reach the port.
 
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
@@ -95,35 +133,27 @@ class Server:
         fetch: Fetch | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        token: str | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.host = host
         _check_port(host, port)
         try:
-            self._server = _make_server(calls, fetch, host, port, token)
+            self._server = _make_server(calls, fetch, join_address(host, port), guard or NoGuard())
         except import_arrow().ArrowException as cause:
             raise _listen_error(host, port, None) from cause
         self.port = int(self._server.port)
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     def close(self) -> None:
         """Let the calls in progress finish, then free the port. Closing again does nothing."""
         self._server.shutdown()
 
 
-def _make_server(
-    calls: Mapping[str, Call], fetch: Fetch | None, host: str, port: int, token: str | None
-) -> Any:
+def _make_server(calls: Mapping[str, Call], fetch: Fetch | None, address: str, guard: Guard) -> Any:
     arrow, flight = import_arrow(), import_flight()
-
-    class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
-        def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:  # noqa: ARG002
-            given = "".join(headers.get("authorization", []))
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                raise flight.FlightUnauthenticatedError("the shared token is missing or wrong")
 
     class Endpoint(flight.FlightServerBase):  # type: ignore[misc, name-defined]
         def do_action(self, context: Any, action: Any) -> Any:  # noqa: ARG002
@@ -140,8 +170,7 @@ def _make_server(
                 raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
             return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(batch.schema, [batch]))
 
-    middleware = {"token": TokenCheck()} if token is not None else {}
-    return Endpoint(f"grpc://{_bracketed(host)}:{port}", middleware=middleware)
+    return Endpoint(guard.flight_location(address), **guard.flight_server_options())
 
 
 def _answer(calls: Mapping[str, Call], name: str, body: bytes) -> dict[str, Any]:
@@ -157,6 +186,7 @@ class Caller:
     """Makes calls to one address; makes a new connection when the old one fails. For one thread at a time.
 
     Args:
+        guard: What to present; None where nothing is demanded.
         stop: Once set, a call that waits to try again raises StoppedError.
         patience: How long to go on trying an address where nobody answers.
     """
@@ -165,14 +195,14 @@ class Caller:
         self,
         address: Address,
         *,
-        token: str | None = None,
+        guard: Guard | None = None,
         patience: timedelta = timedelta(),
         stop: threading.Event | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._flight = import_flight()
         self._address = address
-        self._headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
+        self._guard = guard or NoGuard()
         self._patience = patience.total_seconds()
         self._stop = threading.Event() if stop is None else stop
         self._clock = clock
@@ -184,7 +214,7 @@ class Caller:
 
         Raises:
             MonolithError: What the other side raised.
-            ConfigError: It refused the token.
+            ConfigError: It refused the token, or its certificate is not to be trusted.
             UnreachableError: Nobody answered for as long as there was patience.
             StoppedError: `stop` was set.
         """
@@ -216,13 +246,14 @@ class Caller:
 
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:
         flight = self._flight
-        options = flight.FlightCallOptions(timeout=_ANSWER_WITHIN, headers=self._headers)
+        options = flight.FlightCallOptions(timeout=_ANSWER_WITHIN)
         # INTERNAL is what a call in progress may get when the other side is killed.
         gone = (
             flight.FlightUnavailableError,
             flight.FlightTimedOutError,
             flight.FlightCancelledError,
             flight.FlightInternalError,
+            RetryableError,  # nobody knows where it is
         )
         give_up: float | None = None
         while True:
@@ -237,22 +268,46 @@ class Caller:
                 ) from cause
             except gone as cause:
                 self.close()
+                why = self._why(cause)
                 now = self._clock()
-                give_up = now + self._patience if give_up is None else give_up
+                if give_up is None:
+                    give_up = now + self._patience
+                    if self._patience > 0:
+                        _log.warning("data service: %s; trying for %g s", why, self._patience)
                 if now >= give_up:
-                    raise UnreachableError(
-                        f"nobody answers at {self._where}: {_first_line(cause)}"
-                    ) from cause
+                    raise UnreachableError(why) from cause
+            except MonolithError:  # of whoever was asked for the address
+                raise
             except (flight.FlightError, import_arrow().ArrowException, OSError) as cause:
                 raise DataError(f"data service: {self._where} answered: {_first_line(cause)}") from cause
             self._stop.wait(_RETRY_AFTER)
+
+    def _why(self, cause: Exception) -> str:
+        """Say why a call did not get through; raise what waiting will not mend."""
+        if isinstance(cause, RetryableError):
+            return str(cause)
+        said = _first_line(cause)
+        for words, meaning in _MISTRUST.items():
+            if words in said:
+                raise ConfigError(
+                    f"data service: {self._where} is not to be trusted: {meaning} ({said}). Give dispatcher, "
+                    "data workers and trainers certificates of one authority, for the names they are "
+                    "reached by."
+                ) from cause
+        # What a port with TLS does to callers without it, or with a certificate it does not know.
+        hint = ", or it wants other certificates" if "Socket closed" in said else ""
+        return f"nobody answers at {self._where}{hint}: {said}"
 
     def _connected(self) -> Any:
         if self._client is None:
             self._where = self._address if isinstance(self._address, str) else self._address()
             # A pool of its own, and quick to try again: the other side may be back in a moment.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
-            self._client = self._flight.FlightClient(f"grpc://{self._where}", generic_options=options)
+            self._client = self._flight.FlightClient(
+                self._guard.flight_location(self._where),
+                generic_options=options,
+                **self._guard.flight_client_options(),
+            )
         return self._client
 
 
@@ -260,8 +315,9 @@ def _first_line(cause: Exception) -> str:
     return str(cause).partition("\n")[0].partition(". Detail:")[0]
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+def join_address(host: str, port: int) -> str:
+    """Return host:port; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _check_port(host: str, port: int) -> None:

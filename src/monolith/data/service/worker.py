@@ -19,7 +19,16 @@ from typing import Any, Self
 
 from monolith.data.records import Records, concat
 from monolith.data.service.codec import to_batch
-from monolith.data.service.flight import POLL, Address, Caller, Server, StoppedError, UnreachableError
+from monolith.data.service.flight import (
+    POLL,
+    Address,
+    Caller,
+    Guard,
+    Server,
+    StoppedError,
+    UnreachableError,
+    join_address,
+)
 from monolith.data.service.job import Place
 from monolith.data.source import Source
 from monolith.errors import ConfigError, DataError, MonolithError
@@ -99,6 +108,7 @@ class DataWorker:
         dispatcher: host:port, or a function that finds it.
         open_split: Opens a split of the job.
         advertise: The host by which trainers reach this one, where that is not `host`.
+        guard: What to present to the dispatcher, and to demand of trainers.
         readers: Splits to read at a time.
         buffer_chunks: Chunks, of all splits together, that may wait for a trainer before reading stops;
             and about as many that trainers were given and have not fetched.
@@ -107,7 +117,7 @@ class DataWorker:
 
     Raises:
         ListenError: The port is taken.
-        ConfigError: The dispatcher refuses the token.
+        ConfigError: The dispatcher refuses the token, or has a certificate that is not to be trusted.
         DataError: The dispatcher cannot be reached.
         MissingExtraError: pyarrow is not installed.
     """
@@ -120,7 +130,7 @@ class DataWorker:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
-        token: str | None = None,
+        guard: Guard | None = None,
         readers: int = 2,
         buffer_chunks: int = 16,
         chunk_records: int = 4096,
@@ -137,9 +147,9 @@ class DataWorker:
         self._leases: set[int] = set()
         self._renew_every = POLL
         self._failure: Exception | None = None
-        self._address_of_dispatcher, self._token, self._patience = dispatcher, token, patience
-        self._server = Server({"ping": lambda _: {}}, fetch=self._fetch, host=host, port=port, token=token)
-        self.address = f"{advertise or host}:{self._server.port}"
+        self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
+        self._server = Server({"ping": lambda _: {}}, fetch=self._fetch, host=host, port=port, guard=guard)
+        self.address = join_address(advertise or host, self._server.port)
         try:
             with self._dispatcher() as dispatch:
                 dispatch.call("register", worker=self.address)
@@ -195,7 +205,7 @@ class DataWorker:
     def _dispatcher(self) -> Caller:
         """Return a way to call the dispatcher, for one thread."""
         return Caller(
-            self._address_of_dispatcher, token=self._token, patience=self._patience, stop=self._stop
+            self._address_of_dispatcher, guard=self._guard, patience=self._patience, stop=self._stop
         )
 
     # Reading
@@ -308,7 +318,7 @@ class DataWorker:
     def _say_goodbye(self) -> None:
         """Give splits back at once, where the dispatcher is there to take them."""
         # If it is not, the leases expire.
-        with suppress(MonolithError), Caller(self._address_of_dispatcher, token=self._token) as dispatch:
+        with suppress(MonolithError), Caller(self._address_of_dispatcher, guard=self._guard) as dispatch:
             dispatch.call("deregister", worker=self.address)
 
     # Sending

@@ -12,10 +12,7 @@ whatever happens.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +23,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from monolith.errors import ConfigError, TrainingError
-from monolith.observe import Metrics
+from monolith.observe import Metrics, yield_to_others
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.listeners import SaveListener
 from monolith.train.hooks.tide import TideWindow
@@ -432,7 +429,7 @@ class SaveHook(Hook):
 
     def _start_writing(self, run: Run, save: _Save, moment: Moment) -> None:
         def write() -> None:
-            _yield_to_others()
+            yield_to_others()
             try:
                 self._finish(run, save, moment)
             except BaseException as error:
@@ -502,13 +499,6 @@ class SaveHook(Hook):
 def _answer(requests: Sequence[_Request], outcome: str | Exception | None) -> None:
     for request in requests:
         request.answer(outcome)
-
-
-def _yield_to_others() -> None:
-    """Let this thread, and those it starts, have the processor only where training leaves it idle."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _interrupted(error: BaseException) -> Exception:

@@ -1,0 +1,142 @@
+"""`monolith doctor --cluster`: who of a job is registered, since when, and who answers.
+
+A registration says that a process lived; only its port says that it lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from monolith import __version__
+from monolith.cli.commands import DoctorOptions
+from monolith.cluster import Discovery, NodeAliveChecker, open_discovery_url
+from monolith.cluster.run_config import load_run_config
+from monolith.cluster.runtime import open_discovery
+from monolith.cluster.waiting import Clock
+from monolith.errors import ConfigError, NodeAliveCheckerError
+from monolith.observe.progress import describe_seconds
+
+_HOW = "name the registry: --cluster zookeeper://host:2181/job, or the run's file with --config"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One registration, and whether somebody is behind it."""
+
+    role: str
+    index: int
+    address: str
+    age_s: float | None
+    """Since it was registered; None where the registry keeps no times."""
+    answers: bool
+    problem: str
+    """Why it does not answer."""
+
+
+def run(options: DoctorOptions) -> int:
+    """Print who is there; return 1 when somebody is registered and does not answer."""
+    with registry(options, os.environ) as (name, discovery):
+        members = examine(discovery, timedelta(seconds=options.timeout))
+    healthy = all(member.answers for member in members)
+    if options.json:
+        report = {
+            "version": __version__,
+            "ok": healthy,
+            "registry": name,
+            "members": [asdict(member) for member in members],
+        }
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        render(name, members, Console())
+    return 0 if healthy else 1
+
+
+@contextmanager
+def registry(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[tuple[str, Discovery]]:
+    """Open the registry that flags, a config file or the environment name; give its name, too.
+
+    Raises:
+        ConfigError: None is named, or two are.
+        UnavailableError: It does not answer.
+    """
+    urls = options.cluster or ()
+    if len(urls) > 1 or (urls and options.config is not None):
+        raise ConfigError("doctor --cluster looks at one registry: give one URL, or --config")
+    if urls:
+        with open_discovery_url(urls[0], environ) as discovery:
+            yield urls[0], discovery
+        return
+    config = load_run_config(file=options.config, environ=environ, defaults=_defaults(environ))
+    try:
+        opened = open_discovery(config, environ)
+    except ConfigError as cause:
+        raise ConfigError(f"doctor --cluster: {cause}. Or {_HOW}.") from cause
+    with opened as found:
+        if found is None:
+            raise ConfigError(f"doctor --cluster: {options.config} is of a local run, which registers nobody")
+        yield f"{config.discovery.kind}, as {options.config or 'the environment'} says", found
+
+
+def _defaults(environ: Mapping[str, str]) -> dict[str, object]:
+    """A scheduler that named all processes is the registry, unless somebody says otherwise."""
+    if environ.get("TF_CONFIG"):
+        return {"discovery.kind": "tf_config"}
+    return {"discovery.kind": "mlp"} if environ.get("MLP_ROLE", "").strip() else {}
+
+
+def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) -> list[Member]:
+    """Return everybody who is registered, by role and index.
+
+    Args:
+        timeout: For each of them to accept a connection.
+        clock: Unix seconds.
+    """
+    found = [(role, entry) for role in discovery.roles() for entry in discovery.entries(role)]
+    dead: dict[str, str] = {}
+    try:
+        NodeAliveChecker([entry.address for _, entry in found], timeout).require_all()
+    except NodeAliveCheckerError as error:
+        dead = error.dead
+    now = clock()
+    return [
+        Member(
+            role=role,
+            index=entry.index,
+            address=entry.address,
+            age_s=None if entry.registered_at is None else round(max(0.0, now - entry.registered_at), 3),
+            answers=entry.address not in dead,
+            problem=dead.get(entry.address, ""),
+        )
+        for role, entry in found
+    ]
+
+
+def render(name: str, members: list[Member], console: Console) -> None:
+    console.print(f"[bold]{escape(name)}[/]")
+    if not members:
+        console.print("Nobody is registered.", style="yellow")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("role", "index", "address", "registered", "answers"):
+        table.add_column(heading, overflow="fold")
+    for member in members:
+        age = "" if member.age_s is None else f"{describe_seconds(member.age_s)} ago"
+        answer = "[green]yes[/]" if member.answers else f"[bold red]no[/]: {escape(member.problem)}"
+        table.add_row(escape(member.role), str(member.index), escape(member.address), age, answer)
+    console.print(table)
+    silent = sum(not member.answers for member in members)
+    if silent:
+        console.print(f"{silent} of {len(members)} do not answer; see their logs.", style="bold red")
+    else:
+        console.print(f"All {len(members)} answer.", style="green")

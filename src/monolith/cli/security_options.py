@@ -1,0 +1,61 @@
+"""The flags by which every command that listens is told who may come in.
+
+They are names for the `security` group of a run's config, and win over what a file and the environment say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from monolith.cluster.security import Guard
+
+_FIELDS = {
+    "tls_cert": "cert",
+    "tls_key": "key",
+    "tls_ca": "ca",
+    "tls_server_name": "server_name",
+    "token_file": "token_file",
+}
+"""Option -> the field of `security` that it sets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecurityOptions:
+    """Who may come in, and what to show to others; part of a command's own options, without a prefix."""
+
+    tls_cert: Path | None = None
+    """This process's certificate, PEM. With it, --tls-key and --tls-ca both ends of a connection show one."""
+    tls_key: Path | None = None
+    """The private key of that certificate, PEM."""
+    tls_ca: Path | None = None
+    """Who must have signed the certificates of the others, PEM."""
+    tls_server_name: str | None = None
+    """The name in the servers' certificates, where it is not the host they are reached by."""
+    token_file: Path | None = None
+    """A file with the token that all processes of the job share."""
+    config: Path | None = None
+    """A config file of the run, whose security group says the same for all processes; flags win over it."""
+    insecure: bool = False
+    """Listen on an address that others can reach, and ask nothing of them."""
+
+
+def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) -> Guard:
+    """Return what a listener on `bind` demands and its process presents.
+
+    Raises:
+        ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be used.
+    """
+    from monolith.cluster.run_config import load_run_config
+    from monolith.cluster.security import guard_listener
+
+    chosen = {
+        f"security.{field}": getattr(options, name)
+        for name, field in _FIELDS.items()
+        if getattr(options, name) is not None
+    }
+    config = load_run_config(file=options.config, environ=environ, code=chosen)
+    return guard_listener(bind, config.security, insecure=options.insecure)

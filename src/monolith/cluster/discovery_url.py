@@ -1,0 +1,105 @@
+"""A registry by its URL: one line of text for a flag, in place of a config.
+
+zookeeper://host:2181,host:2181/job
+consul://host:8500/job           consul:///job asks the agent that the environment names
+files:///shared/folder/job
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from monolith.cluster.addresses import Address
+from monolith.cluster.consul import ConsulConfig, ConsulDiscovery
+from monolith.cluster.discovery import Discovery, check_role
+from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
+from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery, get_zk_auth_data
+from monolith.errors import AddressError, ConfigError
+
+Environment = Mapping[str, str]
+
+
+class OpenDiscovery(Discovery, Protocol):
+    """A discovery that can be used in a `with`, which closes it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_discovery_url(url: str, environ: Environment | None = None) -> OpenDiscovery:
+    """Open the registry that a URL names. Close it, or use it in a `with`.
+
+    Args:
+        environ: Has what does not belong into a URL: ZK_AUTH (user:password), CONSUL_HTTP_TOKEN, and for
+            consul:///job where the agent is. Usually `os.environ`.
+
+    Raises:
+        ConfigError: It is no such URL.
+        UnavailableError: ZooKeeper does not answer. The others are asked later.
+    """
+    kind, colon, rest = url.partition("://")
+    if not colon or kind not in _KINDS:
+        near = difflib.get_close_matches(kind, _KINDS, n=1)
+        hint = f" Did you mean {near[0]}://?" if near else ""
+        raise ConfigError(f"cannot open the registry {url!r}: it must be {_FORMS}.{hint}")
+    if "@" in rest.partition("/")[0]:
+        raise ConfigError(
+            f"cannot open a registry of {kind}: others can read the password in its URL. "
+            "Set ZK_AUTH to user:password, or CONSUL_HTTP_TOKEN."
+        )
+    return _KINDS[kind](url, rest, {} if environ is None else environ)
+
+
+def _zookeeper(url: str, rest: str, environ: Environment) -> ZooKeeperDiscovery:
+    servers, job = _servers_and_job(url, rest)
+    if not servers:
+        raise ConfigError(f"cannot open the registry {url!r}: it names no server of ZooKeeper")
+    return ZooKeeperDiscovery(job, ZooKeeperConfig(servers=servers, auth=get_zk_auth_data(environ)))
+
+
+def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
+    server, job = _servers_and_job(url, rest)
+    if not server:
+        return ConsulDiscovery(job, ConsulConfig.from_environment(environ))
+    has_port = ":" in server and not server.endswith("]")
+    try:
+        address = Address.parse(server if has_port else f"{server}:0")
+    except AddressError as cause:
+        raise ConfigError(f"cannot open the registry {url!r}: {cause}") from cause
+    token = environ.get("CONSUL_HTTP_TOKEN", "").strip() or None
+    port = address.port if has_port else None
+    return ConsulDiscovery(job, ConsulConfig(host=address.host, port=port, token=token))
+
+
+def _files(url: str, rest: str, environ: Environment) -> FilesDiscovery:  # noqa: ARG001
+    if not rest.startswith("/"):
+        raise ConfigError(
+            f"cannot open the registry {url!r}: write the whole path, as in files:///shared/job"
+        )
+    return FilesDiscovery(FilesConfig(folder=rest))
+
+
+def _servers_and_job(url: str, rest: str) -> tuple[str, str]:
+    servers, _, job = rest.partition("/")
+    try:
+        check_role(job)
+    except ConfigError as cause:
+        raise ConfigError(
+            f"cannot open the registry {url!r}: after the servers comes the job's name, one word without "
+            "slashes, as in zookeeper://host:2181/job"
+        ) from cause
+    return servers, job
+
+
+_FORMS = "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
+_KINDS: Mapping[str, Callable[[str, str, Environment], OpenDiscovery]] = {
+    "zookeeper": _zookeeper,
+    "consul": _consul,
+    "files": _files,
+}

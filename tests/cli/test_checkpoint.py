@@ -1,0 +1,272 @@
+"""`monolith checkpoint list | inspect | diff | reshard | export | compact`: what people see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.small_runs import SmallRun, chain, flip
+from contracts.tables import ids
+
+from monolith.cli import checkpoint as command
+from monolith.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def prefixes(folder: Path) -> list[str]:
+    return chain(folder)[1]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert main(["checkpoint", *arguments]) == status
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err
+        return found.err if status == 2 else found.out
+
+    return run
+
+
+# list
+
+
+def test_checkpoints_are_listed_with_what_they_hold(prefixes: list[str], folder: Path, printed: Any) -> None:
+    text = printed("list", str(folder))
+    assert [name for name in map(Path, prefixes) if name.name not in text] == []
+    assert "3 after model.ckpt-1" in text
+    assert "latest" in text
+    assert "ok" in text
+
+
+def test_a_listing_as_json(prefixes: list[str], folder: Path, printed: Any) -> None:
+    found = json.loads(printed("list", str(folder), "--json"))
+    assert [one["name"] for one in found["checkpoints"]] == [Path(prefix).name for prefix in prefixes]
+    last = found["checkpoints"][-1]
+    assert (last["latest"], last["listed"], last["exempt"], last["ok"]) == (True, True, False, True)
+    assert last["chain"] == prefixes
+    assert last["rows"]["user"] == 4
+
+
+def test_damage_in_a_listing_is_named_and_the_status_is_1(
+    prefixes: list[str], folder: Path, printed: Any
+) -> None:
+    path = next(Path(f"{prefixes[0]}.assets").glob("user.*-of-*"))
+    path.write_bytes(path.read_bytes()[:-64])
+    text = printed("list", str(folder), status=1)
+    assert path.name in text
+    assert "damaged" in text
+    found = json.loads(printed("list", str(folder), "--json", status=1))
+    assert [one["ok"] for one in found["checkpoints"]] == [False] * 4
+
+
+def test_a_folder_without_checkpoints_and_no_folder(tmp_path: Path, printed: Any) -> None:
+    assert "no checkpoints" in printed("list", str(tmp_path))
+    assert "there is no folder" in printed("list", str(tmp_path / "none"), status=2)
+
+
+# inspect
+
+
+def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Path, printed: Any) -> None:
+    text = printed("inspect", str(folder))
+    assert prefixes[-1] in text
+    assert "model.ckpt-1 < model.ckpt-2 < model.ckpt-3 < model.ckpt-4" in text
+    assert "1 x dynamic_wd_adagrad" in text
+    assert "weight" in text
+    assert '{"next": 114}' in text
+    assert "filter of item: sliding" in text
+    assert "every byte is as it was written" in printed("inspect", str(folder), "--verify")
+
+
+def test_contents_as_json(prefixes: list[str], printed: Any) -> None:
+    found = json.loads(printed("inspect", prefixes[2], "--json", "--verify"))
+    assert (found["step"], found["kind"], found["ok"]) == (3, "incremental", True)
+    assert [table["name"] for table in found["tables"]] == ["item", "user"]
+    assert found["tables"][1]["cleared"] is True
+    assert found["variables"][1]["shape"] == [1, 2]
+
+
+def test_one_table_may_be_shown(prefixes: list[str], printed: Any) -> None:
+    found = json.loads(printed("inspect", prefixes[2], "--json", "--table", "user"))
+    assert [table["name"] for table in found["tables"]] == ["user"]
+    assert "item, user" in printed("inspect", prefixes[2], "--table", "shop", status=2)
+
+
+@pytest.mark.parametrize("key", ["-20", "7"])
+def test_a_row_is_shown_with_its_state_by_name(folder: Path, printed: Any, key: str) -> None:
+    chain(folder)
+    text = printed("inspect", str(folder), "--table", "item", "--id", key)
+    assert f"item {key} in model.ckpt-4: written by model.ckpt-{1 if key == '-20' else 4}" in text
+    for word in ("embedding", "norm", "last_step", "2 x adagrad"):
+        assert word in text
+    found = json.loads(printed("inspect", str(folder), "--table", "item", "--id", key, "--json"))
+    assert (found["status"], found["id"]) == ("found", int(key))
+    assert isinstance(found["segments"][0]["state"]["last_step"], int)
+
+
+def test_a_row_that_is_not_there_is_told_with_why(folder: Path, printed: Any) -> None:
+    chain(folder)
+    assert "removed at model.ckpt-2" in printed("inspect", str(folder), "--table", "item", "--id", "-8")
+    assert "cleared, at model.ckpt-3" in printed("inspect", str(folder), "--table", "user", "--id", "20")
+    assert "no row" in printed("inspect", str(folder), "--table", "item", "--id", "777")
+    assert "--table, one of: item, user" in printed("inspect", str(folder), "--id", "1", status=2)
+
+
+def test_a_number_that_is_none_does_not_break_json(folder: Path, printed: Any) -> None:
+    run = SmallRun(folder)
+    run.tables["user"].assign(ids(5), torch.tensor([[float("nan"), float("inf")]]))
+    run.save(1)
+    found = json.loads(printed("inspect", str(folder), "--table", "user", "--id", "5", "--json"))
+    assert found["segments"][0]["values"] == ["nan", "inf"]
+
+
+def test_damage_is_named_and_the_status_is_1(prefixes: list[str], folder: Path, printed: Any) -> None:
+    path = next(Path(f"{prefixes[0]}.assets").glob("user.*-of-*"))
+    flip(path)
+    assert "ok; --verify" in printed("inspect", str(folder))
+    assert path.name in printed("inspect", str(folder), "--verify", status=1)
+    found = json.loads(printed("inspect", str(folder), "--verify", "--json", status=1))
+    assert (found["ok"], len(found["problems"])) == (False, 1)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--table", "item", "--id", "3"]])
+def test_a_damaged_manifest_is_named(
+    prefixes: list[str], folder: Path, printed: Any, more: list[str]
+) -> None:
+    flip(Path(f"{prefixes[-1]}.manifest"))
+    assert "model.ckpt-4.manifest" in printed("inspect", str(folder), *more, status=1)
+
+
+def test_what_does_not_exist_is_one_line_with_what_does(
+    prefixes: list[str], folder: Path, printed: Any
+) -> None:
+    text = printed("inspect", str(folder / "model.ckpt-9"), status=2)
+    assert text.count("\n") == 1
+    assert all(Path(prefix).name in text for prefix in prefixes)
+
+
+# diff
+
+
+def test_what_changed_is_shown(prefixes: list[str], printed: Any) -> None:
+    text = printed("diff", prefixes[0], prefixes[1])
+    for words in ("moved furthest", "position before", '{"next": 106}', "weight", "changed"):
+        assert words in text
+    found = json.loads(printed("diff", prefixes[0], prefixes[1], "--json", "--top", "2"))
+    item = found["tables"][0]
+    assert (item["name"], item["removed"], len(item["largest"])) == ("item", 2, 2)
+    assert found["same"] is False
+
+
+def test_equal_checkpoints_are_told_to_be_equal(prefixes: list[str], printed: Any) -> None:
+    assert "the same, bit by bit" in printed("diff", prefixes[3], prefixes[3])
+    assert json.loads(printed("diff", prefixes[3], prefixes[3], "--json"))["same"] is True
+
+
+def test_a_broken_chain_cannot_be_compared(prefixes: list[str], printed: Any) -> None:
+    Path(f"{prefixes[1]}.manifest").unlink()
+    assert "model.ckpt-2, which is not there" in printed("diff", prefixes[0], prefixes[3], status=1)
+    found = json.loads(printed("diff", prefixes[0], prefixes[3], "--json", status=1))
+    assert found["ok"] is False
+
+
+# reshard, compact, export
+
+
+def test_a_checkpoint_is_resharded(prefixes: list[str], folder: Path, tmp_path: Path, printed: Any) -> None:
+    to = str(tmp_path / "to")
+    assert "written to" in printed("reshard", str(folder), "--to", to, "--num-shards", "3")
+    assert "the same, bit by bit" in printed("diff", prefixes[-1], to)
+    assert "has a checkpoint model.ckpt-4" in printed("reshard", str(folder), "--to", to, status=2)
+    found = json.loads(printed("reshard", prefixes[0], "--to", str(tmp_path / "other"), "--json"))
+    assert found["chain"] == [prefixes[0]]
+    assert "--to" in printed("reshard", str(folder), status=2)
+    assert "--num-shards" in printed("reshard", str(folder), "--to", to, "--num-shards", "0", status=2)
+
+
+def test_a_chain_is_compacted(prefixes: list[str], folder: Path, printed: Any) -> None:
+    text = printed("compact", str(folder))
+    assert "full now, made of 4 checkpoints" in text
+    assert "kept, being listed or needed by one that is: model.ckpt-1, model.ckpt-2" in text
+    assert "was full already" in printed("compact", str(folder))
+    assert json.loads(printed("inspect", str(folder), "--json"))["kind"] == "full"
+    assert "model.ckpt-3 continues it" in printed("compact", prefixes[1], status=2)
+    found = json.loads(printed("compact", prefixes[2], "--json"))
+    assert found["chain"] == prefixes[:3]
+
+
+def test_a_checkpoint_is_exported(folder: Path, tmp_path: Path, printed: Any) -> None:
+    chain(folder)
+    to = tmp_path / "to"
+    assert "rows of item" in printed("export", str(folder), "--to", str(to))
+    assert sorted(path.name for path in to.iterdir()) == [
+        "dense.safetensors",
+        "item-00000-of-00001",
+        "user-00000-of-00001",
+    ]
+    more = ["--tables", "user", "--no-dense", "--json"]
+    found = json.loads(printed("export", str(folder), "--to", str(tmp_path / "user"), *more))
+    assert [Path(path).name for path in found["files"]] == ["user-00000-of-00001"]
+    assert "has no table 'shop'" in printed(
+        "export", str(folder), "--to", str(to), "--tables", "shop", status=2
+    )
+    assert "--to" in printed("export", str(folder), status=2)
+
+
+def test_what_went_with_a_chain_is_told(folder: Path, printed: Any) -> None:
+    chain(folder, max_to_keep=1)
+    assert "deleted: model.ckpt-1, model.ckpt-2, model.ckpt-3" in printed("compact", str(folder))
+
+
+@pytest.mark.parametrize("verb", ["reshard", "export", "compact"])
+def test_damage_stops_the_writing_and_the_status_is_1(
+    prefixes: list[str], folder: Path, tmp_path: Path, printed: Any, verb: str
+) -> None:
+    path = next(Path(f"{prefixes[0]}.assets").glob("item.*-of-*"))
+    flip(path)
+    to = [] if verb == "compact" else ["--to", str(tmp_path / "to")]
+    assert path.name in printed(verb, str(folder), *to, status=1)
+
+
+# Around them
+
+
+def test_help_answers_without_torch() -> None:
+    code = (
+        "import sys; from monolith.cli.main import main; "
+        "status = main(['checkpoint', 'diff', '--help']); sys.exit(status or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_many_tables_are_counted_together() -> None:
+    one = command.Listed(
+        prefix="/x/model.ckpt-1",
+        step=1,
+        saved_at=None,
+        kind="full",
+        chain=("/x/model.ckpt-1",),
+        bytes=0,
+        rows={f"table{number}": 1000 for number in range(12)},
+        marks=(),
+        problem=None,
+    )
+    assert command.rows_text(one) == "12,000\nin 12 tables"
+
+
+def test_long_rows_are_cut_for_people() -> None:
+    assert command.numbers([1.0] * 3) == "1, 1, 1"
+    assert command.numbers([0.5] * 20).endswith("... (20)")
