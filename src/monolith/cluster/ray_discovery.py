@@ -191,5 +191,8 @@ class RayDiscovery(Closing):
     def _stay(self, known: str | None) -> tuple[str, dict[str, dict[int, str]]] | None:
         """Return the state after `known`, and the addresses of all watched roles; None if woken before."""
         with self._lock:
-            mine = [(role, entry.index, entry.address, entry.registered_at) for (role, _), entry in self._mine.items()]
+            mine = [
+                (role, entry.index, entry.address, entry.registered_at)
+                for (role, _), entry in self._mine.items()
+            ]
         ...

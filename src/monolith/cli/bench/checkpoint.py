@@ -203,13 +203,11 @@ def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> 
     torch.set_num_threads(threads)
     try:
         for name, make in {"DeepFM": deepfm_steps, "rows only": table_steps}.items():
-            step, examples, tables, close = make(plan, threads)
+            steps = make(plan, threads)
             try:
-                measure_beside(
-                    plan, report, f"{name}, {counted(threads, 'thread')}", step, examples, tables, folder
-                )
+                measure_beside(plan, report, f"{name}, {counted(threads, 'thread')}", steps, folder)
             finally:
-                close()
+                steps.close()
     finally:
         torch.set_num_threads(torch_threads)
 
