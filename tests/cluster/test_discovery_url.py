@@ -54,7 +54,8 @@ def test_processes_of_a_job_meet_in_consul(tmp_path):
 
 
 def test_the_token_of_consul_comes_from_the_environment():
-    agent = Agent(token="right")
+    agent = Agent()
+    agent.token = "right"
     url = f"consul://{agent.host}:{agent.port}/job"
     try:
         with open_discovery_url(url, {"CONSUL_HTTP_TOKEN": "right"}) as discovery:

@@ -1,5 +1,5 @@
-"""What all tests of a process share: one ZooKeeper and one Kafka, which a test that kills them starts again, and
-one set of certificates."""
+"""One ZooKeeper and one Kafka for all tests of a process; a test that kills one starts it again. And one set of
+certificates."""
 
 from __future__ import annotations
 

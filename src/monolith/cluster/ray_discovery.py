@@ -17,8 +17,8 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,8 +42,6 @@ _PURPOSE = "discovery through Ray"
 _TRIES = 5
 _MOST_CALLS = 100_000
 """That wait in the actor: one per process."""
-_WAKE = None
-"""An event that is no answer: there is another watch, or an end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +71,17 @@ class RayDiscoveryConfig:
             )
 
 
-Entry = tuple[str, int, str, float]
+Entry = tuple[str, int, str, float | None]
 """Role, index, address, and Unix seconds of the registration."""
+
+State = tuple[str, int]
+"""What has been seen of a job: by which actor, and how many changes of it."""
 
 
 class RayDiscovery(Closing):
     """Entries of one job.
+
+    Who of a process connects it to Ray, disconnects it: of several discoveries, close the first one last.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -92,20 +95,21 @@ class RayDiscovery(Closing):
         self._owner = secrets.token_hex(8)
         self._watchers = Watchers()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards all below
+        """Answers of the actor to calls that wait there, and None to wake up whoever waits for them."""
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards all below; calls made under it arrive in their order
         self._mine: dict[tuple[str, int], Registration] = {}
         self._actor: Any = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._stop = threading.Event()
         self._connection = ExitStack()
         self._ray = self._connection.enter_context(connected(_PURPOSE, self._config.address))
 
     def register(self, role: str, index: int, address: str) -> None:
         check_registration(role, index, address)
-        self._check_open()
-        lease_s = self._config.expire_after.total_seconds()
-        registered_at = self._call("register", self._owner, lease_s, role, index, address)
+        if self._closed:
+            raise closed_error(f"the discovery of {self._job!r} through Ray")
+        registered_at = self._call("register", self._owner, self._lease_s, role, index, address)
         with self._lock:
             self._mine[role, index] = Registration(index, address, registered_at)
         self._keep_from_now()
@@ -114,20 +118,20 @@ class RayDiscovery(Closing):
         check_role(role)
         if self._closed:
             return
-        with self._lock:
+
+        def forget() -> None:
             mine = self._mine.get((role, index))
             if mine is not None and address in (None, mine.address):
                 del self._mine[role, index]
-        self._call("deregister", role, index, address)
+
+        self._call("deregister", role, index, address, before=forget)
 
     def query(self, role: str) -> dict[int, str]:
         return {entry.index: entry.address for entry in self.entries(role)}
 
     def entries(self, role: str) -> list[Registration]:
         check_role(role)
-        if self._closed:
-            return []
-        return sorted(Registration(*entry) for entry in self._call("entries", role))
+        return [] if self._closed else self._entries(role)
 
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         check_role(role)
@@ -135,7 +139,7 @@ class RayDiscovery(Closing):
             return lambda: None
         cancel = self._watchers.add(role, callback)
         self._keep_from_now()
-        self._events.put(_WAKE)
+        self._events.put(None)
         return cancel
 
     def close(self) -> None:
@@ -146,20 +150,23 @@ class RayDiscovery(Closing):
             mine, self._mine = self._mine, {}
             thread, self._thread = self._thread, None
         self._stop.set()
-        self._events.put(_WAKE)
+        self._events.put(None)
         if thread is not None:
             thread.join()
         try:
             if mine:
                 self._call("leave", self._owner)
         except ClusterError as error:
-            _log.warning("discovery through Ray: entries made here stay until they expire: %s", error)
+            _log.warning("discovery through Ray: what was registered here stays until it expires: %s", error)
         finally:
             self._connection.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise closed_error(f"the discovery of {self._job} through Ray")
+    @property
+    def _lease_s(self) -> float:
+        return self._config.expire_after.total_seconds()
+
+    def _entries(self, role: str) -> list[Registration]:
+        return sorted(Registration(*entry) for entry in self._call("entries", role))
 
     def _keep_from_now(self) -> None:
         with self._lock:
@@ -169,30 +176,236 @@ class RayDiscovery(Closing):
 
     def _keep(self) -> None:
         """Have one call waiting at the actor, until closed."""
-        known: str | None = None
+        known: State | None = None
         while not self._closed:
             try:
                 answer = self._stay(known)
+                if answer is None:
+                    known = known and (known[0], -1)  # somebody watches who knows nothing yet
+                    continue
+                before, (known, addresses) = known, answer
+                if before is not None and before[0] != known[0]:
+                    # A new actor. What was registered here is there again; others may need a moment more.
+                    self._stop.wait(self._config.settle.total_seconds())
+                    known = (known[0], -1)
+                    continue
+                self._tell(addresses)
             except ClusterError as error:
                 _log.warning("discovery through Ray: will try again: %s", error)
                 self._stop.wait(1.0)
-                continue
-            if answer is None or self._closed:
-                known = None if known is None else _actor_of(known)
-                continue
-            before, (known, addresses) = known, answer
-            if before is not None and _actor_of(before) != _actor_of(known):
-                # What was registered here is there again; what others had takes them a moment.
-                self._stop.wait(self._config.settle.total_seconds())
-                known = _actor_of(known)
-                continue
-            self._watchers.tell(lambda role, now=addresses: now[role] if role in now else self._ask(role))
+            except Exception:
+                _log.exception("discovery through Ray: will try again")
+                self._stop.wait(1.0)
 
-    def _stay(self, known: str | None) -> tuple[str, dict[str, dict[int, str]]] | None:
-        """Return the state after `known`, and the addresses of all watched roles; None if woken before."""
+    def _tell(self, addresses: Mapping[str, Mapping[int, str]]) -> None:
+        def now(role: str) -> Mapping[int, str]:
+            if role in addresses:
+                return addresses[role]
+            return {entry.index: entry.address for entry in self._entries(role)}  # watched since we asked
+
+        if not self._closed:
+            self._watchers.tell(now)
+
+    def _stay(self, known: State | None) -> tuple[State, dict[str, dict[int, str]]] | None:
+        """Return a state other than `known` and all watched addresses, or the same after a heartbeat.
+
+        None where something else woke us up.
+        """
+        wait_s = self._config.heartbeat.total_seconds()
+        end = time.monotonic() + wait_s + self._config.timeout.total_seconds()
+        actor, future = self._begin_stay(known, wait_s)
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise self._too_late() from None
+            if event is None:
+                return None
+            if event is not future:
+                continue  # the answer to a call that was given up
+            try:
+                state, addresses = future.result()
+            except self._ray.exceptions.RayActorError:
+                self._forget(actor)
+                actor, future = self._begin_stay(known, wait_s)
+            else:
+                return state, addresses
+
+    def _begin_stay(self, known: State | None, wait_s: float) -> tuple[Any, Any]:
         with self._lock:
             mine = [
                 (role, entry.index, entry.address, entry.registered_at)
                 for (role, _), entry in self._mine.items()
             ]
-        ...
+            roles = sorted(self._watchers.roles())
+            actor = self._find()
+            call = actor.stay.remote(
+                self._owner, self._lease_s, mine, roles=roles, known=known, wait_s=wait_s
+            )
+        future = call.future()
+        future.add_done_callback(self._events.put)
+        return actor, future
+
+    def _call(self, method: str, *arguments: object, before: Callable[[], None] | None = None) -> Any:
+        """Return the actor's answer.
+
+        Args:
+            before: Done together with the call, so that no other call from here comes in between.
+        """
+        cause: Exception | None = None
+        for attempt in range(_TRIES):
+            with self._lock:
+                if before is not None:
+                    before()
+                actor = self._find()
+                call = getattr(actor, method).remote(*arguments)
+            try:
+                return self._ray.get(call, timeout=self._config.timeout.total_seconds())
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise self._too_late() from error
+            except self._ray.exceptions.RayActorError as error:
+                cause = error
+                self._forget(actor)
+                time.sleep(0.1 * attempt)
+        raise UnavailableError(
+            f"discovery of {self._job!r} through Ray: its actor died {_TRIES} times in a row: {cause} "
+            "`ray list actors --detail` and `ray logs actor` say more."
+        ) from cause
+
+    def _find(self) -> Any:
+        """Return the job's actor; make it if there is none."""
+        if self._actor is not None:
+            return self._actor
+        if not self._ray.is_initialized():  # a call would start another cluster
+            raise UnavailableError(
+                f"discovery of {self._job!r} through Ray: this process has been disconnected from Ray"
+            )
+        self._actor = (
+            self._ray.remote(_Registry)
+            .options(
+                name=f"discovery of {self._job}",
+                namespace=self._config.namespace,
+                get_if_exists=True,
+                lifetime="detached",
+                num_cpus=0,  # there is room for it even where members have taken all
+                max_restarts=0,  # another could not know what this one knew, so its death is no secret
+                max_concurrency=_MOST_CALLS,
+            )
+            .remote(self._config.linger.total_seconds())
+        )
+        return self._actor
+
+    def _forget(self, actor: Any) -> None:
+        with self._lock:
+            if self._actor is actor:
+                self._actor = None
+
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"discovery of {self._job!r} through Ray: no answer for {self._config.timeout}; "
+            "`ray status` says whether the cluster is well"
+        )
+
+
+@dataclass(slots=True)
+class _Held:
+    registration: Registration
+    owner: str
+    expires: float
+
+
+class _Registry:
+    """The entries of a job: runs in an actor, one call at a time except where it waits."""
+
+    def __init__(self, linger_s: float, clock: Clock = time.monotonic) -> None:
+        self._linger_s = linger_s
+        self._clock = clock
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._state: State = (secrets.token_hex(8), 0)
+        self._changed = asyncio.Event()
+        """Of the next change; each has its own."""
+        self._end: asyncio.TimerHandle | None = None
+
+    async def register(self, owner: str, lease_s: float, role: str, index: int, address: str) -> float:
+        self._heard()
+        registered_at = time.time()
+        self._put(owner, lease_s, role, Registration(index, address, registered_at))
+        return registered_at
+
+    async def deregister(self, role: str, index: int, address: str | None) -> None:
+        self._heard()
+        held = self._held.get((role, index))
+        if held is not None and address in (None, held.registration.address):
+            self._remove([(role, index)])
+
+    async def leave(self, owner: str) -> None:
+        self._heard()
+        self._remove([key for key, held in self._held.items() if held.owner == owner])
+
+    async def entries(self, role: str) -> list[tuple[int, str, float | None]]:
+        self._heard()
+        found = (held.registration for (of, _), held in self._held.items() if of == role)
+        return [(entry.index, entry.address, entry.registered_at) for entry in found]
+
+    async def stay(
+        self,
+        owner: str,
+        lease_s: float,
+        mine: Sequence[Entry],
+        *,
+        roles: Sequence[str],
+        known: State | None,
+        wait_s: float,
+    ) -> tuple[State, dict[str, dict[int, str]]]:
+        """Keep an owner's entries alive, put back those that are gone; wait until the state is not `known`."""
+        self._heard()
+        for role, index, address, registered_at in mine:
+            held = self._held.get((role, index))
+            if held is None:
+                self._put(owner, lease_s, role, Registration(index, address, registered_at))
+            elif held.owner == owner:
+                held.expires = self._clock() + lease_s
+            # Else another process has the place now, and this one was replaced.
+        end = self._clock() + wait_s
+        while self._state == known and (now := self._clock()) < end:
+            next_expiry = min((held.expires for held in self._held.values()), default=end)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), max(0.0, min(end, next_expiry) - now))
+            self._expire()
+        addresses: dict[str, dict[int, str]] = {role: {} for role in roles}
+        for (role, index), held in self._held.items():
+            if role in addresses:
+                addresses[role][index] = held.registration.address
+        return self._state, addresses
+
+    def _heard(self) -> None:
+        """Somebody asks: what expired has done so, and the end is not near."""
+        self._expire()
+        if self._end is not None:
+            self._end.cancel()
+        self._end = asyncio.get_running_loop().call_later(self._linger_s, _end_this_actor)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        self._remove([key for key, held in self._held.items() if held.expires <= now])
+
+    def _put(self, owner: str, lease_s: float, role: str, registration: Registration) -> None:
+        self._held[role, registration.index] = _Held(registration, owner, self._clock() + lease_s)
+        self._note_change()
+
+    def _remove(self, keys: Sequence[tuple[str, int]]) -> None:
+        for key in keys:
+            del self._held[key]
+        if keys:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._state = (self._state[0], self._state[1] + 1)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _end_this_actor() -> None:
+    import ray
+
+    ray.kill(ray.get_runtime_context().current_actor)

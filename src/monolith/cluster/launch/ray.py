@@ -1,4 +1,4 @@
-"""All processes of a run on a Ray cluster: it finds machines for them, and they run as they do under `launch`.
+"""All processes of a run on a Ray cluster: it finds machines for them, where they run as under `launch`.
 
 A member's work is done by its command, in a process of its own with a guardian (see `guardian`), never
 inside of Ray: an actor on the machine that Ray chose starts the command, hands on what it writes, and says
@@ -179,7 +179,14 @@ def run_members_on_ray(
         cpus=max(cpus, os.cpu_count() or 1),
         runtime_env=runtime_env,
     ) as ray:
-        run = _RayRun(ray, members, by_role, lines, queue.SimpleQueue() if events is None else events, grace)
+        run = _RayRun(
+            ray,
+            members,
+            placements=by_role,
+            lines=lines,
+            events=queue.SimpleQueue() if events is None else events,
+            grace=grace,
+        )
         try:
             return run.wait_for_room(room_timeout) or run.until_done(followers)
         finally:
@@ -215,6 +222,7 @@ class _RayRun:
         self,
         ray: Any,
         members: Sequence[Member],
+        *,
         placements: Mapping[str, RayPlacement],
         lines: _Lines,
         events: Events,
@@ -418,7 +426,7 @@ class _Host:
         return machine, self._guardian
 
     def news(self) -> tuple[bytes, int | None]:
-        """Return output, none after a while without; and how the command ended, if it did: as `Ended` has it."""
+        """Return output, none after a while without; and the status as in `Ended`, once there is one."""
         if self._process is None:
             return b"", -signal.SIGTERM
         assert self._process.stdout is not None
@@ -502,13 +510,12 @@ def _stopped(event: StopRequest) -> Outcome:
 
 def _failed(event: Ended, restarts: int = 0) -> Outcome:
     outcome = _failure(event)
-    lost = isinstance(event, _Lost)
-    text = f"{event.member.name} was lost: {event.why}" if lost else outcome.text
+    text = f"{event.member.name} was lost: {event.why}" if isinstance(event, _Lost) else outcome.text
     return replace(outcome, text=f"{text}, after {restarts} restart(s)" if restarts else text)
 
 
 def _why(error: Exception) -> str:
-    """Return the one line of Ray's many that says most: of a failed call the last, of a dead actor the first."""
+    """Return the line that says most of Ray's many: of a failed call the last, of a dead actor the first."""
     from ray.exceptions import RayTaskError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
