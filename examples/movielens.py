@@ -15,13 +15,13 @@ in the paper's own experiment 3.5 and above. Of the ratings in the test 71 % are
 gave none before, so there is little to know of them but what everybody likes: unless one goes
 on learning. `main` prints three AUCs of the test:
 
-    a matrix factorisation in plain torch     12 passes, settings below
-    the same model as above                   one pass, as from a stream
-    the same, going on                        each rating is predicted first and trained on afterwards
+    0.722  a matrix factorisation in plain torch, 12 passes
+    0.730  a DeepFM, one pass, as from a stream
+    0.732  the same, going on: each rating is predicted first and trained on afterwards
 
-The baseline was tuned on ratings 80,000 to 90,000, by a model of the 80,000 before: over widths of 4, 8
-and 16, learning rates of 0.003, 0.01 and 0.03, L2 of 0 to 0.1, and up to 20 passes; it reached 0.694
-there. The DeepFM was not tuned; it has 0.689 there. Both may use the test only once.
+The baseline was tuned by training on the first 80,000 ratings and measuring on the 10,000 after them:
+over widths of 4, 8 and 16, learning rates of 0.003, 0.01 and 0.03, L2 from 0 to 0.1, and up to 20 passes.
+It reached 0.694 there, where the DeepFM, which was not tuned further, has 0.689.
 """
 
 import sys

@@ -60,6 +60,7 @@ OWNERS = {
     "pyarrow": {"data", "store", "sync"},
     "ray": {"cluster"},
     "rich": {"observe", "cli"},
+    "safetensors": {"checkpoint"},
     "starlette": {"serve"},
     "tensorboard": {"observe"},
     "tyro": {"config", "cli"},

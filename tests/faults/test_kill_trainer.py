@@ -20,9 +20,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "ahead": {"prefetch": 2, "max_to_keep": 3, "save_every": 3},
     "increments": {"prefetch": 1, "max_to_keep": 2, "full_every": 3},
     "long chains": {"prefetch": 0, "max_to_keep": 1, "full_every": 7},
-    "beside": {"prefetch": 1, "max_to_keep": 2, "full_every": 3, "asynchronous": True},
+    # Longer, since many steps are taken while one is saved.
+    "beside": {"prefetch": 1, "max_to_keep": 1, "full_every": 2, "asynchronous": True, "batches": 200},
 }
-LATEST = {"restore": 70, "save": 250, "delete": 40, "step": 8}
+LATEST = {"restore": 70, "save": 250, "delete": 30, "step": 8}
 """How many events of a kind pass at most before a kill at one of them."""
 PATIENCE = 1.0
 """Seconds that pass at most before any other kill."""

@@ -68,7 +68,7 @@ class Job:
     model_dir: str
     notes: str
     """A folder: for the log, the last state of a run that ended well, and the error of one that did not."""
-    batches: int = 40
+    batches: int = 30
     batch_size: int = 8
     prefetch: int = 1
     save_every: int = 2

@@ -40,6 +40,7 @@ REQUIRED = {
     "prometheus-client": "0.20",
     "protobuf": "7.35",
     "rich": "13.7",
+    "safetensors": "0.5",
     "tyro": "0.9",
 }
 """Distribution -> the oldest version that will do."""
