@@ -291,6 +291,24 @@ def test_a_table_that_was_renamed_is_found_by_its_old_name(make: Callable[..., R
     assert len(renamed) == 1
 
 
+def test_a_table_that_was_renamed_begins_a_chain_of_its_own(make: Callable[..., Run]) -> None:
+    run = make(full_every=5)
+    run.train(1, 2, 3)
+    run.train(1, 2, 3)
+    prefix = run.checkpointer.save(1)
+    config = replace(ITEM, name="article", extra_restore_names=("item",))
+    renamed = NativeTable(config)
+    part = TablesPart({"article": renamed}, incremental=True)
+    checkpointer = Checkpointer(make().checkpointer.saver, [part], full_every=5)
+    checkpointer.restore(prefix)
+    renamed.apply_gradients(ids(9), torch.ones(1, 2))
+    following = checkpointer.save(2)
+    assert read_manifest(following).manifest.kind == "full"
+    other = NativeTable(config)
+    Checkpointer(make().checkpointer.saver, [TablesPart({"article": other})]).restore(following)
+    assert len(other) == 4
+
+
 def test_names_of_parts_must_differ(make: Callable[..., Run]) -> None:
     run = make()
     with pytest.raises(ConfigError, match="'tables'"):

@@ -1,28 +1,40 @@
-"""`monolith data dispatcher` and `monolith data worker`, as processes."""
+"""`monolith data dispatcher` and `monolith data worker`, as processes: found, guarded, killed, found again."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from monolith.cli.data_service import (
-    DataDispatcherOptions,
-    DataWorkerOptions,
     dispatcher,
+    dispatcher_answers,
     find_function,
-    read_token,
+    reachable_host,
     worker,
 )
-from monolith.errors import ConfigError
+from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.security_options import SecurityOptions, guard_of
+from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator, open_discovery_url
+from monolith.cluster.security import SecurityConfig, guard_caller
+from monolith.config import Secret
+from monolith.data.service import DataServiceSource
+from monolith.errors import ConfigError, DataError, DeadlineExceededError
 
 pytest.importorskip("pyarrow")
 
+SOON = timedelta(seconds=60)
+"""For a process to come up on a machine where others work, too."""
+NUMBERS = list(range(120))
 SOURCE = """
 from monolith.data import Records
 from monolith.tensors import RaggedTensor
@@ -44,57 +56,233 @@ class Lines:
 """
 
 
-def start(folder: Path, function: str, options: object) -> tuple[subprocess.Popen[str], str]:
-    """Run a command in `folder`; return its process and the address it printed."""
-    names = "import sys; from pathlib import PosixPath; from monolith.cli.data_service import *; "
-    code = f"{names} sys.exit({function}({options!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=folder, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+class Commands:
+    """Runs commands in a folder with two files of numbers and a source that reads them."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._stack = stack
+        (folder / "lines_source.py").write_text(SOURCE)
+        for name, numbers in {"a": NUMBERS[:60], "b": NUMBERS[60:]}.items():
+            (folder / f"{name}.txt").write_text("".join(f"{number}\n" for number in numbers))
+
+    def dispatcher(self, *flags: str, port: int = 0, **environment: str) -> subprocess.Popen[str]:
+        needed = ("--splits", f"{self.folder}/*.txt", "--folder", "job", "--lease", "1", "--port", str(port))
+        return self._start("dispatcher", needed + flags, environment)
+
+    def worker(self, *flags: str) -> subprocess.Popen[str]:
+        needed = ("--source", "lines_source:Lines", "--buffer-chunks", "4", "--readers", "1")
+        return self._start("worker", needed + flags, {})
+
+    def _start(
+        self, command: str, flags: tuple[str, ...], environment: dict[str, str]
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "monolith", "data", command, *flags],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+        def end() -> None:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+        self._stack.callback(end)
+        return process
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Return the address that a command prints when it is ready."""
+    return process.stdout.readline().strip().partition(" ")[2]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def read(source: DataServiceSource) -> list[int]:
+    return [some["id"].flat_values.item() for some in source]
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with ExitStack() as stack:
+        yield Commands(tmp_path, stack)
+
+
+@pytest.fixture(params=["files", "zookeeper"])
+def registry(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "files":
+        return f"files://{tmp_path}/registry"
+    return f"zookeeper://{request.getfixturevalue('zookeeper').address}/data-{tmp_path.name}"
+
+
+def test_files_are_read_by_a_worker_and_both_stop_when_told(commands: Commands) -> None:
+    (commands.folder / "token").write_text("secret\n")
+    first = commands.dispatcher("--token-file", "token")
+    address = address_of(first)
+    second = commands.worker("--dispatcher", address, "--token-file", "token")
+    guard = guard_caller(SecurityConfig(token=Secret("secret")))
+    assert sorted(read(DataServiceSource(address, "one", guard=guard, patience=SOON))) == NUMBERS
+    stop(second)
+    stop(first)
+
+
+# Found by discovery
+
+
+def test_a_dispatcher_that_is_killed_and_moves_is_found_again_by_workers_and_trainers(
+    commands: Commands, registry: str
+) -> None:
+    with open_discovery_url(registry) as discovery:
+        early = commands.worker("--discovery", registry)  # waits for whom it cannot find yet
+        first = commands.dispatcher("--discovery", registry)
+        before = address_of(first)
+        assert discovery.query(DATA_DISPATCHER) == {0: before} or registry.startswith("zookeeper")
+        address_of(early)
+        source = DataServiceSource(locator(discovery, DATA_DISPATCHER), "one", prefetch=1, patience=SOON)
+        shares = iter(source)
+        seen = [some["id"].flat_values.item() for some in itertools.islice(shares, 20)]
+
+        kill(first)  # takes nothing back
+        second = commands.dispatcher("--discovery", registry)
+        after = address_of(second)
+        assert after != before
+        seen += [some["id"].flat_values.item() for some in itertools.islice(shares, 20)]
+
+        kill(early)
+        address_of(commands.worker("--discovery", registry))
+        seen += [some["id"].flat_values.item() for some in shares]
+        assert sorted(seen) == NUMBERS
+
+        assert discovery.query(DATA_DISPATCHER) == {0: after}
+        stop(second)
+        wait_until_gone(discovery)
+
+
+def wait_until_gone(discovery) -> None:
+    gone = threading.Event()
+    cancel = discovery.watch(DATA_DISPATCHER, lambda found: None if found else gone.set())
+    assert gone.wait(20), "a dispatcher that stops takes its registration back"
+    cancel()
+
+
+def test_a_worker_that_finds_no_dispatcher_says_what_it_found() -> None:
+    discovery = MemoryDiscovery()
+    find = locator(discovery, DATA_DISPATCHER)
+    with pytest.raises(
+        DeadlineExceededError, match=r"waited 0 s for the dispatcher: nobody is registered as"
+    ):
+        dispatcher_answers(find, timedelta(), threading.Event())
+    discovery.register(DATA_DISPATCHER, 0, "127.0.0.1:1")
+    with pytest.raises(DeadlineExceededError, match=r"at 127\.0\.0\.1:1: .*refused"):
+        dispatcher_answers(find, timedelta(), threading.Event())
+
+
+def test_a_worker_that_is_told_to_stop_waits_no_longer() -> None:
+    told = threading.Event()
+    told.set()
+    assert not dispatcher_answers(locator(MemoryDiscovery(), DATA_DISPATCHER), timedelta(hours=1), told)
+
+
+def test_what_listens_everywhere_is_registered_under_an_address_that_others_reach(commands: Commands) -> None:
+    registry = f"files://{commands.folder}/registry"
+    flags = ("--discovery", registry, "--host", "0.0.0.0", "--insecure")
+    running = commands.dispatcher(*flags, CLOUDNATIVE_INET_ADDR="127.0.0.1")
+    address = address_of(running)
+    assert address.startswith("127.0.0.1:")
+    with open_discovery_url(registry) as discovery:
+        assert discovery.query(DATA_DISPATCHER) == {0: address}
+
+
+def test_the_host_that_others_reach_is_the_one_advertised_or_listened_on() -> None:
+    assert reachable_host("0.0.0.0", "node7") == "node7"
+    assert reachable_host("::1", None) == "::1"
+    assert reachable_host("[::1]", None) == "::1"
+
+
+# Who may come in
+
+
+def test_with_certificates_from_flags_and_from_a_config_file_only_their_holders_come_in(
+    commands: Commands, certificates: Path
+) -> None:
+    (commands.folder / "run.toml").write_text(
+        f"""
+[security]
+cert = "{certificates}/ca-node.crt"
+key = "{certificates}/ca-node.key"
+ca = "{certificates}/ca.crt"
+"""
     )
-    assert process.stdout is not None
-    role, _, address = process.stdout.readline().strip().partition(" ")
-    assert role == function
-    return process, address
-
-
-def test_files_are_read_by_a_worker_and_both_stop_when_told(tmp_path):
-    from monolith.data.service import DataServiceSource
-
-    (tmp_path / "lines_source.py").write_text(SOURCE)
-    (tmp_path / "token").write_text("secret\n")
-    for name, lines in {"a": "1\n2\n", "b": "3\n"}.items():
-        (tmp_path / f"{name}.txt").write_text(lines)
-    token = tmp_path / "token"
-    first, address = start(
-        tmp_path,
-        "dispatcher",
-        DataDispatcherOptions(splits=(str(tmp_path / "*.txt"),), folder="job", port=0, token_file=token),
+    first = commands.dispatcher(
+        *("--tls-cert", f"{certificates}/ca-node.crt", "--tls-key", f"{certificates}/ca-node.key"),
+        *("--tls-ca", f"{certificates}/ca.crt"),
     )
-    second, _ = start(
-        tmp_path,
-        "worker",
-        DataWorkerOptions(dispatcher=address, source="lines_source:Lines", token_file=token),
-    )
-    try:
-        source = DataServiceSource(address, "one", token="secret", patience=timedelta(seconds=20))
-        assert sorted(some["id"].flat_values.item() for some in source) == [1, 2, 3]
-    finally:
-        for process in (second, first):
-            process.send_signal(signal.SIGTERM)
-    for process in (second, first):
-        assert process.wait(20) == 0
-        process.stdout.close()
+    address = address_of(first)
+    second = commands.worker("--dispatcher", address, "--config", "run.toml")
+    options = SecurityOptions(config=commands.folder / "run.toml")
+    guard = guard_of(options, "127.0.0.1", {})
+    assert sorted(read(DataServiceSource(address, "one", guard=guard, patience=SOON))) == NUMBERS
+    with pytest.raises(DataError, match="nobody answers at"):
+        read(DataServiceSource(address, "two", patience=timedelta()))
+    stop(second)
+    stop(first)
 
 
-def test_what_cannot_be_run_is_refused_with_a_reason(tmp_path):
+def test_an_address_that_others_reach_needs_a_guard_or_the_word_insecure(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "node7"):
+        with pytest.raises(ConfigError, match=r"others can reach it.*--tls-cert.*--token-file.*--insecure"):
+            dispatcher(DataDispatcherOptions(splits=("a",), folder=str(tmp_path), host=host, port=0))
+        with pytest.raises(ConfigError, match="others can reach it"):
+            worker(DataWorkerOptions(source="json:loads", dispatcher="127.0.0.1:1", host=host))
+    assert guard_of(SecurityOptions(insecure=True), "0.0.0.0", {}).token is None
+    (tmp_path / "token").write_text("secret")
+    guarded = guard_of(SecurityOptions(token_file=tmp_path / "token"), "0.0.0.0", {})
+    assert guarded.token == Secret("secret")
+
+
+def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path) -> None:
+    for name in ("flag", "variable", "file"):
+        (tmp_path / name).write_text(name)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[security]\ntoken_file = "{tmp_path}/file"\n')
+    environ = {"MONOLITH_SECURITY__TOKEN_FILE": str(tmp_path / "variable")}
+
+    def token(options: SecurityOptions, environ: dict[str, str]) -> str:
+        found = guard_of(options, "127.0.0.1", environ).token
+        assert found is not None
+        return found.reveal()
+
+    assert token(SecurityOptions(config=file, token_file=tmp_path / "flag"), environ) == "flag"
+    assert token(SecurityOptions(config=file), environ) == "variable"
+    assert token(SecurityOptions(config=file), {}) == "file"
+
+
+# What cannot be run
+
+
+def test_what_cannot_be_run_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no file matches"):
         dispatcher(DataDispatcherOptions(splits=(str(tmp_path / "*.none"),), folder=str(tmp_path)))
     with pytest.raises(ConfigError, match="must be module:function"):
         worker(DataWorkerOptions(dispatcher="127.0.0.1:1", source="json"))
     with pytest.raises(ConfigError, match="no attribute 'nothing'"):
         find_function("json:nothing")
-    with pytest.raises(ConfigError, match="cannot read the token file"):
-        read_token(tmp_path / "none")
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read_token(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"by --dispatcher or by --discovery, not by both"):
+        worker(DataWorkerOptions(dispatcher="127.0.0.1:1", discovery="files:///x", source="json:loads"))
+    missing = SecurityOptions(token_file=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"cannot read security\.token_file"):
+        dispatcher(DataDispatcherOptions(splits=("a",), folder=str(tmp_path), security=missing))
+    alone = SecurityOptions(tls_cert=tmp_path / "cert")
+    with pytest.raises(ConfigError, match="needs all three"):
+        worker(DataWorkerOptions(source="json:loads", dispatcher="127.0.0.1:1", security=alone))

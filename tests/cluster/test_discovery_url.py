@@ -37,7 +37,7 @@ def test_processes_of_a_job_meet_in_zookeeper(zookeeper):
             assert stranger.query("ps") == {}
 
 
-def test_processes_of_a_job_meet_in_consul(tmp_path):
+def test_processes_of_a_job_meet_in_consul():
     agent = Agent()
     try:
         for url, environ in {

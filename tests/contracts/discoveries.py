@@ -27,6 +27,7 @@ from monolith.cluster import (
     ZooKeeperConfig,
     ZooKeeperDiscovery,
 )
+from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
 
 Join = Callable[[], Discovery]
 """Makes the discovery of one more process."""
@@ -106,6 +107,18 @@ def _zookeeper(_: Path, server: Any) -> Iterator[Join]:
     yield lambda: ZooKeeperDiscovery(job, zookeeper_config(server))
 
 
+def ray_config(**options: Any) -> RayDiscoveryConfig:
+    """An actor that does not stay for long: each test has its own."""
+    quick = {"heartbeat": timedelta(seconds=1), "linger": timedelta(seconds=3), "settle": timedelta(seconds=1)}
+    return RayDiscoveryConfig(**{**quick, **options})
+
+
+@contextmanager
+def _ray(_: Path, __: Any) -> Iterator[Join]:
+    job = f"contract-{next(_jobs)}"
+    yield lambda: RayDiscovery(job, ray_config())
+
+
 @contextmanager
 def _tf_config(_: Path, __: Any) -> Iterator[Join]:
     chief, worker = WORKERS.values()
@@ -128,6 +141,7 @@ DISCOVERIES = {
     "consul, unix socket": Case(_consul(unix=True, vendor=False)),
     "consul, vendor": Case(_consul(unix=False, vendor=True)),
     "zookeeper": Case(_zookeeper, "zookeeper"),
+    "ray": Case(_ray, "ray_cluster"),
 }
 """In which processes register."""
 

@@ -1,4 +1,4 @@
-"""One ZooKeeper and one Kafka for all tests of a process; a test that kills one starts it again. And one set of
+"""One ZooKeeper, one Kafka and one Ray for all tests of a process; a test that kills one starts it again. And one set of
 certificates."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from services.certificates import make_certificates
 from services.kafka import Kafka
+from services.ray import RayCluster, need_ray
 from services.zookeeper import ZooKeeper
 
 
@@ -32,3 +33,21 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, zookeeper: ZooKeeper) -> Ite
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the authorities `ca` and `other`, and what they signed: ca-node.crt, ca-node.key, ..."""
     return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """With this process connected to it, as only one Ray can be."""
+    need_ray()
+    from monolith.cluster.ray_connection import connected
+
+    cluster = RayCluster()
+    cluster.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in cluster.environment.items():
+                patch.setenv(name, value)
+            with connected("testing", cluster.address):
+                yield cluster
+    finally:
+        cluster.stop()

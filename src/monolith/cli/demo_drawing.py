@@ -55,7 +55,7 @@ class Screen:
         if self._table is None:
             self._table = Table(box=box.SIMPLE_HEAD)
             for heading in cells:
-                self._table.add_column(heading, justify="right")
+                self._table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
         self._table.add_row(*cells.values())
         self._live.update(Group(self._table, _curves(self._points)), refresh=True)
 

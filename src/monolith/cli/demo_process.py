@@ -10,7 +10,7 @@ it tells any more, it ends.
 from __future__ import annotations
 
 import json
-import signal
+import logging
 import subprocess
 import sys
 import time
@@ -23,9 +23,12 @@ from typing import Self
 import torch
 
 from monolith.cli.demo_task import DemoJob, DriftingClicks
+from monolith.cli.stop_signals import StopSignals
 from monolith.errors import TrainingError
 from monolith.observe import configure_logging
 from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
+
+_log = logging.getLogger(__name__)
 
 # What it tells
 
@@ -215,8 +218,8 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)  # the layers are small; the other core looks rows up and updates them
     teller = _Teller()
     trainer = Trainer(DriftingClicks(job), job.train_config(), hooks=teller.hooks)
-    signal.signal(signal.SIGTERM, lambda *_: trainer.stop("the demo has seen enough"))
-    report = trainer.train(report=teller.window_ended)
+    with StopSignals(trainer.stop, _log.info):
+        report = trainer.train(report=teller.window_ended)
     _tell(Ended(at=time.time(), step=report.step, checkpoint=str(report.checkpoint)))
 
 

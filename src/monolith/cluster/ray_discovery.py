@@ -133,6 +133,10 @@ class RayDiscovery(Closing):
         check_role(role)
         return [] if self._closed else self._entries(role)
 
+    def roles(self) -> list[str]:
+        found: list[str] = [] if self._closed else self._call("roles")
+        return found
+
     def watch(self, role: str, callback: Callback) -> Callable[[], None]:
         check_role(role)
         if self._closed:
@@ -347,6 +351,10 @@ class _Registry:
         found = (held.registration for (of, _), held in self._held.items() if of == role)
         return [(entry.index, entry.address, entry.registered_at) for entry in found]
 
+    async def roles(self) -> list[str]:
+        self._heard()
+        return sorted({role for role, _ in self._held})
+
     async def stay(
         self,
         owner: str,
@@ -357,7 +365,7 @@ class _Registry:
         known: State | None,
         wait_s: float,
     ) -> tuple[State, dict[str, dict[int, str]]]:
-        """Keep an owner's entries alive, put back those that are gone; wait until the state is not `known`."""
+        """Keep an owner's entries alive, put back what is gone; then wait until the state is not `known`."""
         self._heard()
         for role, index, address, registered_at in mine:
             held = self._held.get((role, index))

@@ -105,7 +105,7 @@ def test_a_dispatcher_that_nobody_knows_yet_is_waited_for_and_then_given_up(stac
         assert sorted(share.result()) == ALL
 
 
-def test_a_registry_that_refuses_is_no_reason_to_wait(stack):
+def test_a_registry_that_refuses_is_no_reason_to_wait():
     def refuse():
         raise DiscoveryError("no such realm")
 
