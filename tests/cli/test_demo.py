@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -113,7 +112,7 @@ def test_a_process_tells_what_it_does_and_saves_when_it_is_asked_to_end(tmp_path
     steps = [event for event in events if isinstance(event, Stepped)]
     assert [(step.first, step.end) for step in steps] == [(64 * n, 64 * n + 64) for n in range(len(steps))]
     windows = [event for event in events if isinstance(event, WindowEnded)]
-    assert [(one.first, one.end) for one in windows][0] == (0, 640)
+    assert (windows[0].first, windows[0].end) == (0, 640)
     assert 0.3 < windows[0].auc < 0.9
     assert isinstance(events[-1], Ended)
     assert events[-1].step == steps[-1].step
@@ -204,6 +203,12 @@ def test_before_the_copy_stops_there_is_nothing_to_compare(tmp_path: Path) -> No
     assert found.frozen is None
     assert 0.7 < found.best < 0.95
     assert found.hours == pytest.approx(2500 / 20 / 3600, abs=1e-3)
+
+
+def test_only_windows_that_both_predicted_decide() -> None:
+    assert demo.is_better([point(1.0, 0.5, None), point(2.0, 0.7, 0.6)])
+    assert not demo.is_better([point(1.0, 0.9, None), point(2.0, 0.6, 0.7)])
+    assert not demo.is_better([point(1.0, 0.9, None)])
 
 
 # How it looks

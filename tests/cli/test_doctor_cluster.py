@@ -20,7 +20,7 @@ from monolith.cli import doctor, doctor_cluster, main
 from monolith.cli.commands import DoctorOptions
 from monolith.cli.doctor_cluster import Member, examine, render
 from monolith.cluster import Discovery, FilesConfig, FilesDiscovery, MemoryDiscovery, open_discovery_url
-from monolith.errors import ConfigError, UnavailableError
+from monolith.errors import ConfigError
 
 SECOND = timedelta(seconds=1)
 
@@ -106,9 +106,10 @@ def test_the_status_is_1_exactly_when_somebody_does_not_answer(
     assert json.loads(capsys.readouterr().out)["members"] == []
     discovery.register("ps", 0, alive)
     assert doctor.run(options) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
     discovery.register("dataservice_dispatcher", 0, dead)
     assert doctor.run(options) == 1
-    report = json.loads(capsys.readouterr().out.partition("}\n{")[2].join(("{", "")))
+    report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["registry"]) == (False, registry)
     dispatcher, ps = report["members"]
     assert (dispatcher["role"], dispatcher["address"], dispatcher["answers"]) == (
@@ -171,9 +172,7 @@ def test_a_zookeeper_that_cannot_be_reached_is_an_error_that_names_it(monkeypatc
     address = f"127.0.0.1:{free_port()}"
     monkeypatch.setattr("sys.stderr", said := io.StringIO())
     assert main.main(["--log-level", "error", "doctor", "--cluster", f"zookeeper://{address}/job"]) == 2
-    assert f"ZooKeeper at {address} did not answer within" in said.getvalue()
-    with pytest.raises(UnavailableError):
-        doctor.run(DoctorOptions(cluster=(f"zookeeper://{address}/job",)))
+    assert f"ZooKeeper at {address} did not answer within 5 s" in said.getvalue()
 
 
 @pytest.mark.parametrize(

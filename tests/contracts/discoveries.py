@@ -107,16 +107,10 @@ def _zookeeper(_: Path, server: Any) -> Iterator[Join]:
     yield lambda: ZooKeeperDiscovery(job, zookeeper_config(server))
 
 
-def ray_config(**options: Any) -> RayDiscoveryConfig:
-    """An actor that does not stay for long: each test has its own."""
-    quick = {"heartbeat": timedelta(seconds=1), "linger": timedelta(seconds=3), "settle": timedelta(seconds=1)}
-    return RayDiscoveryConfig(**{**quick, **options})
-
-
 @contextmanager
 def _ray(_: Path, __: Any) -> Iterator[Join]:
-    job = f"contract-{next(_jobs)}"
-    yield lambda: RayDiscovery(job, ray_config())
+    # One job for all tests: an actor takes a second to start, and what is closed leaves nothing behind.
+    yield lambda: RayDiscovery("contract", RayDiscoveryConfig(heartbeat=timedelta(seconds=1)))
 
 
 @contextmanager

@@ -65,5 +65,9 @@ RATINGS = os.environ.get("RECBOLE_WHEEL")
 def test_movielens() -> None:
     assert RATINGS is not None
     printed = run("movielens.py", RATINGS)
-    (reached,) = re.findall(r"test AUC (0\.\d+) on 10,000 later ratings", printed)
-    assert 0.71 < float(reached) < 0.76  # 0.729
+    assert "trained on 90,000 ratings" in printed
+    found = [float(auc) for auc in re.findall(r"^  (0\.\d+)  ", printed, flags=re.MULTILINE)]
+    factorised, evaluated, online = found  # 0.722, 0.730, 0.732
+    assert 0.71 < factorised < 0.735
+    assert factorised < evaluated < 0.76
+    assert evaluated - 0.005 < online < 0.76

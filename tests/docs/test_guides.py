@@ -45,9 +45,18 @@ def check_data(names: dict[str, Any]) -> None:
     assert set(kept.columns) >= {"item", "label", "line_id.sample_rate"}
 
 
+def check_training(names: dict[str, Any]) -> None:
+    runs = ("first", "second", "report", "back", "started")
+    assert [names[run].step for run in runs] == [120, 200, 300, 300, 340]
+    assert "will do" in names["stopped"].stop_reason
+    listed = (Path(names["run"]) / "checkpoint").read_text()
+    assert listed.count("all_model_checkpoint_paths") == 3  # max_to_keep
+
+
 CLAIMS = {
     "data.md": check_data,
     "README.md": check_readme,
     "table.md": check_table,
     "models.md": check_models,
+    "training.md": check_training,
 }

@@ -283,10 +283,6 @@ def test_a_torn_file_may_be_moved_away(
     assert last_state(begun) == last_state(uninterrupted(begun))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="only the journal knows what an increment needs: model.ckpt-4 goes, while model.ckpt-6 is listed",
-)
 def test_without_its_journal_a_run_still_keeps_what_its_increments_need(
     begun: Job, trainers: Trainers
 ) -> None:

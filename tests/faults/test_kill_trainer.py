@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "increments": {"prefetch": 1, "max_to_keep": 2, "full_every": 3},
     "long chains": {"prefetch": 0, "max_to_keep": 1, "full_every": 7},
     # Longer, since many steps are taken while one is saved.
-    "beside": {"prefetch": 1, "max_to_keep": 1, "full_every": 2, "asynchronous": True, "batches": 200},
+    "beside": {"prefetch": 1, "max_to_keep": 1, "full_every": 2, "asynchronous": True, "batches": 120},
 }
 LATEST = {"restore": 70, "save": 250, "delete": 30, "step": 8}
 """How many events of a kind pass at most before a kill at one of them."""

@@ -1,5 +1,7 @@
-"""One ZooKeeper, one Kafka and one Ray for all tests of a process; a test that kills one starts it again. And one set of
-certificates."""
+"""One ZooKeeper, one Kafka and one Ray for all tests of a process; a test that kills one starts it again.
+
+And one set of certificates.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def need_ray() -> None:
 
 
 class RayCluster:
-    """One head. Use it as `ray_cluster.address`, or `ray_cluster.client_address` for Ray's client protocol."""
+    """One head. Use it as `ray_cluster.address`, or by Ray's client protocol `ray_cluster.client_address`."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # Ray's sockets need a short path
@@ -80,15 +81,11 @@ class RayCluster:
             raise TimeoutError(f"{cause}; it said:\n{log.read_text()[-2000:]}") from None
 
     def stop(self) -> None:
-        """End the head, which ends what it started; then remove its files."""
+        """End the head and all that it started, which are a process group; then remove its files."""
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            os.killpg(process.pid, signal.SIGKILL)  # asked politely, Ray takes seconds and forgets its agents
+            process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _ready(self) -> bool:

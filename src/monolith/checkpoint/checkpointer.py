@@ -142,7 +142,7 @@ class Checkpointer:
         unused = tuple(sorted(last.manifest.parts.keys() - known))
         report = RestoreReport(unused=unused).merge(*reports)
         step = last.manifest.step if report.global_step is None else report.global_step
-        # An increment speaks of tables by the names they have now, so one that was renamed starts a new chain.
+        # An increment speaks of tables by their present names, so one that was renamed starts a new chain.
         as_it_was = report.complete and not report.renamed
         if as_it_was and filesystem.parent(prefix) == filesystem.parent(self._saver.names.prefix(0)):
             with self._lock:

@@ -8,6 +8,7 @@ of that one's manifest, so that a chain with a link missing or replaced is refus
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from monolith import filesystem, native
 from monolith.checkpoint.part import Entry
 from monolith.checkpoint.saver import MANIFEST
-from monolith.errors import CorruptFileError, FileMissingError, RestoreError
+from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError
 
 VERSION = 1
 _LONGEST_CHAIN = 100_000
@@ -74,6 +75,17 @@ def read_manifest(prefix: str) -> Link:
         return Link(prefix, Manifest(**found), native.crc32c(body))
     except (ValueError, TypeError) as cause:
         raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
+
+
+def needs_of(prefix: str) -> list[str]:
+    """Return the checkpoints that one continues, as far back as their manifests can be read."""
+    found: list[str] = []
+    with contextlib.suppress(FilesystemError, CorruptFileError):
+        manifest = read_manifest(prefix).manifest
+        while manifest.after is not None and len(found) < _LONGEST_CHAIN:
+            found.append(filesystem.join(filesystem.parent(prefix), manifest.after))
+            manifest = read_manifest(found[-1]).manifest
+    return found
 
 
 def read_chain(prefix: str) -> list[Link]:

@@ -82,6 +82,11 @@ class Retention:
             depends_on=_with(self.depends_on, path, needs),
         )
 
+    def needing(self, path: str, depends_on: Sequence[str]) -> Retention:
+        """`path` builds upon these too, whatever else is known of it."""
+        needs = tuple(dict.fromkeys([*self.depends_on.get(path, ()), *depends_on]))
+        return replace(self, depends_on=_with(self.depends_on, path, needs)) if needs else self
+
     def recorded(self, path: str, time: float, depends_on: Sequence[str] = ()) -> Retention:
         """A save of `path` is complete: it becomes the newest, wherever it was before."""
         after = replace(

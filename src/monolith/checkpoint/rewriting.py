@@ -33,7 +33,7 @@ from monolith import filesystem, native
 from monolith.checkpoint.dense_files import FileRecord, read_tensors
 from monolith.checkpoint.dense_state import EXTRA, dense_path
 from monolith.checkpoint.lock import ModelDirLock
-from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manifest, write_manifest
+from monolith.checkpoint.manifest import Link, Manifest, needs_of, read_chain, read_manifest, write_manifest
 from monolith.checkpoint.part import Entry
 from monolith.checkpoint.reading import (
     Damage,
@@ -116,7 +116,7 @@ def reshard(
     target = filesystem.join(folder, filesystem.base_name(prefix))
     with ModelDirLock(folder):
         saver = _saver_for(target, read_monolith_checkpoint(filesystem.parent(prefix)))
-        saver.recover()  # which clears away what an attempt that was killed left behind
+        saver.recover(needs=needs_of)  # which clears away what an attempt that was killed left behind
         if checkpoint_exists(target):
             raise SaveError(
                 f"cannot write {prefix} to {folder}: it has a checkpoint {filesystem.base_name(target)}. "
@@ -154,7 +154,7 @@ def compact(
             rewriting.write()
         _remove_lists(prefix)
         _need_nothing(folder, prefix)
-        Saver(folder).recover()
+        Saver(folder).recover(needs=needs_of)
     gone = tuple(link.prefix for link in chain if not checkpoint_exists(link.prefix))
     return replace(rewriting.report(), deleted=gone)
 

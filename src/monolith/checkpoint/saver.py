@@ -164,7 +164,12 @@ class Saver:
         listed = [Saved(self._spelled(path), saved_at) for path, saved_at in checkpoints]
         self._retention = self._retention.relisted(listed)
 
-    def recover(self, paths: Sequence[str] | None = None) -> None:
+    def recover(
+        self,
+        paths: Sequence[str] | None = None,
+        *,
+        needs: Callable[[str], Sequence[str]] = lambda _: (),
+    ) -> None:
         """Go on where an earlier saver of this folder ended, and finish the deletions it had begun.
 
         Checkpoints that are gone are passed over. When one was saved is what the state file
@@ -172,6 +177,8 @@ class Saver:
 
         Args:
             paths: The checkpoints to go on with, oldest first, instead of those of the state file.
+            needs: Returns the prefixes that one builds upon, as far as its own files tell: the journal
+                knows, but somebody may have moved it away.
         """
         state = self._read_state()
         known = self._listed(state)
@@ -186,6 +193,9 @@ class Saver:
             if not checkpoint_exists(path):
                 self._retention = self._retention.without(path)
         exempt = self._read_exempt()
+        for path in (*self._retention.paths, *self._retention.preserved, *(exempt or ())):
+            if self._is_ours(path) and checkpoint_exists(path):
+                self._retention = self._retention.needing(path, [self._spelled(one) for one in needs(path)])
         if exempt is not None:
             self._delete(self._due(exempt))
         self._write_journal(self._retention)

@@ -8,6 +8,7 @@ by which its processes find each other, and the guard that decides who may come 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.security_options import guard_of
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
+
+_log = logging.getLogger(__name__)
 
 _EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 """Hosts to listen on that nobody can connect to."""
@@ -135,25 +138,27 @@ def dispatcher_answers(where: Callable[[], str], patience: timedelta, stop: thre
         bar.advance(0)
         try:
             address = where()
+            error = connect_error(Address.parse(address), timedelta(seconds=1))
+            found = f"at {address}: {error}" if error else ""
         except RetryableError as unknown:
-            last = str(unknown)
-            return None
-        error = connect_error(Address.parse(address), timedelta(seconds=1))
-        last = f"at {address}: {error}"
-        return True if error is None else None
+            found = str(unknown)
+        if found not in ("", last):
+            _log.info("waiting for the dispatcher: %s", found)
+        last = found
+        return None if found else True
 
     def sleep(seconds: float) -> None:
         stop.wait(seconds)
         bar.advance(seconds)
 
     with progress("Waiting for the dispatcher", total=patience.total_seconds(), unit="s") as bar:
-        found = poll(ask, timeout=patience, every=_LOOK_AGAIN, sleep=sleep)
-    if found is None:
+        answers = poll(ask, timeout=patience, every=_LOOK_AGAIN, sleep=sleep)
+    if answers is None:
         raise DeadlineExceededError(
             f"data worker: waited {patience.total_seconds():g} s for the dispatcher: {last}. "
             "Start it, or see its log; --patience waits longer."
         )
-    return found
+    return answers
 
 
 def reachable_host(host: str, advertise: str | None) -> str:

@@ -12,7 +12,7 @@ and the demo fails if the resume was not exact or the online model is not the be
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,16 +225,14 @@ def conclude(demo: Demo, console: Console) -> int:
     assert resume is not None
     assert judge.rival is not None
     assert demo.checkpoint is not None
-    judged = [(point.online, point.frozen) for point in demo.points if point.frozen is not None]
-    better = mean([online - frozen for online, frozen in judged]) > 0
-    exact = resume.exact and ledger.gapless()
+    good = is_better(demo.points) and resume.exact and ledger.gapless()
     console.print(
         summary(
             demo.points,
             ledger,
             resume,
             checkpoint_bytes=bytes_of(demo.checkpoint),
-            good=better and exact,
+            good=good,
         )
     )
     picture = demo.plan.folder / "auc.png"
@@ -250,7 +248,13 @@ def conclude(demo: Demo, console: Console) -> int:
     except MissingExtraError as missing:
         console.print(f"No picture: {missing}", markup=False, highlight=False, soft_wrap=True)
     judge.rival.close()
-    return 0 if better and exact else 1
+    return 0 if good else 1
+
+
+def is_better(points: Sequence[Point]) -> bool:
+    """Whether the model that went on learning beats the one that stopped, where both predicted."""
+    gains = [point.online - point.frozen for point in points if point.frozen is not None]
+    return bool(gains) and mean(gains) > 0
 
 
 def bytes_of(checkpoint: str) -> int:

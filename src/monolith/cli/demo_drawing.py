@@ -165,7 +165,7 @@ def summary(
     once = "each once" if ledger.gapless() else "[bold red]with gaps or repeats[/]"
     lines = {
         "trained on": f"records 0 to {ledger.next_record - 1:,}, {once}",
-        "speed": f"{ledger.speed:,.0f} examples/s over {ledger.seconds:.0f} s",
+        "speed": f"{ledger.speed:,.0f} examples/s over {ledger.seconds:.0f} s, those taken again included",
         "rows": f"{newest.rows:,} in {size(newest.bytes)}",
         "checkpoint": f"{size(checkpoint_bytes)}, written beside the training",
         "kill -9": f"at record {resume.killed_record:,}; resumed at {resume.next_record:,}, "

@@ -74,7 +74,8 @@ def registry(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[tup
     if len(urls) > 1 or (urls and options.config is not None):
         raise ConfigError("doctor --cluster looks at one registry: give one URL, or --config")
     if urls:
-        with open_discovery_url(urls[0], environ) as discovery:
+        # A doctor is asked by somebody who waits.
+        with open_discovery_url(urls[0], environ, connect_timeout=timedelta(seconds=5)) as discovery:
             yield urls[0], discovery
         return
     config = load_run_config(file=options.config, environ=environ, defaults=_defaults(environ))

@@ -1,14 +1,17 @@
 """A registry by its URL: one line of text for a flag, in place of a config.
 
-zookeeper://host:2181,host:2181/job
-consul://host:8500/job           consul:///job asks the agent that the environment names
-files:///shared/folder/job
+    zookeeper://host:2181,host:2181/job
+    consul://host:8500/job
+    files:///shared/folder/job
+
+Secrets do not belong there, since others can read flags: they come from the environment.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from datetime import timedelta
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,6 +24,9 @@ from monolith.errors import AddressError, ConfigError
 
 Environment = Mapping[str, str]
 
+_KINDS = ("zookeeper", "consul", "files")
+_FORMS = "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
+
 
 class OpenDiscovery(Discovery, Protocol):
     """A discovery that can be used in a `with`, which closes it."""
@@ -32,12 +38,15 @@ class OpenDiscovery(Discovery, Protocol):
     ) -> None: ...
 
 
-def open_discovery_url(url: str, environ: Environment | None = None) -> OpenDiscovery:
+def open_discovery_url(
+    url: str, environ: Environment | None = None, *, connect_timeout: timedelta = timedelta(seconds=15)
+) -> OpenDiscovery:
     """Open the registry that a URL names. Close it, or use it in a `with`.
 
     Args:
         environ: Has what does not belong into a URL: ZK_AUTH (user:password), CONSUL_HTTP_TOKEN, and for
-            consul:///job where the agent is. Usually `os.environ`.
+            consul:///job, which names no agent, where it is. Usually `os.environ`.
+        connect_timeout: For ZooKeeper, which is connected to at once.
 
     Raises:
         ConfigError: It is no such URL.
@@ -53,14 +62,20 @@ def open_discovery_url(url: str, environ: Environment | None = None) -> OpenDisc
             f"cannot open a registry of {kind}: others can read the password in its URL. "
             "Set ZK_AUTH to user:password, or CONSUL_HTTP_TOKEN."
         )
-    return _KINDS[kind](url, rest, {} if environ is None else environ)
+    environ = {} if environ is None else environ
+    if kind == "files":
+        return _files(url, rest)
+    if kind == "consul":
+        return _consul(url, rest, environ)
+    return _zookeeper(url, rest, environ, connect_timeout)
 
 
-def _zookeeper(url: str, rest: str, environ: Environment) -> ZooKeeperDiscovery:
+def _zookeeper(url: str, rest: str, environ: Environment, timeout: timedelta) -> ZooKeeperDiscovery:
     servers, job = _servers_and_job(url, rest)
     if not servers:
         raise ConfigError(f"cannot open the registry {url!r}: it names no server of ZooKeeper")
-    return ZooKeeperDiscovery(job, ZooKeeperConfig(servers=servers, auth=get_zk_auth_data(environ)))
+    config = ZooKeeperConfig(servers=servers, auth=get_zk_auth_data(environ), connect_timeout=timeout)
+    return ZooKeeperDiscovery(job, config)
 
 
 def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
@@ -77,7 +92,7 @@ def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
     return ConsulDiscovery(job, ConsulConfig(host=address.host, port=port, token=token))
 
 
-def _files(url: str, rest: str, environ: Environment) -> FilesDiscovery:  # noqa: ARG001
+def _files(url: str, rest: str) -> FilesDiscovery:
     if not rest.startswith("/"):
         raise ConfigError(
             f"cannot open the registry {url!r}: write the whole path, as in files:///shared/job"
@@ -95,11 +110,3 @@ def _servers_and_job(url: str, rest: str) -> tuple[str, str]:
             "slashes, as in zookeeper://host:2181/job"
         ) from cause
     return servers, job
-
-
-_FORMS = "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
-_KINDS: Mapping[str, Callable[[str, str, Environment], OpenDiscovery]] = {
-    "zookeeper": _zookeeper,
-    "consul": _consul,
-    "files": _files,
-}

@@ -71,11 +71,17 @@ class RayDiscoveryConfig:
             )
 
 
+Key = tuple[str, int]
+"""Role and index."""
+
 Entry = tuple[str, int, str, float | None]
 """Role, index, address, and Unix seconds of the registration."""
 
 State = tuple[str, int]
-"""What has been seen of a job: by which actor, and how many changes of it."""
+"""What has been seen of a job: which actor, and how many of its changes."""
+
+Answer = tuple[State, dict[str, dict[int, str]], list[Key]]
+"""To who stays: the state, the addresses of the roles it watches, and which of its entries are gone."""
 
 
 class RayDiscovery(Closing):
@@ -91,14 +97,16 @@ class RayDiscovery(Closing):
     def __init__(self, job: str, config: RayDiscoveryConfig | None = None) -> None:
         check_role(job)
         self._config = RayDiscoveryConfig() if config is None else config
-        self._job = job
+        self.job = job
         self._owner = secrets.token_hex(8)
         self._watchers = Watchers()
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Answers of the actor to calls that wait there, and None to wake up whoever waits for them."""
         self._stop = threading.Event()
-        self._lock = threading.Lock()  # guards all below; calls made under it arrive in their order
-        self._mine: dict[tuple[str, int], Registration] = {}
+        # Held while entries are written: Ray does not promise that calls arrive in their order.
+        self._writing = threading.Lock()  # taken before _lock, never after
+        self._lock = threading.Lock()  # guards all below
+        self._mine: dict[Key, Registration] = {}
         self._actor: Any = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -107,24 +115,24 @@ class RayDiscovery(Closing):
 
     def register(self, role: str, index: int, address: str) -> None:
         check_registration(role, index, address)
-        if self._closed:
-            raise closed_error(f"the discovery of {self._job!r} through Ray")
-        registered_at = self._call("register", self._owner, self._lease_s, role, index, address)
-        with self._lock:
-            self._mine[role, index] = Registration(index, address, registered_at)
+        with self._writing:
+            if self._closed:
+                raise closed_error(f"the discovery of {self.job!r} through Ray")
+            registered_at = self._call("register", self._owner, self._lease_s, role, index, address)
+            with self._lock:
+                self._mine[role, index] = Registration(index, address, registered_at)
         self._keep_from_now()
 
     def deregister(self, role: str, index: int, address: str | None = None) -> None:
         check_role(role)
         if self._closed:
             return
-
-        def forget() -> None:
-            mine = self._mine.get((role, index))
-            if mine is not None and address in (None, mine.address):
-                del self._mine[role, index]
-
-        self._call("deregister", role, index, address, before=forget)
+        with self._writing:
+            with self._lock:
+                mine = self._mine.get((role, index))
+                if mine is not None and address in (None, mine.address):
+                    del self._mine[role, index]
+            self._call("deregister", role, index, address)
 
     def query(self, role: str) -> dict[int, str]:
         return {entry.index: entry.address for entry in self.entries(role)}
@@ -151,15 +159,15 @@ class RayDiscovery(Closing):
             if self._closed:
                 return
             self._closed = True
-            mine, self._mine = self._mine, {}
             thread, self._thread = self._thread, None
         self._stop.set()
         self._events.put(None)
         if thread is not None:
             thread.join()
         try:
-            if mine:
-                self._call("leave", self._owner)
+            with self._writing:
+                if self._mine:
+                    self._call("leave", self._owner)
         except ClusterError as error:
             _log.warning("discovery through Ray: what was registered here stays until it expires: %s", error)
         finally:
@@ -175,31 +183,46 @@ class RayDiscovery(Closing):
     def _keep_from_now(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._keep, name=f"ray-{self._job}", daemon=True)
+                self._thread = threading.Thread(target=self._keep, name=f"ray-{self.job}", daemon=True)
                 self._thread.start()
 
     def _keep(self) -> None:
         """Have one call waiting at the actor, until closed."""
         known: State | None = None
+        quiet_until = 0.0
         while not self._closed:
+            wait_s = self._config.heartbeat.total_seconds()
+            left_s = quiet_until - time.monotonic()
             try:
-                answer = self._stay(known)
+                answer = self._stay(known, min(wait_s, left_s) if left_s > 0 else wait_s)
                 if answer is None:
                     known = known and (known[0], -1)  # somebody watches who knows nothing yet
                     continue
-                before, (known, addresses) = known, answer
+                before, (known, addresses, missing) = known, answer
+                self._put_back(missing)
                 if before is not None and before[0] != known[0]:
                     # A new actor. What was registered here is there again; others may need a moment more.
-                    self._stop.wait(self._config.settle.total_seconds())
-                    known = (known[0], -1)
-                    continue
-                self._tell(addresses)
+                    quiet_until = time.monotonic() + self._config.settle.total_seconds()
+                if time.monotonic() >= quiet_until:
+                    self._tell(addresses)
             except ClusterError as error:
                 _log.warning("discovery through Ray: will try again: %s", error)
                 self._stop.wait(1.0)
             except Exception:
                 _log.exception("discovery through Ray: will try again")
                 self._stop.wait(1.0)
+
+    def _put_back(self, missing: Sequence[Key]) -> None:
+        if not missing:
+            return
+        with self._writing:
+            with self._lock:
+                entries = [
+                    (role, index, entry.address, entry.registered_at)
+                    for role, index in missing
+                    if (entry := self._mine.get((role, index))) is not None
+                ]
+            self._call("put_back", self._owner, self._lease_s, entries)
 
     def _tell(self, addresses: Mapping[str, Mapping[int, str]]) -> None:
         def now(role: str) -> Mapping[int, str]:
@@ -210,12 +233,8 @@ class RayDiscovery(Closing):
         if not self._closed:
             self._watchers.tell(now)
 
-    def _stay(self, known: State | None) -> tuple[State, dict[str, dict[int, str]]] | None:
-        """Return a state other than `known` and all watched addresses, or the same after a heartbeat.
-
-        None where something else woke us up.
-        """
-        wait_s = self._config.heartbeat.total_seconds()
+    def _stay(self, known: State | None, wait_s: float) -> Answer | None:
+        """Return what the actor answers; None where something else woke us up."""
         end = time.monotonic() + wait_s + self._config.timeout.total_seconds()
         actor, future = self._begin_stay(known, wait_s)
         while True:
@@ -228,19 +247,17 @@ class RayDiscovery(Closing):
             if event is not future:
                 continue  # the answer to a call that was given up
             try:
-                state, addresses = future.result()
+                answer: Answer = future.result()
             except self._ray.exceptions.RayActorError:
                 self._forget(actor)
+                self._stop.wait(0.1)
                 actor, future = self._begin_stay(known, wait_s)
             else:
-                return state, addresses
+                return answer
 
     def _begin_stay(self, known: State | None, wait_s: float) -> tuple[Any, Any]:
         with self._lock:
-            mine = [
-                (role, entry.index, entry.address, entry.registered_at)
-                for (role, _), entry in self._mine.items()
-            ]
+            mine = list(self._mine)
             roles = sorted(self._watchers.roles())
             actor = self._find()
             call = actor.stay.remote(
@@ -250,17 +267,11 @@ class RayDiscovery(Closing):
         future.add_done_callback(self._events.put)
         return actor, future
 
-    def _call(self, method: str, *arguments: object, before: Callable[[], None] | None = None) -> Any:
-        """Return the actor's answer.
-
-        Args:
-            before: Done together with the call, so that no other call from here comes in between.
-        """
+    def _call(self, method: str, *arguments: object) -> Any:
+        """Return the actor's answer."""
         cause: Exception | None = None
         for attempt in range(_TRIES):
             with self._lock:
-                if before is not None:
-                    before()
                 actor = self._find()
                 call = getattr(actor, method).remote(*arguments)
             try:
@@ -272,7 +283,7 @@ class RayDiscovery(Closing):
                 self._forget(actor)
                 time.sleep(0.1 * attempt)
         raise UnavailableError(
-            f"discovery of {self._job!r} through Ray: its actor died {_TRIES} times in a row: {cause} "
+            f"discovery of {self.job!r} through Ray: its actor died {_TRIES} times in a row: {cause} "
             "`ray list actors --detail` and `ray logs actor` say more."
         ) from cause
 
@@ -282,12 +293,12 @@ class RayDiscovery(Closing):
             return self._actor
         if not self._ray.is_initialized():  # a call would start another cluster
             raise UnavailableError(
-                f"discovery of {self._job!r} through Ray: this process has been disconnected from Ray"
+                f"discovery of {self.job!r} through Ray: this process has been disconnected from Ray"
             )
         self._actor = (
             self._ray.remote(_Registry)
             .options(
-                name=f"discovery of {self._job}",
+                name=f"discovery of {self.job}",
                 namespace=self._config.namespace,
                 get_if_exists=True,
                 lifetime="detached",
@@ -306,7 +317,7 @@ class RayDiscovery(Closing):
 
     def _too_late(self) -> DeadlineExceededError:
         return DeadlineExceededError(
-            f"discovery of {self._job!r} through Ray: no answer for {self._config.timeout}; "
+            f"discovery of {self.job!r} through Ray: no answer for {self._config.timeout}; "
             "`ray status` says whether the cluster is well"
         )
 
@@ -324,7 +335,7 @@ class _Registry:
     def __init__(self, linger_s: float, clock: Clock = time.monotonic) -> None:
         self._linger_s = linger_s
         self._clock = clock
-        self._held: dict[tuple[str, int], _Held] = {}
+        self._held: dict[Key, _Held] = {}
         self._state: State = (secrets.token_hex(8), 0)
         self._changed = asyncio.Event()
         """Of the next change; each has its own."""
@@ -355,25 +366,31 @@ class _Registry:
         self._heard()
         return sorted({role for role, _ in self._held})
 
+    async def put_back(self, owner: str, lease_s: float, entries: Sequence[Entry]) -> None:
+        self._heard()
+        for role, index, address, registered_at in entries:
+            if (role, index) not in self._held:
+                self._put(owner, lease_s, role, Registration(index, address, registered_at))
+
     async def stay(
         self,
         owner: str,
         lease_s: float,
-        mine: Sequence[Entry],
+        mine: Sequence[Key],
         *,
         roles: Sequence[str],
         known: State | None,
         wait_s: float,
-    ) -> tuple[State, dict[str, dict[int, str]]]:
-        """Keep an owner's entries alive, put back what is gone; then wait until the state is not `known`."""
+    ) -> Answer:
+        """Keep an owner's entries alive; wait until one is gone or the state is not `known`."""
         self._heard()
-        for role, index, address, registered_at in mine:
-            held = self._held.get((role, index))
-            if held is None:
-                self._put(owner, lease_s, role, Registration(index, address, registered_at))
-            elif held.owner == owner:
+        for key in mine:
+            held = self._held.get(key)
+            if held is not None and held.owner == owner:  # else another process has the place now
                 held.expires = self._clock() + lease_s
-            # Else another process has the place now, and this one was replaced.
+        missing = [key for key in mine if key not in self._held]
+        if missing:
+            wait_s = 0.0
         end = self._clock() + wait_s
         while self._state == known and (now := self._clock()) < end:
             next_expiry = min((held.expires for held in self._held.values()), default=end)
@@ -384,7 +401,7 @@ class _Registry:
         for (role, index), held in self._held.items():
             if role in addresses:
                 addresses[role][index] = held.registration.address
-        return self._state, addresses
+        return self._state, addresses, missing
 
     def _heard(self) -> None:
         """Somebody asks: what expired has done so, and the end is not near."""
@@ -401,7 +418,7 @@ class _Registry:
         self._held[role, registration.index] = _Held(registration, owner, self._clock() + lease_s)
         self._note_change()
 
-    def _remove(self, keys: Sequence[tuple[str, int]]) -> None:
+    def _remove(self, keys: Sequence[Key]) -> None:
         for key in keys:
             del self._held[key]
         if keys:

@@ -18,6 +18,7 @@ from monolith.checkpoint import (
     checkpoint_exists,
     resolve_restore,
 )
+from monolith.checkpoint.manifest import needs_of
 from monolith.checkpoint.state_files import TableKind, update_monolith_checkpoint
 from monolith.data.source import Position
 from monolith.errors import CorruptFileError, RestoreError
@@ -67,7 +68,7 @@ class Keeper:
             keep_every=config.keep.every,
             clock=clock,
         )
-        saver.recover()
+        saver.recover(needs=needs_of)
         with contextlib.suppress(CorruptFileError):  # it is left as it is, and said
             update_monolith_checkpoint(config.model_dir, table_kind=TableKind.MULTI_CUCKOO_HASH_MAP)
         self._checkpointer = Checkpointer(
