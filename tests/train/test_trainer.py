@@ -492,3 +492,29 @@ def test_features_can_be_written_instead_of_trained(tmp_path: Path) -> None:
     assert len(list((tmp_path / "features").iterdir())) == 3
     with pytest.raises(ConfigError, match="model_dir"):
         Trainer(TASK, TrainConfig()).dump_features()
+
+
+def test_how_far_a_row_goes_does_not_depend_on_the_size_of_a_batch() -> None:
+    """The loss is a mean; the rows of a batch twice as large must not be half as well trained."""
+    small, _ = train(replace(TASK, batches=1, batch_size=64), prefetch=0)
+    large, _ = train(replace(TASK, batches=1, batch_size=128), prefetch=0)
+    users = small.rows["user"].keys() & large.rows["user"].keys()
+    moved = [[abs(rows["user"][user][1][0]) for user in users] for rows in (small.rows, large.rows)]
+    assert sum(moved[1]) > 0.9 * sum(moved[0])
+
+
+def test_another_window_of_metrics_does_not_stop_a_run(tmp_path: Path) -> None:
+    train(TASK, StopAt(5), model_dir=str(tmp_path), metric_window=1000)
+    _, report = train(TASK, model_dir=str(tmp_path), metric_window=500)
+    assert report.step == 20
+
+
+def test_a_warm_start_may_begin_with_the_data_of_its_own(tmp_path: Path) -> None:
+    train(TASK, StopAt(10), model_dir=str(tmp_path / "old"))
+    restore = RestoreConfig(dir=str(tmp_path / "old"), restart_data=True)
+    first, _ = train(TASK, StopAt(12), model_dir=str(tmp_path / "new"), restore=restore)
+    again, _ = train(TASK, StopAt(13), model_dir=str(tmp_path / "new"), restore=restore)
+    whole, _ = train(TASK)
+    assert first.steps == [11, 12]
+    assert first.examples == whole.examples[: 2 * 64]
+    assert again.examples == whole.examples[2 * 64 : 3 * 64]  # once begun, it goes on like any run

@@ -38,6 +38,9 @@ from monolith.table import (
     table_basename,
 )
 
+_MOST_SLOTS = 1024
+"""Where rows are of more slots than any model has, their ids are plain hashes, and slots say nothing."""
+
 
 class TablesPart:
     """Tables that are saved at one moment, with their filters.
@@ -202,7 +205,7 @@ class TablesCut:
         for name, one in self._filters.items():
             one.save(filter_basename(prefix, name))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters)}
-        if full:
+        if full and len(slots) <= _MOST_SLOTS:
             entry["slots"] = {str(slot): many for slot, many in sorted(slots.items())}
         return entry
 

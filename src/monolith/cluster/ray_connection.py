@@ -10,12 +10,19 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+from monolith.cluster.addresses import Address, check_port
 from monolith.errors import MissingExtraError, UnavailableError
+
+AUTO = "auto"
+"""The address of the cluster that RAY_ADDRESS names, or that runs on this machine."""
 
 LOCAL = "local"
 """The address of a cluster that does not exist yet: of this machine, for as long as the connection lasts."""
+
+_LISTENING_WITHIN = timedelta(seconds=10)
 
 
 def import_ray(purpose: str) -> Any:
@@ -39,12 +46,12 @@ def connected(
 
     Args:
         purpose: What Ray is needed for, in words.
-        address: host:port of a cluster's head, ray://host:port of its client server, "auto" for the one that
-            RAY_ADDRESS names or that runs on this machine, or LOCAL.
+        address: host:port of a cluster's head, ray://host:port of its client server, AUTO or LOCAL.
         cpus: Of a LOCAL cluster; by default those of this machine.
         runtime_env: What Ray takes to the machines, such as {"working_dir": "."}; see its documentation.
 
     Raises:
+        AddressError: It is no address.
         MissingExtraError: Ray is not installed.
         UnavailableError: There is no such cluster, or it does not answer.
     """
@@ -52,6 +59,11 @@ def connected(
     if ray.is_initialized():
         yield ray
         return
+    if address not in (AUTO, LOCAL):
+        listening = Address.parse(address.removeprefix("ray://"))
+        # Ray itself would try for minutes, in a call that no signal interrupts.
+        if not check_port(listening.host, listening.port, _LISTENING_WITHIN):
+            raise _unavailable(purpose, address, f"nobody listens there for {_LISTENING_WITHIN}.")
     local = {"num_cpus": cpus, "include_dashboard": False}
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
@@ -63,10 +75,7 @@ def connected(
             **(local if address == LOCAL else {}),
         )
     except (ConnectionError, TimeoutError, RuntimeError) as cause:
-        raise UnavailableError(
-            f"{purpose}: cannot connect to Ray at {address!r}: {cause} `ray status` on its head says whether "
-            "it runs; both sides need the same versions of Ray and Python."
-        ) from cause
+        raise _unavailable(purpose, address, str(cause)) from cause
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)
@@ -74,3 +83,10 @@ def connected(
         yield ray
     finally:
         ray.shutdown()
+
+
+def _unavailable(purpose: str, address: str, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"{purpose}: cannot connect to Ray at {address!r}: {why} `ray status` on its head says whether "
+        "it runs; both sides need the same versions of Ray and Python."
+    )

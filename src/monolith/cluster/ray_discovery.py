@@ -32,7 +32,7 @@ from monolith.cluster.discovery import (
     check_role,
     closed_error,
 )
-from monolith.cluster.ray_connection import connected
+from monolith.cluster.ray_connection import AUTO, connected
 from monolith.cluster.waiting import Clock
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, UnavailableError
 
@@ -48,7 +48,7 @@ _MOST_CALLS = 100_000
 class RayDiscoveryConfig:
     """Which cluster, and how long an entry counts without a sign of life."""
 
-    address: str = "auto"
+    address: str = AUTO
     """Of the cluster, as `ray.init` takes it: host:port, or "auto" for the one that RAY_ADDRESS names or that
     runs on this machine. A process that is connected already stays so."""
     namespace: str = "monolith"

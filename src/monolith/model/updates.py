@@ -33,12 +33,17 @@ class UpdateConfig:
     """This times each dense weight is added to its gradient, after clipping."""
     divide_dense_by: int = 1
     """For losses that are sums over a batch: its size. Before clipping, so that norms are of the mean."""
+    multiply_rows_by: float | None = None
+    """For losses that are means over a batch: its size, so that how far a row goes does not depend on how
+    many examples it came with. None is 1 here; a trainer takes the size of the batch."""
     min_norms: Mapping[str, float] = field(default_factory=dict)
     """Table to a norm: where the gradient of its rows is not longer, they are not updated in that step."""
 
     def __post_init__(self) -> None:
         if self.divide_dense_by < 1:
             raise ConfigError(f"divide_dense_by must be at least 1, got {self.divide_dense_by}")
+        if self.multiply_rows_by is not None and not self.multiply_rows_by > 0:
+            raise ConfigError(f"multiply_rows_by must be above 0, or None, got {self.multiply_rows_by}")
         for name in ("clip_norm", "sparse_clip_norm"):
             limit = getattr(self, name)
             if limit is not None and not limit > 0:
@@ -73,6 +78,8 @@ def apply_gradients(
     weights = [weight for weight in weights if weight.grad is not None]
     rows = [p for group in sparse.param_groups for p in group["params"] if p.grad is not None]
     with torch.no_grad():
+        if config.multiply_rows_by not in (None, 1):
+            torch._foreach_mul_([row.grad for row in rows], config.multiply_rows_by)
         sparse.zero_below(config.min_norms)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:

@@ -40,6 +40,8 @@ class RestoreConfig:
     """Another model_dir to start from, where this one has no checkpoint of its own. Nothing is copied."""
     checkpoint: str | None = None
     """Which of the listed checkpoints, such as model.ckpt-30; in training it is taken once per model_dir."""
+    restart_data: bool = False
+    """With `dir`: begin with the data of this run, instead of going on where that one stood."""
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"
     """"auto" starts the state of rows anew where their optimizer changed."""
     strict: bool = True

@@ -175,6 +175,8 @@ class Keeper:
         self._restore(self.newest)
 
     def _restore(self, prefix: str) -> Restored:
+        elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))
+        self._session.restarts_data = self._config.restore.restart_data and elsewhere
         restored = self._checkpointer.restore(prefix, self._config.restore.options(self._config.model_dir))
         self._session.go_on_from(restored.step)
         self.newest = prefix

@@ -5,7 +5,9 @@ Built from a task, it can take steps, be saved and be restored. `Trainer` runs i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
 from monolith.data.source import Position
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch, apply_gradients
 from monolith.store import LocalStore, Store
@@ -24,6 +26,8 @@ from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
 from monolith.train.metrics import MetricSet, WindowRow
 from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
 
 
 class _Read(NamedTuple):
@@ -140,6 +144,8 @@ class Session:
         self._interrupted = False
         self.examples = 0
         """Trained on so far, in all runs."""
+        self.restarts_data = False
+        """Whether a restore leaves the data where it is."""
 
     @property
     def step(self) -> int:
@@ -168,7 +174,10 @@ class Session:
         outputs = self.model.outputs(batch, rows)
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
-        apply_gradients(outputs.loss, self._sparse, self.model.dense, self._updates, push=lane.push)
+        updates = self._updates
+        if updates.multiply_rows_by is None:
+            updates = replace(updates, multiply_rows_by=len(batch))
+        apply_gradients(outputs.loss, self._sparse, self.model.dense, updates, push=lane.push)
         self._position = position
         self.examples += len(batch)
         every = self.config.evict_every_steps
@@ -242,6 +251,8 @@ class Session:
             self._lane = None
 
     def _go_to(self, position: Position) -> None:
+        if self.restarts_data:
+            return
         self._close_lane()  # what was read ahead is not what follows
         self.data.restore(position)
         self._position = position
@@ -280,7 +291,11 @@ class HeadMetrics:
             wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
             self._set = MetricSet.named({h: wanted.get(h, ()) for h in heads}, window=self._window)
             if self._saved is not None:
-                self._set.restore(self._saved)
+                try:
+                    self._set.restore(self._saved)
+                except RestoreError as cause:  # of another window, for instance: no reason not to train
+                    _log.warning("metrics begin anew: %s", cause)
+                    self._set.reset()
                 self._saved = None
         if self._set is None or not all(bool(predictions[head].isfinite().all()) for head in heads):
             return  # a loss that diverged is found by whoever watches it

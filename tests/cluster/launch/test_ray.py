@@ -1,0 +1,387 @@
+"""Members on a real Ray: they run, are killed with and without their actors, and are looked for afterwards."""
+
+import io
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from services.ray import RayCluster, need_ray
+
+from monolith.cluster.launch.processes import Member, StopRequest
+from monolith.cluster.launch.ray import PLACEMENTS, RayPlacement, launch_on_ray, run_members_on_ray
+from monolith.errors import ConfigError, DeadlineExceededError, MissingExtraError, WrongThreadError
+
+GRACE = timedelta(seconds=5)
+LITTLE = RayPlacement(cpus=0.1, max_restarts=1)
+TWO_LIVES = {"ps": LITTLE, "worker": LITTLE}
+
+
+def shell(role: str, index: int, script: str) -> Member:
+    return Member(role=role, index=index, command=("/bin/sh", "-c", textwrap.dedent(script)))
+
+
+class Output(io.StringIO):
+    """Where members write; does something when one writes a word."""
+
+    def __init__(self, word: str = "", then=lambda: None) -> None:
+        super().__init__()
+        self._word, self._then = word, then
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self._word and self._word in text:
+            self._then()
+        return count
+
+
+def run(*members: Member, output=None, **options):
+    output = Output() if output is None else output
+    options = {"grace": GRACE, "placements": TWO_LIVES, **options}
+    outcome = run_members_on_ray(members, output=output, **options)
+    return outcome, output.getvalue().splitlines()
+
+
+def wait_until(condition, seconds: float = 15.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def stat_of(pid: int) -> list[str]:
+    """State and parent of a process, and more; nothing where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    stat = stat_of(pid)
+    return bool(stat) and stat[0] not in "ZX"
+
+
+def host_of(pid: int) -> int:
+    """The worker of Ray above a member's process: over its guardian, and what is between."""
+    for _ in range(3):
+        pid = int(stat_of(pid)[1])
+    assert b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return pid
+
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+# Runs that go well
+
+
+def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end():
+    outcome, lines = run(
+        shell("ps", 0, "echo serving; exec sleep 100"),
+        Member(
+            role="worker",
+            index=10,
+            command=("/bin/sh", "-c", "echo $WHO; printf 'no newline at the end'"),
+            environment={"WHO": "me"},
+        ),
+        grace=timedelta(seconds=0.5),
+    )
+    assert (outcome.status, outcome.failed, outcome.text) == (0, None, "all done")
+    assert [line for line in lines if "ps" in line] == ["[ps 0]      serving"]
+    assert [line for line in lines if "worker" in line] == [
+        "[worker 10] me",
+        "[worker 10] no newline at the end",
+    ]
+
+
+def test_much_output_comes_whole_and_in_order():
+    _, lines = run(shell("worker", 0, "i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done"))
+    assert lines == [f"[worker 0] line {number}" for number in range(20000)]
+
+
+MEETING = """
+import sys, time
+from monolith.cluster.ray_discovery import RayDiscovery
+from monolith.errors import DiscoveryError
+
+with RayDiscovery("meeting") as discovery:
+    if sys.argv[1] == "ps":
+        discovery.register("ps", 0, "10.0.0.1:2222")
+        while discovery.query("worker") != {0: "10.0.0.2:2222"}:
+            time.sleep(0.1)
+    else:
+        discovery.register("worker", 0, "10.0.0.2:2222")
+        while discovery.query("ps") != {0: "10.0.0.1:2222"}:
+            time.sleep(0.1)
+        time.sleep(1)
+print("met")
+"""
+
+
+def test_members_find_each_other_through_ray():
+    members = [
+        Member(role=role, index=0, command=(sys.executable, "-c", MEETING, role)) for role in ("ps", "worker")
+    ]
+    outcome, lines = run(*members, grace=timedelta(seconds=30))
+    assert outcome.status == 0, lines
+    assert {"[ps 0]     met", "[worker 0] met"} <= set(lines)
+
+
+# Lives
+
+
+def test_a_killed_member_begins_again(tmp_path):
+    lives = tmp_path / "lives"
+    outcome, lines = run(
+        shell("worker", 0, f"echo x >> {lives}; [ $(wc -l < {lives}) -eq 2 ] || kill -9 $$; echo done")
+    )
+    assert outcome.status == 0
+    assert (lines, lives.read_text()) == (["[worker 0] done"], "x\nx\n")
+
+
+def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_says_which(tmp_path):
+    lives = tmp_path / "lives"
+    outcome, lines = run(
+        shell("ps", 0, "trap 'echo bye; exit 9' TERM; while :; do sleep 0.05; done"),
+        shell("worker", 0, "exec sleep 100"),
+        shell("worker", 1, f"sleep 0.5; echo x >> {lives}; exit 3"),
+    )
+    assert outcome.failed is not None
+    assert (outcome.failed.name, outcome.status) == ("worker 1", 3)
+    assert outcome.text == "worker 1 exited with status 3, after 1 restart(s)"
+    assert lives.read_text() == "x\nx\n"
+    assert "[ps 0]     bye" in lines
+
+
+def test_a_signal_that_ended_a_member_is_named():
+    outcome, _ = run(shell("worker", 0, "kill -9 $$"), placements={"worker": RayPlacement(max_restarts=0)})
+    assert (outcome.status, outcome.text) == (128 + 9, "worker 0 was ended by SIGKILL")
+
+
+def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
+    outcome, lines = run(Member(role="worker", index=0, command=("/no/such/program",)))
+    assert outcome.status == 127
+    assert "cannot start /no/such/program" in lines[0]
+
+
+LIVING = """
+    echo $$ > {folder}/pid.tmp && mv {folder}/pid.tmp {folder}/pid
+    echo begin $$ >> {folder}/story
+    trap 'sleep 1; echo end $$ >> {folder}/story; exit 1' TERM
+    while :; do [ -e {folder}/enough ] && exit 0; sleep 0.05; done
+"""
+
+
+def test_a_member_whose_actor_is_killed_begins_again_once_its_first_life_has_ended(tmp_path):
+    outcomes = []
+    member = shell("worker", 0, LIVING.format(folder=tmp_path))
+    runner = threading.Thread(target=lambda: outcomes.append(run(member)))
+    runner.start()
+    pid_file, story = tmp_path / "pid", tmp_path / "story"
+    wait_until(pid_file.exists, 30)
+    first = int(pid_file.read_text())
+    os.kill(host_of(first), signal.SIGKILL)
+    wait_until(lambda: int(pid_file.read_text()) != first, 30)
+    second = int(pid_file.read_text())
+    assert not is_running(first)
+    tmp_path.joinpath("enough").touch()
+    runner.join(30)
+    assert outcomes[0][0].status == 0
+    assert story.read_text().splitlines() == [f"begin {first}", f"end {first}", f"begin {second}"]
+
+
+def test_a_member_whose_actor_is_killed_too_often_fails(tmp_path):
+    outcomes = []
+    member = shell("worker", 0, LIVING.format(folder=tmp_path))
+    runner = threading.Thread(
+        target=lambda: outcomes.append(run(member, placements={"worker": RayPlacement(max_restarts=0)}))
+    )
+    runner.start()
+    wait_until((tmp_path / "pid").exists, 30)
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(host_of(pid), signal.SIGKILL)
+    runner.join(30)
+    outcome, _ = outcomes[0]
+    assert outcome.failed == member
+    assert outcome.status == 1
+    assert "worker 0 was lost: The actor died" in outcome.text
+    wait_until(lambda: not is_running(pid))
+
+
+# Stops
+
+
+def test_a_stop_request_ends_all_and_leaves_no_process(tmp_path):
+    events = queue.SimpleQueue()
+    script = f"sleep 100 & echo $$ $! > {tmp_path}/$WHO; echo up; wait"
+    members = [
+        Member(role=role, index=0, command=("/bin/sh", "-c", script), environment={"WHO": role})
+        for role in ("ps", "worker")
+    ]
+    up = []
+
+    def count() -> None:
+        up.append(1)
+        if len(up) == 2:
+            events.put(StopRequest(signal.SIGTERM))
+
+    outcome, _ = run(*members, output=Output("up", count), events=events)
+    assert (outcome.status, outcome.failed, outcome.text) == (143, None, "stopped by SIGTERM")
+    pids = [int(pid) for role in ("ps", "worker") for pid in (tmp_path / role).read_text().split()]
+    assert len(pids) == 4
+    assert not any(map(is_running, pids))
+
+
+def test_a_second_stop_request_ends_the_stubborn_at_once():
+    events = queue.SimpleQueue()
+
+    def stop() -> None:
+        events.put(StopRequest(signal.SIGINT))
+        threading.Timer(0.5, events.put, [StopRequest(signal.SIGINT)]).start()
+
+    begun = time.monotonic()
+    outcome, _ = run(
+        shell("worker", 0, "trap '' TERM; echo up; while :; do sleep 0.05; done"),
+        output=Output("up", stop),
+        grace=timedelta(seconds=60),
+        events=events,
+    )
+    assert (outcome.status, outcome.failed) == (130, None)
+    assert time.monotonic() - begun < 30
+
+
+# Room
+
+
+def test_a_cluster_without_room_is_an_error_that_says_what_is_missing():
+    with pytest.raises(DeadlineExceededError, match=r"no room for 1 x {'CPU': 1000.0} for worker"):
+        run(
+            shell("worker", 0, "true"),
+            placements={"worker": RayPlacement(cpus=1000)},
+            room_timeout=timedelta(seconds=0.1),
+        )
+
+
+def test_who_waits_for_room_can_be_stopped():
+    events = queue.SimpleQueue()
+    events.put(StopRequest(signal.SIGINT))
+    outcome, _ = run(
+        shell("worker", 0, "true"), placements={"worker": RayPlacement(cpus=1000)}, events=events
+    )
+    assert outcome.status == 130
+
+
+def test_what_was_set_aside_is_given_back():
+    import ray
+
+    run(shell("worker", 0, "true"), placements={"worker": RayPlacement(cpus=8)})
+    run(shell("worker", 0, "true"), placements={"worker": RayPlacement(cpus=8)})
+    wait_until(lambda: ray.available_resources().get("CPU") == 8)
+
+
+# The launcher as a process
+
+LAUNCHER = """
+import sys
+from datetime import timedelta
+from monolith.cluster.launch.processes import Member
+from monolith.cluster.launch.ray import RayPlacement, launch_on_ray
+
+folder, address = sys.argv[1], sys.argv[2] or None
+script = "sleep 100 & echo $$ $! > {0}.tmp; mv {0}.tmp {0}; wait"
+members = [
+    Member(role=role, index=0, command=("/bin/sh", "-c", script.format(f"{folder}/{role}")))
+    for role in ("ps", "worker")
+]
+little = RayPlacement(cpus=0.1)
+outcome = launch_on_ray(
+    members, address=address, grace=timedelta(seconds=2), placements={"ps": little, "worker": little}
+)
+print(outcome.text)
+sys.exit(outcome.status)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    started: list[subprocess.Popen[str]] = []
+
+    def start(address: str | None) -> tuple[subprocess.Popen[str], list[int]]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(tmp_path), address or ""],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "MONOLITH_TEST_MARK": str(tmp_path)},
+        )
+        started.append(process)
+        files = [tmp_path / role for role in ("ps", "worker")]
+        wait_until(lambda: all(file.exists() for file in files), 60)
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        assert all(map(is_running, pids))
+        return process, pids
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def marked(mark: str) -> list[int]:
+    """All processes that were started with a mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"MONOLITH_TEST_MARK={mark}".encode() in environment.split(b"\0") and is_running(int(folder.name)):
+            found.append(int(folder.name))
+    return found
+
+
+def test_ctrl_c_stops_all_on_an_existing_cluster_which_stays(launcher, ray_cluster: RayCluster):
+    process, pids = launcher(ray_cluster.address)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+    assert process.wait(30) == 130
+    assert not any(map(is_running, pids))
+    assert process.stdout.read().splitlines()[-1] == "stopped by SIGINT"
+    assert run(shell("worker", 0, "true"))[0].status == 0
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_behind(launcher, ray_cluster: RayCluster):
+    process, pids = launcher(ray_cluster.address)
+    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, pids)), 30)
+
+
+def test_a_cluster_of_its_own_ends_with_the_run(launcher, tmp_path):
+    process, pids = launcher(None)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    assert not any(map(is_running, pids))
+    wait_until(lambda: marked(str(tmp_path)) == [], 30)
+
+
+@pytest.mark.soak
+def test_a_cluster_of_its_own_ends_with_a_killed_launcher(launcher, tmp_path):
+    process, _ = launcher(None)
+    process.send_signal(signal.SIGKILL)
+    wait_until(lambda: marked(str(tmp_path)) == [], 60)
+
+
+@pytest.mark.soak
+def test_a_cluster_is_reached_through_rays_client_protocol(launcher, ray_cluster: RayCluster):
+    process, pids = launcher(ray_cluster.client_address)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not any(map(is_running, pids))
