@@ -77,8 +77,7 @@ class MovieLens(Task):
         return pipeline.to_batches(SPEC)
 
     def model(self) -> nn.Module:
-        # The loss is a mean over 250 ratings, so gradients are small, and so must the first accumulator be.
-        rows = Adagrad(learning_rate=0.1, initial_accumulator_value=1e-6)
+        rows = Adagrad(learning_rate=0.1)
         return DeepFM(SPEC.ids, dim=8, hidden=(32,), optimizer=rows, bias_optimizer=rows)
 
 

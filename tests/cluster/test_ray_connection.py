@@ -14,7 +14,7 @@ from monolith.errors import AddressError, MissingExtraError, UnavailableError
 
 def test_without_ray_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"counting sheep needs .* monolith-recsys\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"^counting sheep needs .*monolith-recsys\[ray\]"):
         import_ray("counting sheep")
 
 

@@ -72,6 +72,7 @@ def test_what_a_killed_process_registered_goes_and_watchers_hear_of_it(
     assert discovery.query("worker") == {}
 
 
+@pytest.mark.soak
 def test_entries_of_the_living_outlast_the_lease(join: Join) -> None:
     one, other = join(), join()
     told: list[dict[int, str]] = []
@@ -102,6 +103,7 @@ def test_when_the_actor_dies_all_register_again_and_watchers_see_no_gap(join: Jo
     assert {} not in told[1:]
 
 
+@pytest.mark.soak
 def test_an_actor_that_nobody_asks_ends(join: Join) -> None:
     brief = RayDiscoveryConfig(heartbeat=timedelta(seconds=0.2), linger=timedelta(seconds=1))
     discovery = join(brief)
@@ -134,6 +136,7 @@ def test_many_who_come_at_once_meet_at_one_actor(join: Join) -> None:
     assert [discovery.query("worker") for discovery in discoveries] == [dict.fromkeys(range(8), A)] * 8
 
 
+@pytest.mark.soak
 def test_jobs_of_one_name_in_different_namespaces_do_not_meet(join: Join) -> None:
     one, other = join(), join(RayDiscoveryConfig(namespace="elsewhere"))
     one.register("worker", 0, A)

@@ -41,7 +41,7 @@ from monolith.data.drift import FEATURES, SPEC, TIME
 from monolith.data.records import BatchSpec
 from monolith.errors import MonolithError
 from monolith.feature import ADDN, Batch, Layout
-from monolith.model import DeepFM, EmbeddingCollection, Feature
+from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.table import Adam, Sgd, Zeros, iterate
 from monolith.train import (
@@ -150,6 +150,9 @@ class Tallied(Task):
         found = super().outputs(model, batch)
         tally: Any = model.tally
         return Outputs(found.loss - tally(batch)[TALLY].sum(), found.predictions)
+
+    def updates(self) -> UpdateConfig:
+        return UpdateConfig(multiply_rows_by=1)  # or a tally would count batches
 
     def chief_hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002
         return [_LogHook(self.job, self.events)]

@@ -60,9 +60,12 @@ class RayCluster:
         """Start the head, and wait until it answers."""
         ray = Path(sys.executable).with_name("ray")
         log = self.folder / "log.txt"
+        # Should this process be killed, nobody is left to stop Ray: the kernel then does.
+        guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [
+                    *guard,
                     *(str(ray), "start", "--head", "--block", f"--port={self.port}", f"--num-cpus={CPUS}"),
                     *(f"--ray-client-server-port={self.client_port}", f"--temp-dir={self.folder}"),
                     *("--dashboard-agent-listen-port=0", "--include-dashboard=false"),

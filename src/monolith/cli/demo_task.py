@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
 from monolith.data.drift import FEATURES, SPEC
 from monolith.feature import Batch
-from monolith.model import DeepFM, UpdateConfig
+from monolith.model import DeepFM
 from monolith.table import Adagrad
-from monolith.train import KeepConfig, Mode, Outputs, SaveConfig, Task, TrainConfig
+from monolith.train import KeepConfig, Mode, SaveConfig, Task, TrainConfig
 
 HEAD = "click"
 LEARNING_RATE = 0.15
@@ -104,15 +102,6 @@ class DriftingClicks(Task):
             seed=self._job.seed,
             threads=1,
         )
-
-    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        # Rows learn from sums, weights from means: see `updates`.
-        logits = model(batch)
-        loss = binary_cross_entropy_with_logits(logits, batch.label, reduction="sum")
-        return Outputs(loss, {HEAD: torch.sigmoid(logits)})
-
-    def updates(self) -> UpdateConfig:
-        return UpdateConfig(divide_dense_by=self._job.batch)
 
     def metrics(self, mode: Mode) -> tuple[str, ...]:  # noqa: ARG002
         return ("auc",)

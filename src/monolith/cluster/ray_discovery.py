@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 _PURPOSE = "discovery through Ray"
 _TRIES = 5
+_GATHER_S = 0.25
+"""After a change, how long to wait before asking for more: where many come and many watch, each call counts."""
 _MOST_CALLS = 100_000
 """That wait in the actor: one per process."""
 
@@ -205,6 +207,8 @@ class RayDiscovery(Closing):
                     quiet_until = time.monotonic() + self._config.settle.total_seconds()
                 if time.monotonic() >= quiet_until:
                     self._tell(addresses)
+                if before != known:
+                    self._stop.wait(_GATHER_S)
             except ClusterError as error:
                 _log.warning("discovery through Ray: will try again: %s", error)
                 self._stop.wait(1.0)

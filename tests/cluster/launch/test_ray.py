@@ -1,4 +1,4 @@
-"""Members on a real Ray: they run, are killed with and without their actors, and are looked for afterwards."""
+"""Members on a real Ray: they run, are killed with and without their actors, are looked for afterwards."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from services.ray import RayCluster, need_ray
+from services.ray import RayCluster
 
 from monolith.cluster.launch.processes import Member, StopRequest
 from monolith.cluster.launch.ray import PLACEMENTS, RayPlacement, launch_on_ray, run_members_on_ray
@@ -42,11 +42,17 @@ class Output(io.StringIO):
         return count
 
 
-def run(*members: Member, output=None, **options):
-    output = Output() if output is None else output
-    options = {"grace": GRACE, "placements": TWO_LIVES, **options}
-    outcome = run_members_on_ray(members, output=output, **options)
-    return outcome, output.getvalue().splitlines()
+@pytest.fixture
+def run(ray_cluster: RayCluster):  # noqa: ARG001
+    """Runs members on the cluster of all tests, to which this process is connected."""
+
+    def run(*members: Member, output=None, **options):
+        output = Output() if output is None else output
+        options = {"grace": GRACE, "placements": TWO_LIVES, **options}
+        outcome = run_members_on_ray(members, output=output, **options)
+        return outcome, output.getvalue().splitlines()
+
+    return run
 
 
 def wait_until(condition, seconds: float = 15.0) -> None:
@@ -77,13 +83,10 @@ def host_of(pid: int) -> int:
     return pid
 
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
-
-
 # Runs that go well
 
 
-def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end():
+def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run):
     outcome, lines = run(
         shell("ps", 0, "echo serving; exec sleep 100"),
         Member(
@@ -102,7 +105,7 @@ def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end():
     ]
 
 
-def test_much_output_comes_whole_and_in_order():
+def test_much_output_comes_whole_and_in_order(run):
     _, lines = run(shell("worker", 0, "i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done"))
     assert lines == [f"[worker 0] line {number}" for number in range(20000)]
 
@@ -110,35 +113,33 @@ def test_much_output_comes_whole_and_in_order():
 MEETING = """
 import sys, time
 from monolith.cluster.ray_discovery import RayDiscovery
-from monolith.errors import DiscoveryError
 
 with RayDiscovery("meeting") as discovery:
     if sys.argv[1] == "ps":
         discovery.register("ps", 0, "10.0.0.1:2222")
-        while discovery.query("worker") != {0: "10.0.0.2:2222"}:
-            time.sleep(0.1)
+        time.sleep(100)
     else:
-        discovery.register("worker", 0, "10.0.0.2:2222")
-        while discovery.query("ps") != {0: "10.0.0.1:2222"}:
+        end = time.monotonic() + 60
+        while not discovery.query("ps") and time.monotonic() < end:
             time.sleep(0.1)
-        time.sleep(1)
-print("met")
+        print("met", discovery.query("ps"))
 """
 
 
-def test_members_find_each_other_through_ray():
+@pytest.mark.soak
+def test_members_find_each_other_through_ray(run):
     members = [
         Member(role=role, index=0, command=(sys.executable, "-c", MEETING, role)) for role in ("ps", "worker")
     ]
-    outcome, lines = run(*members, grace=timedelta(seconds=30))
+    outcome, lines = run(*members, grace=timedelta(seconds=1))
     assert outcome.status == 0, lines
-    assert {"[ps 0]     met", "[worker 0] met"} <= set(lines)
+    assert "[worker 0] met {0: '10.0.0.1:2222'}" in lines
 
 
 # Lives
 
 
-def test_a_killed_member_begins_again(tmp_path):
+def test_a_killed_member_begins_again(run, tmp_path):
     lives = tmp_path / "lives"
     outcome, lines = run(
         shell("worker", 0, f"echo x >> {lives}; [ $(wc -l < {lives}) -eq 2 ] || kill -9 $$; echo done")
@@ -147,12 +148,12 @@ def test_a_killed_member_begins_again(tmp_path):
     assert (lines, lives.read_text()) == (["[worker 0] done"], "x\nx\n")
 
 
-def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_says_which(tmp_path):
+def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_says_which(run, tmp_path):
     lives = tmp_path / "lives"
     outcome, lines = run(
         shell("ps", 0, "trap 'echo bye; exit 9' TERM; while :; do sleep 0.05; done"),
         shell("worker", 0, "exec sleep 100"),
-        shell("worker", 1, f"sleep 0.5; echo x >> {lives}; exit 3"),
+        shell("worker", 1, f"sleep 0.2; echo x >> {lives}; exit 3"),
     )
     assert outcome.failed is not None
     assert (outcome.failed.name, outcome.status) == ("worker 1", 3)
@@ -161,13 +162,14 @@ def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_say
     assert "[ps 0]     bye" in lines
 
 
-def test_a_signal_that_ended_a_member_is_named():
+def test_a_signal_that_ended_a_member_is_named(run):
     outcome, _ = run(shell("worker", 0, "kill -9 $$"), placements={"worker": RayPlacement(max_restarts=0)})
     assert (outcome.status, outcome.text) == (128 + 9, "worker 0 was ended by SIGKILL")
 
 
-def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():
-    outcome, lines = run(Member(role="worker", index=0, command=("/no/such/program",)))
+def test_a_command_that_is_not_there_fails_with_a_line_that_says_so(run):
+    absent = Member(role="worker", index=0, command=("/no/such/program",))
+    outcome, lines = run(absent, placements={"worker": RayPlacement(max_restarts=0)})
     assert outcome.status == 127
     assert "cannot start /no/such/program" in lines[0]
 
@@ -180,7 +182,7 @@ LIVING = """
 """
 
 
-def test_a_member_whose_actor_is_killed_begins_again_once_its_first_life_has_ended(tmp_path):
+def test_a_member_whose_actor_is_killed_begins_again_once_its_first_life_has_ended(run, tmp_path):
     outcomes = []
     member = shell("worker", 0, LIVING.format(folder=tmp_path))
     runner = threading.Thread(target=lambda: outcomes.append(run(member)))
@@ -198,7 +200,8 @@ def test_a_member_whose_actor_is_killed_begins_again_once_its_first_life_has_end
     assert story.read_text().splitlines() == [f"begin {first}", f"end {first}", f"begin {second}"]
 
 
-def test_a_member_whose_actor_is_killed_too_often_fails(tmp_path):
+@pytest.mark.soak
+def test_a_member_whose_actor_is_killed_too_often_fails(run, tmp_path):
     outcomes = []
     member = shell("worker", 0, LIVING.format(folder=tmp_path))
     runner = threading.Thread(
@@ -219,7 +222,7 @@ def test_a_member_whose_actor_is_killed_too_often_fails(tmp_path):
 # Stops
 
 
-def test_a_stop_request_ends_all_and_leaves_no_process(tmp_path):
+def test_a_stop_request_ends_all_and_leaves_no_process(run, tmp_path):
     events = queue.SimpleQueue()
     script = f"sleep 100 & echo $$ $! > {tmp_path}/$WHO; echo up; wait"
     members = [
@@ -240,7 +243,7 @@ def test_a_stop_request_ends_all_and_leaves_no_process(tmp_path):
     assert not any(map(is_running, pids))
 
 
-def test_a_second_stop_request_ends_the_stubborn_at_once():
+def test_a_second_stop_request_ends_the_stubborn_at_once(run):
     events = queue.SimpleQueue()
 
     def stop() -> None:
@@ -261,7 +264,7 @@ def test_a_second_stop_request_ends_the_stubborn_at_once():
 # Room
 
 
-def test_a_cluster_without_room_is_an_error_that_says_what_is_missing():
+def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(run):
     with pytest.raises(DeadlineExceededError, match=r"no room for 1 x {'CPU': 1000.0} for worker"):
         run(
             shell("worker", 0, "true"),
@@ -270,7 +273,7 @@ def test_a_cluster_without_room_is_an_error_that_says_what_is_missing():
         )
 
 
-def test_who_waits_for_room_can_be_stopped():
+def test_who_waits_for_room_can_be_stopped(run):
     events = queue.SimpleQueue()
     events.put(StopRequest(signal.SIGINT))
     outcome, _ = run(
@@ -279,12 +282,65 @@ def test_who_waits_for_room_can_be_stopped():
     assert outcome.status == 130
 
 
-def test_what_was_set_aside_is_given_back():
+@pytest.mark.soak
+def test_what_was_set_aside_is_given_back(run):
     import ray
 
     run(shell("worker", 0, "true"), placements={"worker": RayPlacement(cpus=8)})
     run(shell("worker", 0, "true"), placements={"worker": RayPlacement(cpus=8)})
     wait_until(lambda: ray.available_resources().get("CPU") == 8)
+
+
+# What is refused; these need no Ray
+
+
+def test_a_placement_asks_for_something_and_for_nothing_negative():
+    with pytest.raises(ConfigError, match="ask for something"):
+        RayPlacement(cpus=0)
+    with pytest.raises(ConfigError, match="gpus must not be negative"):
+        RayPlacement(gpus=-1)
+    with pytest.raises(ConfigError, match="tpu must not be negative"):
+        RayPlacement(resources={"tpu": -1})
+    with pytest.raises(ConfigError, match="max_restarts"):
+        RayPlacement(max_restarts=-1)
+
+
+def test_a_placement_is_written_in_rays_words():
+    placement = RayPlacement(cpus=2, gpus=0.5, memory_bytes=1 << 30, resources={"nvme": 1})
+    assert placement.bundle == {"CPU": 2.0, "GPU": 0.5, "memory": float(1 << 30), "nvme": 1.0}
+    assert RayPlacement().bundle == {"CPU": 1.0}
+
+
+def test_servers_are_spread_and_others_packed():
+    assert (PLACEMENTS["ps"].strategy, RayPlacement().strategy) == ("SPREAD", "PACK")
+
+
+def test_there_must_be_members_with_different_names():
+    with pytest.raises(ConfigError, match="some, with different names"):
+        run_members_on_ray([])
+    with pytest.raises(ConfigError, match="some, with different names"):
+        run_members_on_ray([shell("ps", 0, "true"), shell("ps", 0, "true")])
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"launching on Ray needs .*monolith-recsys\[ray\]"):
+        run_members_on_ray([shell("worker", 0, "true")])
+
+
+def test_only_the_main_thread_launches():
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            launch_on_ray([shell("worker", 0, "true")])
+        except WrongThreadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
 
 
 # The launcher as a process
@@ -311,7 +367,7 @@ sys.exit(outcome.status)
 
 
 @pytest.fixture
-def launcher(tmp_path):
+def launcher(tmp_path, ray_cluster: RayCluster):  # noqa: ARG001
     started: list[subprocess.Popen[str]] = []
 
     def start(address: str | None) -> tuple[subprocess.Popen[str], list[int]]:
@@ -320,7 +376,6 @@ def launcher(tmp_path):
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "MONOLITH_TEST_MARK": str(tmp_path)},
         )
         started.append(process)
         files = [tmp_path / role for role in ("ps", "worker")]
@@ -336,20 +391,13 @@ def launcher(tmp_path):
         process.communicate()
 
 
-def marked(mark: str) -> list[int]:
-    """All processes that were started with a mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"MONOLITH_TEST_MARK={mark}".encode() in environment.split(b"\0") and is_running(int(folder.name)):
-            found.append(int(folder.name))
-    return found
+def session_of(leader: int) -> list[int]:
+    """All processes of the session that one began: of a launcher, itself and what it has of Ray."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if is_running(pid) and stat_of(pid)[3:4] == [str(leader)]]
 
 
-def test_ctrl_c_stops_all_on_an_existing_cluster_which_stays(launcher, ray_cluster: RayCluster):
+def test_ctrl_c_stops_all_on_an_existing_cluster_which_stays(run, launcher, ray_cluster: RayCluster):
     process, pids = launcher(ray_cluster.address)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
     assert process.wait(30) == 130
@@ -364,19 +412,21 @@ def test_kill_9_of_the_launcher_leaves_no_process_behind(launcher, ray_cluster: 
     wait_until(lambda: not any(map(is_running, pids)), 30)
 
 
-def test_a_cluster_of_its_own_ends_with_the_run(launcher, tmp_path):
+def test_a_cluster_of_its_own_ends_with_the_run(launcher):
     process, pids = launcher(None)
+    assert len(session_of(process.pid)) > 3
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(30) == 130
     assert not any(map(is_running, pids))
-    wait_until(lambda: marked(str(tmp_path)) == [], 30)
+    wait_until(lambda: session_of(process.pid) == [], 30)
 
 
 @pytest.mark.soak
-def test_a_cluster_of_its_own_ends_with_a_killed_launcher(launcher, tmp_path):
-    process, _ = launcher(None)
+def test_a_cluster_of_its_own_ends_with_a_killed_launcher(launcher):
+    process, pids = launcher(None)
     process.send_signal(signal.SIGKILL)
-    wait_until(lambda: marked(str(tmp_path)) == [], 60)
+    wait_until(lambda: not any(map(is_running, pids)), 30)
+    wait_until(lambda: session_of(process.pid) == [], 120)
 
 
 @pytest.mark.soak
