@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from train.runs import FakeRun, train
 
+from monolith.cluster.security import SecurityConfig
+from monolith.config import Secret
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ConfigError,
@@ -82,13 +84,21 @@ def test_a_server_that_never_started_can_be_closed(tmp_path):
     hook.close()
 
 
+def test_without_certificates_or_a_token_it_listens_on_this_machine_only(serve):
+    with pytest.raises(ConfigError, match=r"cannot listen on 0\.0\.0\.0"):
+        serve(address="0.0.0.0:0")
+
+
 def test_who_does_not_know_the_token_is_refused(serve, tmp_path):
-    hook = serve(token="secret")
-    for token in (None, "wrong"):
-        with ControlClient(str(tmp_path), token=token) as job, pytest.raises(ConfigError, match="token"):
+    hook = serve(security=SecurityConfig(token=Secret("secret")))
+    for security in (None, SecurityConfig(token=Secret("wrong"))):
+        with (
+            ControlClient(str(tmp_path), security=security) as job,
+            pytest.raises(ConfigError, match="token"),
+        ):
             job.stop_training()
     assert hook._barrier.placement() is None
-    with ControlClient(str(tmp_path), token="secret") as job:
+    with ControlClient(str(tmp_path), security=SecurityConfig(token=Secret("secret"))) as job:
         assert job.global_step() == 7
 
 

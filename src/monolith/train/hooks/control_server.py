@@ -10,7 +10,6 @@ knows the directory can make the call:
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 from collections.abc import Callable
@@ -22,6 +21,14 @@ from typing import Any, NoReturn, Self
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from monolith import filesystem
+from monolith.cluster.security import (
+    SecurityConfig,
+    add_grpc_port,
+    grpc_channel,
+    grpc_interceptors,
+    guard_caller,
+    guard_listener,
+)
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ConfigError,
@@ -59,7 +66,8 @@ class ControlServerHook(Hook):
             `SaveHook.before_step` while it waits, or a halted job cannot be saved.
         trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
         address: host:port to listen on; port 0 is any free one. Only this machine by default.
-        token: What callers must present; None lets in everybody who can reach the port.
+        security: Certificates and the token that callers must present. Without, only an address of this
+            machine is listened on.
     """
 
     def __init__(
@@ -68,13 +76,13 @@ class ControlServerHook(Hook):
         trigger_save: Callable[[], Future[str | None]],
         *,
         address: str = "127.0.0.1:0",
-        token: str | None = None,
+        security: SecurityConfig | None = None,
         grace: float = GRACE_SECONDS,
     ) -> None:
         self._barrier = barrier
         self._trigger_save = trigger_save
         self._listen_on = address
-        self._token = token
+        self._security = SecurityConfig() if security is None else security
         self._grace = grace
         self._server: Any = None
         self._closing = threading.Event()
@@ -86,15 +94,17 @@ class ControlServerHook(Hook):
         if self._server is not None:
             return
         grpc = import_grpc()
+        guard = guard_listener(self._listen_on, self._security)
         self._closing.clear()
         server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="control-server"),
+            interceptors=grpc_interceptors(guard),
             options=(("grpc.so_reuseport", 0),),  # a taken port is an error, not a port for two
         )
         server.add_generic_rpc_handlers((self._handlers(grpc, run),))
         try:
-            port = server.add_insecure_port(self._listen_on)
-        except RuntimeError as cause:
+            port = add_grpc_port(server, self._listen_on, guard)
+        except ListenError as cause:
             raise ListenError(
                 f"cannot serve the controller on {self._listen_on}: {cause}. Choose an address of this "
                 "machine and a free port, or port 0."
@@ -132,8 +142,6 @@ class ControlServerHook(Hook):
 
         def method(answer: Callable[[Any], Message]) -> Callable[[Message, Any], Message]:
             def call(request: Message, context: Any) -> Message:  # noqa: ARG001
-                if not self._lets_in(context):
-                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
                 try:
                     return answer(context)
                 except _RefusedError as error:
@@ -153,12 +161,6 @@ class ControlServerHook(Hook):
                 for name, (request, response) in _METHODS.items()
             },
         )
-
-    def _lets_in(self, context: Any) -> bool:
-        if self._token is None:
-            return True
-        given = dict(context.invocation_metadata()).get("authorization", "")
-        return hmac.compare_digest(str(given).encode(), f"Bearer {self._token}".encode())
 
     def _stop(self, grpc: Any) -> wire.StopTrainingResponse:
         try:
@@ -218,7 +220,7 @@ class ControlClient:
 
     Args:
         model_dir: Of the job: it says there where it listens.
-        token: What the server wants to see.
+        security: The certificates and the token that the server wants to see.
         timeout: Seconds to wait for an answer; a save has a limit of its own.
 
     Raises:
@@ -226,8 +228,10 @@ class ControlClient:
         ConfigError: By calls: the server refuses the token.
     """
 
-    def __init__(self, model_dir: str, *, token: str | None = None, timeout: float = 30.0) -> None:
-        grpc = import_grpc()
+    def __init__(
+        self, model_dir: str, *, security: SecurityConfig | None = None, timeout: float = 30.0
+    ) -> None:
+        import_grpc()
         path = filesystem.join(model_dir, ADDRESS_FILE)
         try:
             self.address = filesystem.read_bytes(path).decode().strip()
@@ -237,8 +241,8 @@ class ControlClient:
                 "control server."
             ) from cause
         self._timeout = timeout
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-        self._channel = grpc.insecure_channel(self.address)
+        guard = guard_caller(SecurityConfig() if security is None else security)
+        self._channel = grpc_channel(self.address, guard)
 
     def stop_training(self) -> None:
         """Halt before the next step.
@@ -282,7 +286,7 @@ class ControlClient:
             response_deserializer=response.FromString,
         )
         try:
-            return method(request(), **{"timeout": self._timeout, "metadata": self._metadata, **options})
+            return method(request(), **{"timeout": self._timeout, **options})
         except grpc.RpcError as cause:
             _translate(grpc, name, self.address, cause)
 
