@@ -74,7 +74,12 @@ void Table::track_changes(bool on) {
 void Table::note_change(const Body& body, Partition& part, const Slot& slot) {
   if (changes_ != nullptr) changes_->rows.set(slot.row);
   if (cut_ == nullptr || cut_->taken_.set(slot.row)) return;
-  if (part.captured == nullptr) part.captured = std::make_unique<CapturedRows>();
+  if (part.captured == nullptr) {
+    part.captured = std::make_unique<CapturedRows>();
+    // Room for all of them: what is not used is never touched, and growing would copy again and again.
+    part.captured->keys.reserve(part.rows);
+    part.captured->bytes.reserve(part.rows * entry_.row_bytes());
+  }
   CapturedRows& captured = *part.captured;
   captured.keys.push_back({slot.hash, slot.row, slot.time});
   const std::byte* row = body.rows.row(slot.row);

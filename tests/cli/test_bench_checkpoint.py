@@ -57,7 +57,7 @@ def test_an_increment_is_about_as_large_as_what_was_touched(report: dict[str, An
 
 def test_training_stands_beside_itself_alone(report: dict[str, Any]) -> None:
     cases = {(r["case"], r["metric"]) for r in report["results"] if str(r["baseline"]).startswith("alone")}
-    for name in ("DeepFM", "rows only"):
+    for name in ("DeepFM, Zipf ids", "DeepFM, uniform ids", "rows only, uniform ids"):
         assert (f"saving, {name}, 1 thread", "examples_per_s") in cases
         assert (f"saving, {name}, 1 thread", "longest_pause") in cases
 

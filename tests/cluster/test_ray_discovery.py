@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -123,6 +124,7 @@ def test_an_actor_that_nobody_asks_ends(join: Join) -> None:
     eventually(ended)
 
 
+@pytest.mark.soak
 def test_many_who_come_at_once_meet_at_one_actor(join: Join) -> None:
     discoveries = [join() for _ in range(8)]
     threads = [
@@ -134,6 +136,18 @@ def test_many_who_come_at_once_meet_at_one_actor(join: Join) -> None:
     for thread in threads:
         thread.join()
     assert [discovery.query("worker") for discovery in discoveries] == [dict.fromkeys(range(8), A)] * 8
+
+
+@pytest.mark.soak
+def test_a_thousand_registrations_and_two_hundred_watchers_without_a_missed_change(join: Join) -> None:
+    discoveries = [join(RayDiscoveryConfig()) for _ in range(200)]
+    told: dict[int, dict[int, str]] = {}
+    for number, discovery in enumerate(discoveries):
+        discovery.watch("worker", functools.partial(told.__setitem__, number))
+    want = {index: f"10.0.0.1:{index}" for index in range(1000)}
+    for index, address in want.items():
+        discoveries[index % 200].register("worker", index, address)
+    eventually(lambda: list(told.values()) == [want] * 200, 60)
 
 
 @pytest.mark.soak

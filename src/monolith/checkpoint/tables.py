@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from monolith import filesystem
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import RestoreError
-from monolith.feature import slot_of
+from monolith.feature import MAX_SLOTS_V2, slot_of
 from monolith.observe import Progress
 from monolith.table import (
     AdmissionFilter,
@@ -195,7 +195,7 @@ class TablesCut:
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         tables: dict[str, Entry] = {}
-        slots: Counter[int] = Counter()
+        slots = np.zeros(MAX_SLOTS_V2, np.int64)
         filesystem.make_dirs(assets_folder(prefix))
         for name, cut in self._cuts.items():
             basename = table_basename(assets_folder(prefix), name)
@@ -205,11 +205,12 @@ class TablesCut:
         for name, one in self._filters.items():
             one.save(filter_basename(prefix, name))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters)}
-        if full and len(slots) <= _MOST_SLOTS:
-            entry["slots"] = {str(slot): many for slot, many in sorted(slots.items())}
+        met = np.flatnonzero(slots)
+        if full and len(met) <= _MOST_SLOTS:
+            entry["slots"] = {str(slot): int(slots[slot]) for slot in met.tolist()}
         return entry
 
-    def _write_full(self, cut: TableCut, basename: str, slots: Counter[int]) -> Entry:
+    def _write_full(self, cut: TableCut, basename: str, slots: NDArray[np.int64]) -> Entry:
         done = dump_cut(
             _Counted(cut, slots),
             basename,
@@ -249,7 +250,7 @@ class TablesCut:
 class _Counted:
     """A cut that counts the slots of the ids that are read from it."""
 
-    def __init__(self, cut: TableCut, slots: Counter[int]) -> None:
+    def __init__(self, cut: TableCut, slots: NDArray[np.int64]) -> None:
         self._cut = cut
         self._slots = slots
         self._lock = threading.Lock()
@@ -262,9 +263,10 @@ class _Counted:
 
     def scan(self, cursor: int | None = None, **how: Any) -> Scan:
         found = self._cut.scan(cursor, **how)
-        slots, counts = np.unique(np.asarray(slot_of(found.rows.ids)), return_counts=True)
+        # No sorting: it would keep whoever trains from running Python.
+        counts = np.bincount(slot_of(found.rows.ids).numpy(), minlength=MAX_SLOTS_V2)
         with self._lock:
-            self._slots.update(dict(zip(slots.tolist(), counts.tolist(), strict=True)))
+            self._slots += counts
         return found
 
 

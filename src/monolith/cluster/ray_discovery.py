@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _PURPOSE = "discovery through Ray"
 _TRIES = 5
 _GATHER_S = 0.25
-"""After a change, how long to wait before asking for more: where many come and many watch, each call counts."""
+"""After a change, how long to wait before asking for more: many may come, while many watch."""
 _MOST_CALLS = 100_000
 """That wait in the actor: one per process."""
 

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from monolith.cluster.launch.ray import RayPlacement
 from monolith.cluster.run_config import load_run_config
 from monolith.cluster.runtime import place
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 MANIFEST = DEPLOY / "kubernetes" / "parameter-servers.yaml"
 PRIMUS = DEPLOY / "yarn" / "primus.json"
+RAY_JOB = DEPLOY / "ray" / "rayjob.yaml"
 
 
-def documents() -> list[str]:
-    return re.split(r"^---$", MANIFEST.read_text(), flags=re.MULTILINE)
+def documents(manifest: Path = MANIFEST) -> list[str]:
+    return re.split(r"^---$", manifest.read_text(), flags=re.MULTILINE)
 
 
 @pytest.fixture
@@ -29,9 +31,16 @@ def run_toml(tmp_path) -> Path:
     return file
 
 
-def test_each_document_has_what_kubernetes_asks_for():
+@pytest.mark.parametrize(
+    ("manifest", "versions"),
+    [
+        (MANIFEST, {"ConfigMap": "v1", "StatefulSet": "apps/v1", "Job": "batch/v1"}),
+        (RAY_JOB, {"RayJob": "ray.io/v1"}),
+    ],
+)
+def test_each_document_has_what_kubernetes_asks_for(manifest, versions):
     kinds = {}
-    for document in documents():
+    for document in documents(manifest):
         assert "\t" not in document
         for needed in ("apiVersion", "kind", "metadata"):
             assert len(re.findall(rf"^{needed}:", document, re.MULTILINE)) == 1
@@ -42,19 +51,37 @@ def test_each_document_has_what_kubernetes_asks_for():
         assert version
         assert name
         kinds[kind[1]] = version[1]
-    assert kinds == {"ConfigMap": "v1", "StatefulSet": "apps/v1", "Job": "batch/v1"}
+    assert kinds == versions
 
 
 @pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="PyYAML is not installed")
-def test_the_manifest_is_yaml():
+def test_the_manifests_are_yaml():
     import yaml
 
     found = list(yaml.safe_load_all(MANIFEST.read_text()))
     assert [each["kind"] for each in found] == ["ConfigMap", "StatefulSet", "Job"]
+    job = yaml.safe_load(RAY_JOB.read_text())["spec"]
+    cluster = job["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    (machines,) = cluster["workerGroupSpecs"]
+    (container,) = machines["template"]["spec"]["containers"]
+    room = machines["replicas"] * int(container["resources"]["limits"]["cpu"])
+    words = job["entrypoint"].split()
+    members = [int(words[words.index(flag) + 1]) for flag in ("--num-ps", "--num-workers")]
+    assert sum(members) * RayPlacement().cpus <= room
+    config = load_run_config(environ={each["name"]: each["value"] for each in container["env"]})
+    assert str(config.security.token_file) == f"{container['volumeMounts'][0]['mountPath']}/token"
 
 
-def test_brackets_in_the_manifest_close_where_they_open():
-    for number, line in enumerate(MANIFEST.read_text().splitlines(), 1):
+def test_the_job_of_ray_is_the_one_of_the_readme():
+    (entrypoint,) = re.findall(r"^  entrypoint: (.*)$", RAY_JOB.read_text(), re.MULTILINE)
+    assert entrypoint.startswith("monolith train tasks:MyTask --launch ray ")
+    assert f"ray job submit --working-dir . -- {entrypoint}\n" in (DEPLOY / "README.md").read_text()
+
+
+@pytest.mark.parametrize("manifest", [MANIFEST, RAY_JOB], ids=["kubernetes", "ray"])
+def test_brackets_in_a_manifest_close_where_they_open(manifest):
+    for number, line in enumerate(manifest.read_text().splitlines(), 1):
         bare = re.sub(r'"[^"]*"', "", line)
         for opening, closing in ("[]", "{}"):
             assert bare.count(opening) == bare.count(closing), f"line {number}: {line}"

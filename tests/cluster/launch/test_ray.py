@@ -105,6 +105,7 @@ def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run):
     ]
 
 
+@pytest.mark.soak
 def test_much_output_comes_whole_and_in_order(run):
     _, lines = run(shell("worker", 0, "i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done"))
     assert lines == [f"[worker 0] line {number}" for number in range(20000)]
@@ -162,6 +163,7 @@ def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_say
     assert "[ps 0]     bye" in lines
 
 
+@pytest.mark.soak
 def test_a_signal_that_ended_a_member_is_named(run):
     outcome, _ = run(shell("worker", 0, "kill -9 $$"), placements={"worker": RayPlacement(max_restarts=0)})
     assert (outcome.status, outcome.text) == (128 + 9, "worker 0 was ended by SIGKILL")
@@ -243,6 +245,7 @@ def test_a_stop_request_ends_all_and_leaves_no_process(run, tmp_path):
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.soak
 def test_a_second_stop_request_ends_the_stubborn_at_once(run):
     events = queue.SimpleQueue()
 

@@ -24,6 +24,7 @@ import torch
 
 from monolith import native
 from monolith.checkpoint import Checkpointer, Moment, Saver, TablesPart, read_manifest
+from monolith.cli.bench.ids import DISTRIBUTIONS
 from monolith.cli.bench.report import Report, cores
 from monolith.cli.bench.table import counted, need_memory
 from monolith.cli.bench.trainers import OurTrainer
@@ -202,8 +203,13 @@ def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> 
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for name, make in {"DeepFM": deepfm_steps, "rows only": table_steps}.items():
-            steps = make(plan, threads)
+        cases: dict[str, Callable[[], Steps]] = {
+            "DeepFM, Zipf ids": lambda: deepfm_steps(plan, threads, "zipf"),
+            "DeepFM, uniform ids": lambda: deepfm_steps(plan, threads, "uniform"),
+            "rows only, uniform ids": lambda: table_steps(plan, threads),
+        }
+        for name, make in cases.items():
+            steps = make()
             try:
                 measure_beside(plan, report, f"{name}, {counted(threads, 'thread')}", steps, folder)
             finally:
@@ -212,7 +218,7 @@ def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> 
         torch.set_num_threads(torch_threads)
 
 
-def deepfm_steps(plan: Plan, threads: int) -> Steps:
+def deepfm_steps(plan: Plan, threads: int, distribution: str) -> Steps:
     """Return a step of a DeepFM whose tables have all the rows together."""
     rows = max(1, plan.rows // FEATURES)
     trainer = OurTrainer(FEATURES, rows, plan.dim, HIDDEN, threads)
@@ -220,7 +226,8 @@ def deepfm_steps(plan: Plan, threads: int) -> Steps:
     assert isinstance(store, LocalStore)
     random = np.random.default_rng(1)
     examples = max(1, plan.batch // FEATURES * 4)
-    batches = [torch.from_numpy(random.integers(0, rows, (examples, FEATURES))) for _ in range(64)]
+    positions = DISTRIBUTIONS[distribution](rows, 64 * examples * FEATURES, random).astype(np.int64)
+    batches = list(torch.from_numpy(positions).view(64, examples, FEATURES))
     labels = torch.from_numpy(random.integers(0, 2, examples)).float()
     return Steps(
         lambda number: trainer.step(batches[number % len(batches)], labels),

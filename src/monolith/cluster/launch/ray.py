@@ -142,9 +142,11 @@ def run_members_on_ray(
 ) -> Outcome:
     """Run all members on Ray until they are done, or one has failed beyond its restarts.
 
-    When it returns, none of them runs. Should this process be killed, Ray ends the actors, and guardians end
-    the commands. A command has the variables of its machine, with those of the member over them; RAY_ADDRESS
-    names the cluster, and programs that are installed beside the machine's Python are found.
+    When it returns, none of them runs; only one whose actor was lost may take its grace to end. Should this
+    process be killed, Ray ends the actors, and guardians end the commands.
+
+    A command has the variables of its machine, with those of the member over them; RAY_ADDRESS names the
+    cluster, and programs that are installed beside the machine's Python are found.
 
     Args:
         address: Of a cluster, as `ray.init` takes it: "auto", "host:port" or "ray://host:port". None starts
@@ -210,6 +212,8 @@ class _Life:
 
     member: Member
     actor: Any
+    predecessor: Home | None
+    """Where an earlier life may not have ended yet, since its actor was lost."""
     thread: threading.Thread = field(init=False)
     home: Home | None = None
     """Where its command runs, once it does."""
@@ -292,7 +296,8 @@ class _RayRun:
             life = self._alive.pop(event.member.name)
             self._ray.kill(life.actor)  # it has nothing more to do, and holds the member's place
             if event.status != 0 and outcome is None and self._may_begin_again(event):
-                self._begin(event.member, life.home if isinstance(event, _Lost) else None)
+                lost = isinstance(event, _Lost)
+                self._begin(event.member, (life.home or life.predecessor) if lost else None)
                 continue
             leaders.discard(event.member.name)
             if event.status != 0 and outcome is None:
@@ -364,14 +369,14 @@ class _RayRun:
             )
             .remote(member.name, member.command, dict(member.environment), self._grace.total_seconds())
         )
-        life = _Life(member, actor)
+        life = _Life(member, actor, predecessor)
         life.thread = threading.Thread(
-            target=self._follow, args=(life, predecessor), name=f"ray-{member.name}", daemon=True
+            target=self._follow, args=(life,), name=f"ray-{member.name}", daemon=True
         )
         self._alive[member.name] = life
         life.thread.start()
 
-    def _follow(self, life: _Life, predecessor: Home | None) -> None:
+    def _follow(self, life: _Life) -> None:
         """Copy a member's output until it ends, then say so."""
         reader, writer = os.pipe()
         source = os.fdopen(reader, "rb", buffering=0)
@@ -380,7 +385,7 @@ class _RayRun:
         status: int | None = None
         try:
             with os.fdopen(writer, "wb") as sink:
-                life.home = self._ray.get(life.actor.start.remote(predecessor))
+                life.home = self._ray.get(life.actor.start.remote(life.predecessor))
                 while status is None:
                     chunk, status = self._ray.get(life.actor.news.remote())
                     sink.write(chunk)
@@ -447,7 +452,8 @@ class _Host:
         with self._lock:
             self._stopped = True
             if self._process is not None and self._process.poll() is None:
-                for _ in range(2 if at_once else 1):
+                for pause_s in (0.0, 0.1) if at_once else (0.0,):  # two at the same time count as one
+                    time.sleep(pause_s)
                     with suppress(ProcessLookupError):
                         os.kill(self._guardian, signal.SIGTERM)
 
