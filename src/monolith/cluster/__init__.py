@@ -34,6 +34,7 @@ from monolith.cluster.manager import (
     save_ps_cluster,
 )
 from monolith.cluster.mlp import MLPDiscovery, MLPEnv
+from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.zookeeper import (
     ZooKeeperConfig,
@@ -62,6 +63,8 @@ __all__ = [
     "MemoryDiscovery",
     "MemoryRegistry",
     "NodeAliveChecker",
+    "RayDiscovery",
+    "RayDiscoveryConfig",
     "Registration",
     "Task",
     "TfConfigDiscovery",

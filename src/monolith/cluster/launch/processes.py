@@ -26,11 +26,11 @@ from monolith.errors import ConfigError, WrongThreadError
 
 _log = logging.getLogger(__name__)
 
-_GUARD = "import sys; sys.path.append({folder!r}); import guardian; guardian.main(sys.argv[1:])"
+GUARD = "import sys; sys.path.append({folder!r}); import guardian; guardian.main(sys.argv[1:])"
 _COLORS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # SGR foregrounds; red is for errors
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # at the very end, \r may be half of \r\n
 _LONGEST_LINE_BYTES = 1 << 20
-_LATE = timedelta(seconds=5)
+LATE = timedelta(seconds=5)
 """Beyond its grace, how long a guardian may take to end its command."""
 
 
@@ -110,7 +110,7 @@ def launch(
     if threading.current_thread() is not threading.main_thread():
         raise WrongThreadError("only the main thread may launch: signals come to it. Use run_members.")
     events: Events = queue.SimpleQueue()
-    with _signals_into(events):
+    with signals_into(events):
         return run_members(
             members, output=output, color=color, grace=grace, followers=followers, events=events
         )
@@ -159,7 +159,7 @@ def run_members(
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"cannot launch: members must be some, with different names; got {names}")
     stream = sys.stdout if output is None else output
-    lines = _Lines(stream, names, stream.isatty() if color is None else color)
+    lines = Lines(stream, names, stream.isatty() if color is None else color)
     running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace)
     try:
         return running.until_done(followers)
@@ -170,7 +170,7 @@ def run_members(
 class _Running:
     """The children of one run."""
 
-    def __init__(self, members: Sequence[Member], lines: _Lines, events: Events, grace: timedelta) -> None:
+    def __init__(self, members: Sequence[Member], lines: Lines, events: Events, grace: timedelta) -> None:
         self._events = events
         self._grace = grace
         self._lines = lines
@@ -206,7 +206,7 @@ class _Running:
             self._alive.pop(event.member.name, None)
             leaders.discard(event.member.name)
             if event.status != 0 and outcome is None:
-                outcome = _failure(event)
+                outcome = failure_of(event)
                 _log.error("%s; stopping the others", outcome.text)
                 self._ask_all()
             elif not leaders and outcome is None and deadline is None:
@@ -220,12 +220,12 @@ class _Running:
         self._ask_all()
         for child in self._alive.values():
             try:
-                child.wait((self._grace + _LATE).total_seconds())
+                child.wait((self._grace + LATE).total_seconds())
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
         for thread in self._threads:
-            thread.join(_LATE.total_seconds())
+            thread.join(LATE.total_seconds())
         os.close(self._lifeline)
         os.close(self._pipe)
 
@@ -234,7 +234,7 @@ class _Running:
             child.terminate()
 
     def _start(self, member: Member) -> None:
-        guard = _GUARD.format(folder=str(Path(__file__).parent))
+        guard = GUARD.format(folder=str(Path(__file__).parent))
         child = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", "-c", guard),
@@ -259,11 +259,11 @@ class _Running:
     def _wait(self, member: Member, child: subprocess.Popen[bytes], copier: threading.Thread) -> None:
         status = child.wait()
         # Its last words come before the news of its end, unless somebody who left its group keeps the pipe.
-        copier.join(_LATE.total_seconds())
+        copier.join(LATE.total_seconds())
         self._events.put(Ended(member, status))
 
 
-class _Lines:
+class Lines:
     """Lines of many processes on one stream, whole, each after a name."""
 
     def __init__(self, stream: TextIO, names: Sequence[str], color: bool) -> None:
@@ -296,7 +296,7 @@ class _Lines:
             self._stream.flush()
 
 
-def _failure(event: Ended) -> Outcome:
+def failure_of(event: Ended) -> Outcome:
     name, status = event.member.name, event.status
     if status < 0:
         text = f"{name} was ended by {signal.Signals(-status).name}"
@@ -305,7 +305,7 @@ def _failure(event: Ended) -> Outcome:
 
 
 @contextmanager
-def _signals_into(events: Events) -> Iterator[None]:
+def signals_into(events: Events) -> Iterator[None]:
     """Ctrl-C and SIGTERM as stop requests, as long as the block lasts."""
     before = {
         number: signal.signal(number, lambda number, _: events.put(StopRequest(number)))

@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from monolith.cluster.launch.processes import (
-    _GUARD,
-    _LATE,
+    GUARD,
+    LATE,
     Ended,
     Events,
+    Lines,
     Member,
     Outcome,
     StopRequest,
-    _failure,
-    _Lines,
-    _signals_into,
+    failure_of,
+    signals_into,
 )
 from monolith.cluster.ray_connection import LOCAL, connected
 from monolith.errors import ConfigError, DeadlineExceededError, WrongThreadError
@@ -112,7 +112,7 @@ def launch_on_ray(
     if threading.current_thread() is not threading.main_thread():
         raise WrongThreadError("only the main thread may launch: signals come to it. Use run_members_on_ray.")
     events: Events = queue.SimpleQueue()
-    with _signals_into(events):
+    with signals_into(events):
         return run_members_on_ray(
             members,
             address=address,
@@ -174,7 +174,7 @@ def run_members_on_ray(
     by_role = {member.role: wanted.get(member.role) or RayPlacement() for member in members}
     cpus = math.ceil(sum(by_role[member.role].cpus for member in members))
     stream = sys.stdout if output is None else output
-    lines = _Lines(stream, names, stream.isatty() if color is None else color)
+    lines = Lines(stream, names, stream.isatty() if color is None else color)
     with connected(
         _PURPOSE,
         LOCAL if address is None else address,
@@ -228,7 +228,7 @@ class _RayRun:
         members: Sequence[Member],
         *,
         placements: Mapping[str, RayPlacement],
-        lines: _Lines,
+        lines: Lines,
         events: Events,
         grace: timedelta,
     ) -> None:
@@ -316,7 +316,7 @@ class _RayRun:
 
         if self._alive:
             self._ask_all(at_once=True)
-            end = time.monotonic() + _LATE.total_seconds()
+            end = time.monotonic() + LATE.total_seconds()
             for life in self._alive.values():
                 life.thread.join(max(0.0, end - time.monotonic()))
             self._kill_all()
@@ -338,13 +338,13 @@ class _RayRun:
             life.actor.stop.remote(at_once)
             if at_once and life.home is None:  # it may be waiting for a machine
                 self._ray.kill(life.actor)
-        patience = _LATE if at_once else self._grace + _LATE
+        patience = LATE if at_once else self._grace + LATE
         self._due = (time.monotonic() + patience.total_seconds(), self._kill_all)
 
     def _kill_all(self) -> None:
         for life in self._alive.values():
             self._ray.kill(life.actor)
-        self._due = (time.monotonic() + _LATE.total_seconds(), self._give_up)
+        self._due = (time.monotonic() + LATE.total_seconds(), self._give_up)
 
     def _give_up(self) -> None:
         _log.error("Ray does not say that these have ended: %s", ", ".join(self._alive))
@@ -393,7 +393,7 @@ class _RayRun:
             event = Ended(life.member, status)
         except Exception as error:  # whatever it is, the run must not wait for this member any more
             event = _Lost(life.member, 1, _why(error))
-        copier.join(_LATE.total_seconds())  # last words come before the news of the end
+        copier.join(LATE.total_seconds())  # last words come before the news of the end
         self._events.put(event)
 
 
@@ -424,7 +424,7 @@ class _Host:
         context = ray.get_runtime_context()
         machine = context.get_node_id()
         if predecessor is not None and predecessor[0] == machine:
-            _wait_until_gone(predecessor[1], self._grace_s + _LATE.total_seconds())
+            _wait_until_gone(predecessor[1], self._grace_s + LATE.total_seconds())
         with self._lock:
             if not self._stopped:
                 self._run({"RAY_ADDRESS": context.gcs_address, **self._environment})
@@ -460,7 +460,7 @@ class _Host:
     def _run(self, environment: Mapping[str, str]) -> None:
         pipe, self._lifeline = os.pipe()  # the guardian reads an end when this process is gone
         reader, writer = os.pipe()
-        guard = _GUARD.format(folder=str(Path(__file__).parent))
+        guard = GUARD.format(folder=str(Path(__file__).parent))
         programs = str(Path(sys.executable).parent)
         self._process = subprocess.Popen(
             [
@@ -515,7 +515,7 @@ def _stopped(event: StopRequest) -> Outcome:
 
 
 def _failed(event: Ended, restarts: int = 0) -> Outcome:
-    outcome = _failure(event)
+    outcome = failure_of(event)
     text = f"{event.member.name} was lost: {event.why}" if isinstance(event, _Lost) else outcome.text
     return replace(outcome, text=f"{text}, after {restarts} restart(s)" if restarts else text)
 
