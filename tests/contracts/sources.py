@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
@@ -23,6 +24,7 @@ from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
+from monolith.data.service import DataServiceSource, DataWorker, Dispatcher, JobConfig
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.work_queue import LocalFileQueue
 from monolith.tensors import RaggedTensor
@@ -192,6 +194,28 @@ def _kafka(folder: Path, *, service: Any, batch_size: int = 4) -> Source:
     return KafkaSource(config, PayloadParser("example"))
 
 
+@contextmanager
+def data_service(folder: Path) -> Iterator[Dispatcher]:
+    """A dispatcher over a few splits of the records, and a data worker that reads them."""
+    config = JobConfig(splits=("0", "9", "10"), lease=timedelta(seconds=5))
+    ends = {"0": 9, "9": 10, "10": COUNT}
+
+    def open_split(split: str) -> Source:
+        return MemorySource(some_records(IDS[int(split) : ends[split]]), batch_size=4)
+
+    with (
+        Dispatcher(config, folder=str(folder)) as dispatcher,
+        DataWorker(dispatcher.address, open_split, chunk_records=3),
+    ):
+        yield dispatcher
+
+
+def _served(_: Path, *, service: Dispatcher, batch_size: int = 4) -> Source:
+    """The only trainer of a job: what it was given once comes to it again after a restart."""
+    source = DataServiceSource(service.address, "only", patience=timedelta(seconds=20))
+    return Pipeline(source).rebatch(batch_size)
+
+
 def _joined(folder: Path, *, batch_size: int = 4) -> Source:
     """Every impression once; every third with an action, which comes some time later."""
     times = torch.arange(COUNT) * 10 + 1000
@@ -249,6 +273,7 @@ SOURCES: dict[str, Case] = {
     "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"})),
     "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"})),
     "kafka": Case(_kafka, service="kafka"),
+    "data service": Case(_served, service="data_service"),
     "joined": Case(_joined),
     "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
     "pipeline": Case(_pipeline(lambda p: p)),

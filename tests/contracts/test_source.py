@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contracts import sources
 from contracts.sources import SOURCES, Case, ids_of
 
 from monolith.data import Records, Source
+from monolith.data.service import Dispatcher
 from monolith.errors import MonolithError, RestoreError
 
 
@@ -31,6 +33,12 @@ class Maker:
     def close(self) -> None:
         for source in self._made:
             source.close()
+
+
+@pytest.fixture
+def data_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dispatcher]:
+    with sources.data_service(tmp_path_factory.mktemp("job")) as dispatcher:
+        yield dispatcher
 
 
 @pytest.fixture(params=SOURCES)

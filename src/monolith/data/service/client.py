@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -86,14 +86,23 @@ class DataServiceSource:
         return {"kind": _KIND, "job": self._job, "trainer": self._trainer, "turn": self._turn}
 
     def restore(self, position: Position) -> None:
-        if position.get("kind") != _KIND:
-            raise RestoreError(f"cannot restore a data service source: {position!r} is not a position of one")
+        if not isinstance(position, Mapping) or position.get("kind") != _KIND:
+            raise RestoreError(
+                f"cannot restore a data service source: {position!r:.200} is not a position of one"
+            )
+        turn, job = position.get("turn"), position.get("job", "")
+        if not isinstance(turn, int) or turn < 0 or "trainer" not in position or job == "":
+            raise RestoreError(f"cannot restore a data service source: {position!r:.200} makes no sense")
         if position["trainer"] != self._trainer:
             raise RestoreError(
                 f"cannot restore trainer {self._trainer!r}: the position is of {position['trainer']!r}. "
                 "Give each trainer the position that was saved under its own name."
             )
         self._job, self._turn = position["job"], position["turn"]
+
+    def commit(self, position: Position) -> None:
+        """As `acknowledge`, by the name under which a trainer tells any source what is safe."""
+        self.acknowledge(position)
 
     def acknowledge(self, position: Position) -> None:
         """Tell the dispatcher that a position was saved for good: all before it need not come again.
