@@ -53,7 +53,8 @@ class TablesPart:
         incremental: Whether tables keep track of changes, so that a checkpoint may be an increment.
         workers: Files to read at once.
         write_workers: Files to write at once; fewer where training goes on beside it.
-        progress: Advanced by rows.
+        progress: Advanced by rows that are read.
+        write_progress: Advanced by rows that are written, by the thread that writes them.
     """
 
     name = "tables"
@@ -69,6 +70,7 @@ class TablesPart:
         workers: int = 4,
         write_workers: int = 4,
         progress: Progress | None = None,
+        write_progress: Progress | None = None,
     ) -> None:
         self._tables = dict(tables)
         self._filters = dict(filters or {})
@@ -78,6 +80,7 @@ class TablesPart:
         self._workers = workers
         self._write_workers = write_workers
         self._progress = progress
+        self._write_progress = write_progress
         self._track()
 
     def cut(self, step: int) -> TablesCut:  # noqa: ARG002
@@ -90,7 +93,7 @@ class TablesPart:
                 undo.callback(cut.close, saved=False)
             filters = {name: one.copy() for name, one in self._filters.items()}
             undo.pop_all()
-        return TablesCut(cuts, filters, self._num_shards, self._write_workers, self._progress)
+        return TablesCut(cuts, filters, self._num_shards, self._write_workers, self._write_progress)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         known = {name for saved in chain for name in saved.entry["tables"]}

@@ -3,7 +3,7 @@
 from monolith.observe.exits import install_exit_signals
 from monolith.observe.logs import configure_logging
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
-from monolith.observe.priority import yield_to_others
+from monolith.observe.priority import Resting, yield_to_others
 from monolith.observe.progress import Progress, progress
 from monolith.observe.stacks import install_stack_dump, print_stack_trace
 
@@ -14,6 +14,7 @@ __all__ = [
     "Metrics",
     "MetricsServer",
     "Progress",
+    "Resting",
     "configure_logging",
     "install_exit_signals",
     "install_stack_dump",

@@ -6,6 +6,7 @@ Built from a task, it can take steps, be saved and be restored. `Trainer` runs i
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from monolith.data.source import Position
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch, apply_gradients
+from monolith.observe import Resting
 from monolith.store import LocalStore, Store
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
@@ -28,6 +30,9 @@ from monolith.train.metrics import MetricSet, WindowRow
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
+
+SHARE = 0.1
+"""Of a processor, for whoever saves where training has them all."""
 
 
 class _Read(NamedTuple):
@@ -64,11 +69,23 @@ class Model:
             self.dense = task.dense_optimizer(self.module)
         self.module.train(mode is Mode.TRAIN)
 
-    def parts(self, *, incremental: bool = False, write_workers: int = 4) -> list[Part]:
-        """Return what a checkpoint keeps of the model; see `TablesPart`."""
+    def parts(self, *, incremental: bool = False, beside: bool = False) -> list[Part]:
+        """Return what a checkpoint keeps of the model; see `TablesPart`.
+
+        Args:
+            beside: Whether it is written while training goes on: by one thread, which rests where training
+                has all processors, so that little is lost to it.
+        """
         tables, filters = self._tables()
+        busy = torch.get_num_threads() >= (os.cpu_count() or 1)
         return [
-            TablesPart(tables, filters, incremental=incremental, write_workers=write_workers),
+            TablesPart(
+                tables,
+                filters,
+                incremental=incremental,
+                write_workers=1 if beside else 4,
+                write_progress=Resting(SHARE) if beside and busy else None,
+            ),
             self.dense_part(),
         ]
 
@@ -154,10 +171,7 @@ class Session:
     def parts(self) -> list[Part]:
         """Return everything that a checkpoint of this session keeps."""
         return [
-            *self.model.parts(
-                incremental=self.config.keep.full_every > 1,
-                write_workers=1 if self.config.saves_beside else 4,
-            ),
+            *self.model.parts(incremental=self.config.keep.full_every > 1, beside=self.config.saves_beside),
             StatePart("position", lambda: self._position, self._go_to),
             StatePart("progress", lambda: {"examples": self.examples}, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),

@@ -30,9 +30,10 @@ from monolith.cli.bench.table import counted, need_memory
 from monolith.cli.bench.trainers import OurTrainer
 from monolith.cli.commands import BenchCheckpointOptions
 from monolith.errors import ConfigError
-from monolith.observe import yield_to_others
+from monolith.observe import Resting, yield_to_others
 from monolith.store import LocalStore
 from monolith.table import Adagrad, NativeTable, Rows, Segment, TableConfig
+from monolith.train.session import SHARE
 
 FEATURES = 26
 HIDDEN = (128, 64)
@@ -264,7 +265,8 @@ def measure_beside(plan: Plan, report: Report, case: str, trained: Steps, folder
         alone = max(alone, rate(quiet, trained.examples))
         calm.append(max(quiet))
         run_dir = folder / "beside"
-        part = TablesPart(trained.tables, write_workers=1)
+        rest = Resting(SHARE) if torch.get_num_threads() >= cores() else None  # as a session does
+        part = TablesPart(trained.tables, write_workers=1, write_progress=rest)
         checkpointer = Checkpointer(Saver(str(run_dir), max_to_keep=1), [part])
         with timed() as cut:
             moment = checkpointer.cut(turn + 1)
