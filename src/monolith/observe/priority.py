@@ -57,7 +57,7 @@ class Resting:
         self._threads = threading.local()
 
     def advance(self, amount: float = 1) -> None:  # noqa: ARG002
-        """Rest in proportion to the work since the last call; a thread's first one looks at the clock only."""
+        """Rest in proportion to the work since the last call of this thread."""
         if self._rest == 0 or not self._rests():
             return
         now = self._clock()
