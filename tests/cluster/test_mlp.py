@@ -279,7 +279,10 @@ def test_everything_can_be_hidden():
     "host", ["local", "localhost", "127.0.0.1", "0.0.0.0", "[::1]", "w1", "own", "w1-other"]
 )
 def test_a_process_may_call_itself_by_any_of_its_names(host):
-    MLPDiscovery(cluster()).register("worker", 1, f"{host}:2001")
+    discovery = MLPDiscovery(cluster())
+    before = discovery.query("worker")
+    discovery.register("worker", 1, f"{host}:2001")
+    assert discovery.query("worker") == before  # what the environment says stands
 
 
 @pytest.mark.parametrize(

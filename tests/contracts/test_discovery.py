@@ -98,7 +98,10 @@ def test_what_is_deregistered_is_gone(join: Join) -> None:
 
 
 def test_deregistering_what_was_never_registered_is_no_error(join: Join) -> None:
-    join().deregister("server", 5)
+    discovery = join()
+    discovery.register("server", 4, "h:4")
+    discovery.deregister("server", 5)
+    assert discovery.query("server") == {4: "h:4"}
 
 
 def test_deregistering_with_another_address_leaves_the_entry_to_who_has_it(join: Join) -> None:

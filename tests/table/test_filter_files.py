@@ -186,7 +186,10 @@ def test_a_filter_by_chance_goes_on_with_the_same_chances(base: str) -> None:
 
 
 def test_a_filter_that_saved_nothing_starts_from_the_beginning(base: str) -> None:
-    ProbabilisticFilter(SlotThresholds(3)).restore(base)
+    ids = torch.arange(100)
+    restored = ProbabilisticFilter(SlotThresholds(3))
+    restored.restore(base)
+    assert torch.equal(restored.refuse(ids), ProbabilisticFilter(SlotThresholds(3)).refuse(ids))
 
 
 def test_a_copy_of_a_filter_does_not_count_on(base: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,11 +94,12 @@ class Discovery(Protocol):
         """
 
 
-class Closing:
+class Closing(ABC):
     """Lets a discovery be used in a `with`."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """End it; see `Discovery.close`."""
 
     def __enter__(self) -> Self:
         return self

@@ -385,7 +385,7 @@ class ZooKeeperDiscovery(Closing):
                 )
                 return True
             except self._errors.node_exists:
-                pass
+                pass  # whose it is, is looked at next
             try:
                 found, stat = self._wait_for(self._client.get_async(path))
                 session = self._client.client_id

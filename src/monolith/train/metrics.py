@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -83,7 +84,7 @@ class Metric(Protocol):
 # Metrics that are a few sums
 
 
-class _Sums:
+class _Sums(ABC):
     """A metric whose memory is some running sums, by name."""
 
     name: str
@@ -117,8 +118,9 @@ class _Sums:
             )
         self._sums = {field: float(state[field]) for field in self.fields}
 
+    @abstractmethod
     def _terms(self, scored: Scored) -> dict[str, Floats]:
-        raise NotImplementedError
+        """Return what each example adds to each sum."""
 
     def _ratio(self, above: str, below: str) -> float:
         return self._sums[above] / self._sums[below] if self._sums[below] else math.nan

@@ -43,7 +43,9 @@ def test_it_is_placed_once():
 
 
 def test_removing_what_is_not_there_does_nothing():
-    LocalBarrier(2).remove()
+    barrier = LocalBarrier(2)
+    barrier.remove()
+    assert barrier.placement() is None
 
 
 def test_action_and_generation_are_one_value():
@@ -80,7 +82,9 @@ def test_who_is_blocked():
 
 
 def test_without_a_barrier_nobody_waits():
-    LocalBarrier(2).wait_until_removed(1)
+    barrier = LocalBarrier(2)
+    barrier.wait_until_removed(1)
+    assert barrier.blocked_indices() == []
 
 
 def test_who_places_it_and_everybody_who_meets_it_hears_the_action_once():

@@ -198,4 +198,8 @@ def test_a_look_that_fails_is_not_the_last(controller, tmp_path, monkeypatch):
 
 
 def test_a_run_without_a_folder_is_left_alone(controller):
-    train([ActionFileHook(controller)], 1)
+    before = threading.active_count()
+    hook = ActionFileHook(controller)
+    hook.after_create(FakeRun(""))
+    assert threading.active_count() == before  # nothing is polled
+    hook.close()

@@ -82,6 +82,7 @@ def test_a_server_that_never_started_can_be_closed(tmp_path):
     hook = ControlServerHook(LocalBarrier(1), saved)
     hook.end(FakeRun(tmp_path))
     hook.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_certificates_or_a_token_it_listens_on_this_machine_only(serve):

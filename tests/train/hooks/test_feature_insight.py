@@ -154,6 +154,8 @@ def test_steps_in_between_are_not_watched(tmp_path: Path) -> None:
     assert not layer._forward_hooks
 
 
-def test_a_run_without_a_folder_writes_nothing() -> None:
+def test_a_run_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     layer = Dense(3, 2)
     Training("", layer, 2).drive(FeatureInsightHook(layer, {"a": 3}, every_steps=1))
+    assert list(tmp_path.iterdir()) == []

@@ -95,3 +95,4 @@ def test_the_step_that_was_begun_is_finished():
 def test_the_clock_is_read_once_a_step():
     reads = iter([at(2)])
     TideStoppingHook(TideWindow(1, 0, 3, 0), clock=lambda: next(reads)).before_step(FakeRun())
+    assert list(reads) == []

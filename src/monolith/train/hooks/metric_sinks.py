@@ -269,7 +269,7 @@ class MessageQueue:
             try:
                 message = self._queue.get(timeout=self._tick_secs)
             except queue.Empty:
-                pass
+                pass  # time to tick all the same
             else:
                 if message is None:
                     return
