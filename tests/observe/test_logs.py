@@ -13,15 +13,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(autouse=True)
-def root_logger():
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield root
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
 def test_a_file_gets_plain_lines_from_the_level_on():
     out = io.StringIO()
     configure_logging("info", stream=out)

@@ -12,7 +12,8 @@ from monolith.cluster.addresses import (
     is_ipv6_address,
     wait_for_port,
 )
-from monolith.cluster.consul import ConsulClient, ConsulConfig, ConsulDiscovery, ConsulService
+from monolith.cluster.consul import ConsulDiscovery
+from monolith.cluster.consul_client import ConsulClient, ConsulConfig, ConsulService
 from monolith.cluster.discovery import (
     DATA_DISPATCHER,
     Discovery,

@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from monolith.cluster.addresses import Address
-from monolith.cluster.consul import ConsulConfig, ConsulDiscovery
+from monolith.cluster.consul import ConsulDiscovery
+from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery, check_role
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery, get_zk_auth_data

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from monolith.cluster.consul import ConsulConfig, ConsulDiscovery
+from monolith.cluster.consul import ConsulDiscovery
+from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery, MLPEnv
