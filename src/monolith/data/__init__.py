@@ -14,6 +14,7 @@ from monolith.data.joiner import Joiner, JoinerConfig
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
+from monolith.data.share import Share, my_share, reading_share
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Source
 
@@ -42,6 +43,7 @@ __all__ = [
     "Position",
     "RecordWriter",
     "Records",
+    "Share",
     "ShuffleConfig",
     "Source",
     "Stream",
@@ -49,4 +51,6 @@ __all__ = [
     "concat",
     "format_of",
     "make_batch",
+    "my_share",
+    "reading_share",
 ]

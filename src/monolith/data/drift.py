@@ -30,6 +30,7 @@ from torch import Tensor
 
 from monolith.data.drawing import Draws, ranks, sigmoid
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
+from monolith.data.share import my_share
 from monolith.data.source import Position
 from monolith.errors import ConfigError, FeatureError, RestoreError
 from monolith.feature import Batch
@@ -129,17 +130,24 @@ class _Examples(NamedTuple):
 
 
 class DriftingStream:
-    """A source of examples in the order of their event time. Its position is the number of the next one."""
+    """A source of examples in the order of their event time. Its position is the number of the next one.
+
+    Of several workers (see `reading_share`) each has every so manieth batch.
+    """
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self.config = DriftConfig() if config is None else config
         self._draws = Draws(self.config.seed)
-        self._next = 0
+        self._share = my_share()
+        self._next = self._share.index * self.config.batch_size
 
     # A source
 
     def __iter__(self) -> Iterator[Records]:
         size = self.config.batch_size
+        if self._share.count > 1:
+            yield from self._every(self._share.count * size)
+            return
         # Several batches are drawn at a time: numpy's calls cost more than the work of a small one.
         together = max(1, _AT_A_TIME // size) * size
         while True:
@@ -154,7 +162,10 @@ class DriftingStream:
                 yield _pack({name: column[begin:end] for name, column in columns.items()})
 
     def position(self) -> Position:
-        return {"source": "drift", "seed": self.config.seed, "next": self._next}
+        found: Position = {"source": "drift", "seed": self.config.seed, "next": self._next}
+        if self._share.count > 1:
+            found["shard"] = list(self._share)
+        return found
 
     def restore(self, position: Position) -> None:
         if not isinstance(position, Mapping) or position.get("source") != "drift":
@@ -163,6 +174,12 @@ class DriftingStream:
             raise RestoreError(
                 f"cannot restore a drifting stream: the position is of seed {position.get('seed')!r}, "
                 f"this one has seed {self.config.seed}"
+            )
+        shard = position.get("shard", [0, 1])
+        if shard != list(self._share):
+            raise RestoreError(
+                f"cannot restore a drifting stream: the position is of worker and workers {shard!r}, "
+                f"this one has {list(self._share)}"
             )
         number = position.get("next")
         if not isinstance(number, int) or number < 0:
@@ -173,6 +190,13 @@ class DriftingStream:
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
+
+    def _every(self, stride: int) -> Iterator[Records]:
+        size, end = self.config.batch_size, self.config.examples
+        while (many := size if end is None else min(size, end - self._next)) > 0:
+            columns = self._columns(self._next, many)
+            self._next += stride
+            yield _pack(columns)
 
     # Any stretch of it
 

@@ -23,6 +23,7 @@ from monolith.data.file_order import Files, Listed, Queued, Spot, Step, Watched
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
 from monolith.data.records import Records, concat
+from monolith.data.share import share_of
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.data.work_queue import FileQueue
@@ -121,9 +122,10 @@ class FileSource:
             modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
             there will be.
         columns: To read; None for all.
-        worker: Which of `num_workers` this is, 0 by default. A queue takes it for a name: whoever begins
-            under a name gets what was leased to that name before, so give it only where it is one of a
-            kind, such as the rank. Without it, the leases of a process that died run out by themselves.
+        worker: Which of `num_workers` this is; by default the share of this process, see `reading_share`.
+            A queue takes it for a name: whoever begins under a name gets what was leased to that name
+            before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
+            a process that died run out by themselves.
         batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
             and with a watch what is there when nothing new is.
         epochs: How often to read a list; None for ever.
@@ -140,7 +142,7 @@ class FileSource:
         batch_size: int,
         columns: Sequence[str] | None = None,
         worker: int | None = None,
-        num_workers: int = 1,
+        num_workers: int | None = None,
         epochs: int | None = 1,
         shuffle: ShuffleConfig | None = None,
         drop_remainder: bool = False,
@@ -150,22 +152,21 @@ class FileSource:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
-        if num_workers < 1 or not 0 <= (worker or 0) < num_workers:
-            raise ConfigError(f"file source: there is no worker {worker} of {num_workers}")
-        share = worker or 0
+        share = share_of("file source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"file source: epochs must be at least 1, or None for ever, got {epochs}")
         if isinstance(files, str):
             files = [files]
         self._files: Files
         if isinstance(files, Sequence):
-            self._files = Listed(files, share, num_workers, epochs, shuffle)
+            self._files = Listed(files, *share, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
         elif isinstance(files, Watch):
-            self._files = Watched(files, share, num_workers)
+            self._files = Watched(files, *share)
         else:
-            self._files = Queued(files, worker, auto_commit=auto_commit)
+            name = share.index if worker is None and share.count > 1 else worker
+            self._files = Queued(files, name, auto_commit=auto_commit)
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._batch_size = batch_size
@@ -176,7 +177,7 @@ class FileSource:
         self._settings: Position = {
             "source": "files",
             "shuffle": None if shuffle is None else [shuffle.seed, shuffle.buffer, shuffle.files],
-            "shard": [share, num_workers],
+            "shard": list(share),
         }
         self._spot = Spot()
         self._reading = Spot()

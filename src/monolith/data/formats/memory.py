@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from monolith.data.records import Records
+from monolith.data.share import share_of
 from monolith.data.shuffling import permutation
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
@@ -30,7 +31,8 @@ class MemorySource:
 
     Args:
         data: Records, or columns by name: a dict, a DataFrame.
-        worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`.
+        worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
+            the share of this process, see `reading_share`.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
@@ -41,20 +43,19 @@ class MemorySource:
         data: Records | Mapping[str, Column],
         *,
         batch_size: int,
-        worker: int = 0,
-        num_workers: int = 1,
+        worker: int | None = None,
+        num_workers: int | None = None,
         epochs: int | None = 1,
         shuffle_seed: int | None = None,
         drop_remainder: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        if num_workers < 1 or not 0 <= worker < num_workers:
-            raise ConfigError(f"memory source: there is no worker {worker} of {num_workers}")
+        share = share_of("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         records = data if isinstance(data, Records) else to_records(data)
-        self._records = records.take(torch.arange(worker, len(records), num_workers))
+        self._records = records.take(torch.arange(share.index, len(records), share.count))
         self._batch_size = batch_size
         self._total = None if epochs is None and len(self._records) else len(self._records) * (epochs or 1)
         self._seed = shuffle_seed
@@ -64,7 +65,7 @@ class MemorySource:
         self._settings: Position = {
             "source": "memory",
             "records": len(self._records),
-            "shard": [worker, num_workers],
+            "shard": list(share),
             "seed": shuffle_seed,
         }
 

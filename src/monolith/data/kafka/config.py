@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from monolith.data.format import BadRecord
 from monolith.data.records import Records
 from monolith.errors import ConfigError, MissingExtraError
-
-if TYPE_CHECKING:
-    pass
 
 STARTS = ("earliest", "latest")
 OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
@@ -56,7 +53,8 @@ class KafkaConfig:
     group: str
     """The consumer group: who shares out partitions, and under whose name offsets are committed."""
     assignment: ByWorker | None = None
-    """None lets the group share out partitions."""
+    """None lets the group share out partitions; where several workers train together, see `reading_share`,
+    each has fixed ones all the same, so that a checkpoint can hold their offsets."""
     run: str = ""
     """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
     over since from one of an earlier start, over which a restored position wins. Only a group needs it."""

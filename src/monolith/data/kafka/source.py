@@ -8,14 +8,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.format import BadRecord
-from monolith.data.kafka.config import Decode, KafkaConfig, import_kafka
+from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import Offsets, Partition, make_position, read_position
 from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
+from monolith.data.share import my_share
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -74,6 +76,9 @@ class KafkaSource:
         Raises:
             MissingExtraError: confluent-kafka is not installed.
         """
+        share = my_share()
+        if share.count > 1 and config.assignment is None:
+            config = replace(config, assignment=ByWorker(worker=share.index, num_workers=share.count))
         self.config = config
         self._kafka = import_kafka()
         self._decode = decode
