@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint import small_servers
 from checkpoint.small_runs import ITEM, SmallRun, chain, flip, rows_of
 from contracts.tables import ids
 from torch import nn
@@ -176,3 +177,33 @@ def test_a_run_of_many_rows_is_compared_in_blocks(folder: Path) -> None:
     run.tables["user"].assign_add(ids(*range(1000)), torch.ones(1000, 2))
     (one,) = compare(before, run.save(2), tables=["user"]).tables
     assert (one.changed, one.rows_after) == (1000, 140_000)
+
+
+# Of several servers
+
+
+def test_the_same_rows_in_other_pieces_are_the_same(tmp_path: Path) -> None:
+    prefixes = []
+    for servers in (1, 2, 3):
+        run = small_servers.Servers(tmp_path / str(servers), servers)
+        run.train(*range(-20, 30))
+        prefixes.append(run.save(1))
+    for other in prefixes[1:]:
+        assert compare(prefixes[0], other).same
+        assert compare(other, prefixes[0]).same
+
+
+def test_what_differs_between_other_pieces_is_counted(tmp_path: Path) -> None:
+    one = small_servers.Servers(tmp_path / "one", 1)
+    two = small_servers.Servers(tmp_path / "two", 2)
+    for run in (one, two):
+        run.train(*range(10))
+        run.save(1)
+    two.train(3, 4, 20, time=2)
+    two.remove("user", 7)
+    two.clear("item", 1)
+    found = compare(one.save(1), two.save(2))
+    item, user = found.tables
+    assert (item.rows_before, item.rows_after, item.added, item.removed, item.changed) == (10, 6, 1, 5, 1)
+    assert (user.rows_before, user.rows_after, user.added, user.removed, user.changed) == (10, 10, 1, 1, 2)
+    assert sorted(row.id for row in user.largest) == [3, 4]

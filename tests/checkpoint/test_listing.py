@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint import small_servers
 from checkpoint.small_runs import SmallRun, chain, flip
 
 from monolith.checkpoint.listing import Listed, list_checkpoints
@@ -156,3 +157,29 @@ def test_checkpoints_of_another_folder_that_are_listed_are_shown(folder: Path, t
     )
     (one,) = list_checkpoints(str(other)).checkpoints
     assert (one.prefix, one.marks, one.problem) == (prefix, ("latest", "listed"), None)
+
+
+def test_checkpoints_of_several_servers_are_listed_with_their_totals(folder: Path) -> None:
+    _, prefixes, contents = small_servers.chain(folder, 2, 2, 3, 3)
+    found = list_checkpoints(str(folder))
+    assert found.sound
+    for one, content in zip(found.checkpoints, contents, strict=True):
+        assert one.rows == {name: len(rows) for name, rows in content.items()}
+        on_disk = [*folder.glob(f"{one.name}.*"), *folder.glob(f"{one.name}.assets/*/*")]
+        assert one.bytes == sum(path.stat().st_size for path in on_disk if path.is_file())
+    Path(f"{prefixes[1]}.assets/ps-1-of-2/user.manifest").unlink()
+    listed = by_name(folder)
+    assert [listed[name].problem is None for name in "1234"] == [True, False, False, False]
+    assert "piece ps-1-of-2 of model.ckpt-2" in (listed["4"].problem or "")
+
+
+def test_all_pieces_go_with_their_checkpoint(folder: Path) -> None:
+    run = small_servers.Servers(folder, 2, max_to_keep=1)
+    run.train(1, 2, 3)
+    run.save(1)
+    other = small_servers.Servers(folder, 3, max_to_keep=1)  # which begins with a full one
+    other.train(1, 2, 3)
+    other.save(2)
+    there = sorted(path.name for path in folder.glob("model.ckpt-*.assets/*"))
+    assert there == ["ps-0-of-3", "ps-1-of-3", "ps-2-of-3"]
+    assert not list(folder.glob("model.ckpt-1*"))

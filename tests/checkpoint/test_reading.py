@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from checkpoint import small_servers
 from checkpoint.small_runs import SmallRun, chain, flip
 from contracts.tables import ids
 
@@ -238,3 +239,67 @@ def test_nothing_of_it_needs_the_model(folder: Path) -> None:
     assert [set(link.manifest.parts) for link in read_chain(prefixes[-1])] == [
         {"tables", "dense", "position"}
     ] * 4
+
+
+# Of several servers
+
+
+def test_a_checkpoint_of_several_servers_shows_them_together(folder: Path) -> None:
+    run, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2, filters=True)
+    found = read_contents(prefixes[0], verify=True)
+    assert found.problems == ()
+    item, user = found.tables
+    assert (item.rows, item.pieces, item.shards) == (len(contents[0]["item"]), 2, 4)
+    assert user.newest_event_time == 3
+    (one,) = read_contents(prefixes[-1], verify=True).filters
+    assert (one.kind, one.pieces, one.cells) == ("sliding", 2, sum(map(len, run.filters)))
+    alone = small_servers.Servers(folder.with_name("alone"), 1, filters=True).save(1)
+    assert one.capacity == 2 * (read_contents(alone).filters[0].capacity or 0)
+    _, user = read_contents(prefixes[2], verify=True).tables
+    assert (user.rows, user.cleared, user.cleared_pieces) == (len(contents[2]["user"]), False, (1,))
+
+
+def test_every_damaged_file_of_any_server_is_named(folder: Path) -> None:
+    _, prefixes, _ = small_servers.chain(folder, 2, 2, 2, 2, filters=True)
+    files = [
+        path
+        for prefix in (prefixes[0], prefixes[-1])
+        for path in sorted(Path(f"{prefix}.assets/ps-1-of-2").iterdir())
+        if "filter" not in path.name or path.name.endswith("00000-of-00007")
+    ]
+    assert len(files) > 12
+    for path in files:
+        good = path.read_bytes()
+        flip(path)
+        problems = read_contents(prefixes[-1], verify=True).problems
+        assert any(f"ps-1-of-2/{path.name}" in problem for problem in problems), path
+        path.write_bytes(good)
+    for table in ("item", "user"):
+        Path(f"{prefixes[-1]}.assets/ps-0-of-2/{table}.manifest").unlink()
+    problems = read_contents(prefixes[-1]).problems
+    assert len(problems) == 2
+    assert all("piece ps-0-of-2 of model.ckpt-4" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("layouts", [(2, 2, 2, 2), (1, 3, 2, 2)])
+def test_a_row_is_found_in_whichever_piece_it_is(folder: Path, layouts: tuple[int, ...]) -> None:
+    _, prefixes, contents = small_servers.chain(folder, *layouts)
+    for prefix, content in zip(prefixes, contents, strict=True):
+        for table in ("item", "user"):
+            for key in (-20, -19, -9, -8, 0, 7, 8, 9, 40, 41):
+                found = find_id(prefix, table, key)
+                assert (found.status == "found") == (key in content[table])
+                if found.status == "found":
+                    values = [value for segment in found.segments for value in segment.values]
+                    assert (found.event_time, values) == content[table][key][:2]
+    assert find_id(prefixes[-1], "item", -8).prefix == prefixes[1]
+    assert find_id(prefixes[-1], "item", (1 << 64) - 19) == find_id(prefixes[-1], "item", -19)
+
+
+def test_a_row_of_a_share_that_was_cleared_is_told_and_those_of_others_are_there(folder: Path) -> None:
+    _, prefixes, _ = small_servers.chain(folder, 2, 2, 2, 2)
+    assert (find_id(prefixes[-1], "user", 21).status, find_id(prefixes[-1], "user", 20).status) == (
+        "cleared",
+        "found",
+    )
+    assert find_id(prefixes[-1], "user", 21).prefix == prefixes[2]

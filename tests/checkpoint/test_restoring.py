@@ -50,8 +50,16 @@ def test_a_restore_is_once_per_start_whatever_the_steps() -> None:
 
 
 def test_listeners_do_nothing_unless_told_otherwise() -> None:
-    run_restore([RestoreListener()])
-    run_restore([])
+    """A listener that cares for one event says nothing of the others, and stops nobody."""
+    calls: list[str] = []
+
+    class OnlyAfter(RestoreListener):
+        def after_restore(self) -> None:
+            calls.append("only after")
+
+    run_restore([RestoreListener(), OnlyAfter(), Recorder("a", calls)])
+    assert calls == ["a begin", "a before", "only after", "a after", "a end"]
+    assert vars(RestoreListener()) == {}
 
 
 @pytest.mark.parametrize(

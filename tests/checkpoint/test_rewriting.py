@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from checkpoint import small_servers
 from checkpoint.small_runs import ITEM, USER, SmallRun, chain, flip, rows_of
 from contracts.tables import ids
 from torch import nn
@@ -409,3 +410,101 @@ def test_damaged_rows_leave_no_export_that_looks_whole(folder: Path, tmp_path: P
     with pytest.raises(CorruptFileError, match=path.name):
         export(prefixes[-1], str(tmp_path / "to"))
     assert not list((tmp_path / "to").iterdir())
+
+
+# Of several servers
+
+
+@pytest.mark.parametrize("layouts", [(2, 2, 2, 2), (1, 3, 2, 2)])
+def test_pieces_become_one(folder: Path, tmp_path: Path, layouts: tuple[int, ...]) -> None:
+    _, prefixes, contents = small_servers.chain(folder, *layouts)
+    for number in (0, 2, 3):
+        done = reshard(prefixes[number], str(tmp_path / "to"), num_shards=3)
+        assert done.rows == {name: len(rows) for name, rows in contents[number].items()}
+        found = read_contents(done.prefix, verify=True)
+        assert found.problems == ()
+        assert {(table.pieces, table.shards) for table in found.tables} == {(1, 3)}
+        assert not list(Path(f"{done.prefix}.assets").glob("ps-*"))
+        for readers in (1, 2):
+            assert small_servers.restored(done.prefix, readers) == contents[number]
+
+
+def test_rows_of_all_servers_are_exported(folder: Path, tmp_path: Path) -> None:
+    _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2)
+    export(prefixes[-1], str(tmp_path / "to"))
+    for name, config in (("item", ITEM), ("user", USER)):
+        table = DictTable(config)
+        import_entry_dumps(table, str(tmp_path / "to" / name))
+        assert rows_of(table) == contents[-1][name]
+
+
+@pytest.mark.parametrize("how", ["reshard", "compact"])
+def test_filters_of_several_servers_stay_as_they_are(folder: Path, tmp_path: Path, how: str) -> None:
+    """The servers that counted find their counts again; others are told that they begin anew."""
+    run, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2, filters=True)
+    if how == "reshard":
+        prefix = reshard(prefixes[-1], str(tmp_path / "to")).prefix
+        shutil.rmtree(folder)
+    else:
+        prefix = compact(prefixes[-1]).prefix
+    (found,) = read_contents(prefix, verify=True).filters
+    assert (found.kind, found.pieces) == ("sliding", 2)
+    others = small_servers.Servers(tmp_path / "other", 2, filters=True)
+    assert others.restore(prefix).complete
+    assert others.content() == contents[-1]
+    keys = torch.arange(-20, 50)
+    assert [one.get(keys).tolist() for one in others.filters] == [
+        one.get(keys).tolist() for one in run.filters
+    ]
+    alone = small_servers.Servers(tmp_path / "alone", 1, filters=True)
+    assert list(alone.restore(prefix).reset) == ["filter of item"]
+    assert alone.content() == contents[-1]
+    again = reshard(prefix, str(tmp_path / "again")).prefix
+    assert [one.pieces for one in read_contents(again, verify=True).filters] == [2]
+    path = next(Path(f"{again}.assets/ps-1-of-2").glob("hash_filter_item-00000-*"))
+    flip(path)
+    assert any(path.name in problem for problem in read_contents(again, verify=True).problems)
+
+
+def test_a_full_checkpoint_of_several_servers_is_left_in_its_pieces(folder: Path) -> None:
+    _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2)
+    before = sorted(path for path in Path(f"{prefixes[0]}.assets").rglob("*"))
+    compact(prefixes[0])
+    assert sorted(path for path in Path(f"{prefixes[0]}.assets").rglob("*")) == before
+    assert small_servers.restored(prefixes[-1], 1) == contents[-1]
+
+
+def test_compacting_pieces_may_be_killed_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, clean = tmp_path / "run", tmp_path / "clean"
+    _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2)
+    shutil.copytree(folder, clean)
+    with killed_at(10**6, monkeypatch) as all_steps:
+        compact(prefixes[-1])
+    kinds = set()
+    for step in range(0, len(all_steps), 3):
+        shutil.rmtree(folder)
+        shutil.copytree(clean, folder)
+        with killed_at(step, monkeypatch), pytest.raises(KilledError):
+            compact(prefixes[-1])
+        kinds.add(read_manifest(prefixes[-1]).manifest.kind)
+        assert list_checkpoints(str(folder)).sound
+        assert small_servers.restored(prefixes[-1], 2) == contents[-1]
+        compact(prefixes[-1])
+        assert small_servers.restored(prefixes[-1], 3) == contents[-1]
+        assert not list(Path(f"{prefixes[-1]}.assets").glob("ps-*"))
+        assert not list(Path(f"{prefixes[-1]}.assets").glob("*.removed*"))
+    assert kinds == {"full", "incremental"}
+
+
+def test_servers_go_on_from_a_compacted_one_with_increments(folder: Path) -> None:
+    _, prefixes, _ = small_servers.chain(folder, 2, 2, 2, 2)
+    compact(prefixes[-1])
+    run = small_servers.Servers(folder, 2)
+    run.restore(prefixes[-1])
+    run.train(1, 7, time=20)
+    run.remove("item", 9)
+    prefix = run.save(5)
+    assert [link.manifest.parts["tables"]["pieces"] for link in read_chain(prefix)] == [1, 2]
+    assert small_servers.restored(prefix, 3) == run.content()

@@ -192,6 +192,44 @@ def test_what_was_being_written_when_it_was_killed_is_removed(folder: str) -> No
     assert listed_steps(folder) == [1]
 
 
+def test_files_that_never_got_their_names_go_if_nobody_can_be_writing_them(folder: str) -> None:
+    saver_of(folder).save(5, write_checkpoint)
+    random = "-tmp-0123456789ab"
+    left = [
+        f"checkpoint{random}",
+        f"checkpoint.journal{random}",
+        f"monolith_checkpoint{random}",
+        f"ckpt.info-5{random}",
+        f"model.ckpt-5.manifest{random}",
+        f"model.ckpt-5.assets/hash_filter_item-00000-of-00007{random}",
+        f"model.ckpt-5.assets/ps-0-of-2/item.manifest{random}",
+    ]
+    others = [
+        f"model.ckpt-6.assets/ps-0-of-2/item.manifest{random}",  # a server may be at it
+        f"model.ckpt-55.manifest{random}",
+        f"input_worker_3.ckpt-5{random}",
+        f"checkpoint_dense{random}",
+        f"notes.txt{random}",
+        "model.ckpt-5.notes-tmp-mine",
+    ]
+    for name in (*left, *others):
+        put(f"{folder}/{name}")
+    saver_of(folder).recover()
+    there = {str(path.relative_to(folder)) for path in Path(folder).rglob("*-tmp-*")}
+    assert there == set(others)
+    assert listed_steps(folder) == [5]
+
+
+def test_what_cannot_be_cleaned_up_stops_nobody(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    saver_of(folder).save(5, write_checkpoint)
+    left = put(f"{folder}/checkpoint-tmp-0123456789ab")
+    patch = refuse("remove_file", errno.EACCES, "-tmp-")
+    saver_of(folder).recover()
+    patch.undo()
+    assert f"never completed: cannot remove {left}" in caplog.text
+    assert listed_steps(folder) == [5]
+
+
 def test_an_old_checkpoint_that_was_being_written_again_is_not_removed(folder: str) -> None:
     saver_of(folder).save(1, write_checkpoint)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint import small_servers
 from checkpoint.small_runs import SmallRun, chain, flip
 from contracts.tables import ids
 
@@ -270,3 +271,33 @@ def test_many_tables_are_counted_together() -> None:
 def test_long_rows_are_cut_for_people() -> None:
     assert command.numbers([1.0] * 3) == "1, 1, 1"
     assert command.numbers([0.5] * 20).endswith("... (20)")
+
+
+# Of several servers
+
+
+def test_a_checkpoint_of_several_servers_is_shown_as_one(folder: Path, tmp_path: Path, printed: Any) -> None:
+    _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2, filters=True)
+    assert f"item {len(contents[-1]['item']):,}" in printed("list", str(folder))
+    text = printed("inspect", str(folder), "--verify")
+    assert "2 of 2 servers" in text
+    assert "filter of item: sliding, of 2 servers" in text
+    assert "every byte is as it was written" in text
+    assert "ps-1 cleared first" in printed("inspect", prefixes[2])
+    for key in (7, 8):
+        assert f"user {key} in model.ckpt-4: written by" in printed(
+            "inspect", str(folder), "--table", "user", "--id", str(key)
+        )
+    assert "written to" in printed("reshard", str(folder), "--to", str(tmp_path / "to"))
+    assert "the same, bit by bit" in printed("diff", str(folder), str(tmp_path / "to"))
+    assert "2 files" in printed("export", str(folder), "--to", str(tmp_path / "exported"))
+    assert "is full now" in printed("compact", str(folder))
+    assert "the same, bit by bit" in printed("diff", str(folder), str(tmp_path / "to"))
+
+
+def test_a_missing_piece_is_named_and_the_status_is_1(folder: Path, printed: Any) -> None:
+    _, prefixes, _ = small_servers.chain(folder, 2, 2, 2, 2)
+    Path(f"{prefixes[0]}.assets/ps-1-of-2/user.manifest").unlink()
+    for arguments in (("list",), ("inspect",)):
+        text = printed(*arguments, str(folder), status=1)
+        assert "piece ps-1-of-2 of model.ckpt-1" in text

@@ -14,6 +14,7 @@ from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manife
 from monolith.checkpoint.override import resolve_restore, start_from, wait_for_start
 from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
+from monolith.checkpoint.pieces import merge_entries
 from monolith.checkpoint.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
 from monolith.checkpoint.report import RestoreReport
 from monolith.checkpoint.rewriting import compact, export, reshard
@@ -60,6 +61,7 @@ __all__ = [
     "find_checkpoint",
     "find_id",
     "list_checkpoints",
+    "merge_entries",
     "read_chain",
     "read_checkpoint_state",
     "read_ckpt_info",

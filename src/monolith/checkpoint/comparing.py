@@ -21,10 +21,10 @@ from monolith.checkpoint.dense_files import DenseHeader, FileRecord, read_header
 from monolith.checkpoint.dense_state import dense_path
 from monolith.checkpoint.manifest import Link, read_chain
 from monolith.checkpoint.reading import SavedTables, readable
+from monolith.checkpoint.table_rows import History, describe_table, side_by_side, table_rows
 from monolith.errors import UnknownTableError
 from monolith.observe import Progress
 from monolith.table import Rows
-from monolith.table.row_streams import DumpStep, describe_dump, newest_rows, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def compare(
             raise UnknownTableError(f"neither has a table {name!r}; there are {', '.join(known) or 'none'}")
     differences = []
     for name in known if tables is None else sorted(tables):
-        steps = [saved.steps(name) if name in saved.names else [] for saved in (old, new)]
-        differences.append(_compare_table(name, steps[0], steps[1], top, progress))
+        found = [saved.history(name) if name in saved.names else [] for saved in (old, new)]
+        differences.append(_compare_table(name, found[0], found[1], top, progress))
     variables, same = _compare_dense(chains[0], chains[1])
     return Difference(
         before=before,
@@ -138,17 +138,17 @@ def compare(
 
 
 def _compare_table(
-    name: str, old: Sequence[DumpStep], new: Sequence[DumpStep], top: int, progress: Progress | None
+    name: str, old: History, new: History, top: int, progress: Progress | None
 ) -> TableDifference:
     found = TableDifference(name=name)
     if not old or not new:
-        for rows in newest_rows(old or new):
+        for rows in table_rows(old or new):
             found.added += 0 if old else len(rows)
             found.removed += len(rows) if old else 0
             _advance(progress, len(rows))
         found.rows_before, found.rows_after = found.removed, found.added
         return found
-    layouts = [describe_dump(steps[-1].basename).layout for steps in (old, new)]
+    layouts = [describe_table(history).layout for history in (old, new)]
     if layouts[0] != layouts[1]:
         found.layout = str(layouts[0]), str(layouts[1])
     furthest = _Furthest(top)

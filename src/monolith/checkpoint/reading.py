@@ -18,9 +18,9 @@ from monolith.checkpoint.dense_files import DenseHeader, FileRecord, read_header
 from monolith.checkpoint.dense_state import dense_path, optimizer_path
 from monolith.checkpoint.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.part import Entry
+from monolith.checkpoint.pieces import SavedTable, filter_basename, filter_pieces
 from monolith.checkpoint.saver import MANIFEST, checkpoint_exists
 from monolith.checkpoint.state_files import absolute_path, read_checkpoint_state
-from monolith.checkpoint.tables import assets_folder, filter_basename
 from monolith.errors import (
     ConfigError,
     CorruptFileError,
@@ -30,9 +30,9 @@ from monolith.errors import (
     UnknownTableError,
 )
 from monolith.observe import Progress
-from monolith.table import STATE_FIELDS, Rows, ShardInfo, filter_files, table_basename
-from monolith.table.dumps import inspect_dump, removed_basename, removed_ids
-from monolith.table.row_streams import DumpStep, describe_dump, find_row
+from monolith.table import STATE_FIELDS, Rows, ShardInfo, filter_files
+from monolith.table.dumps import removed_ids
+from monolith.table.row_streams import describe_dump, find_row
 from monolith.table.shard_files import Layout, SegmentLayout
 from monolith.table.sharded_names import parse
 
@@ -103,45 +103,32 @@ class SavedTables:
     def names(self) -> list[str]:
         return sorted({name for link in self._chain for name in _tables(link)})
 
-    def history(self, table: str) -> list[tuple[Link, DumpStep]]:
-        """Return the dumps of a table, oldest first.
+    def history(self, table: str) -> list[SavedTable]:
+        """Return a table in the checkpoints that know it, oldest first.
 
         Raises:
             UnknownTableError: The checkpoint has no such table; says which it has.
         """
-        found = [
-            (
-                link,
-                DumpStep(
-                    table_basename(assets_folder(link.prefix), table),
-                    changes=entry["kind"] != "full",
-                    cleared=entry.get("cleared", False),
-                ),
-            )
-            for link in self._chain
-            if (entry := _tables(link).get(table)) is not None
-        ]
+        saved = (SavedTable.find(link.prefix, link.manifest.parts["tables"], table) for link in self._chain)
+        found = [one for one in saved if one is not None]
         if not found:
             raise UnknownTableError(
                 f"the checkpoint has no table {table!r}; it has {', '.join(self.names) or 'none'}"
             )
         return found
 
-    def steps(self, table: str) -> list[DumpStep]:
-        return [step for _, step in self.history(table)]
-
     def entry(self, table: str) -> Entry:
         """Return what the newest manifest that knows a table says of it."""
-        entry: Entry = _tables(self.history(table)[-1][0])[table]
-        return entry
+        return self.history(table)[-1].entry
 
     def rows(self, table: str) -> int:
         return int(self.entry(table)["rows"])
 
     def rows_held(self, table: str) -> int:
         """Return how many rows of a table all dumps of the chain hold together."""
-        entries = [_tables(link)[table] for link, _ in self.history(table)]
-        return sum(entry["rows"] if entry["kind"] == "full" else entry["changed"] for entry in entries)
+        return sum(
+            saved.entry["changed"] if saved.changes else saved.entry["rows"] for saved in self.history(table)
+        )
 
     def filters(self) -> dict[str, Link]:
         """Return, by table, the newest link with its filter."""
@@ -175,7 +162,8 @@ class FoundRow:
     prefix: str | None
     """The checkpoint of the chain that says so: where the row was last written, or where it went."""
     status: Literal["found", "removed", "cleared", "absent"]
-    """"removed": it had a row before; "cleared": the whole table was; "absent": nothing is known of it."""
+    """"removed": it had a row before; "cleared": the whole table was, or the share of the server that had it;
+    "absent": nothing is known of it."""
     event_time: int | None = None
     segments: tuple[SegmentValues, ...] = ()
 
@@ -193,17 +181,18 @@ def find_id(prefix: str, table: str, id_: int) -> FoundRow:
     if not -(1 << 63) <= id_ < 1 << 64:
         raise ConfigError(f"an id has 64 bits, got {id_}")
     key = id_ - (1 << 64) if id_ >= 1 << 63 else id_
-    for link, step in reversed(SavedTables(read_chain(prefix)).history(table)):
+    for saved in reversed(SavedTables(read_chain(prefix)).history(table)):
+        step = saved.step(id_ % (1 << 64) % saved.pieces)
         rows = find_row(step.basename, key)
         if rows is not None:
             layout = describe_dump(step.basename).layout
             return FoundRow(
-                table, key, link.prefix, "found", int(rows.event_times[0]), tuple(named_values(rows, layout))
+                table, key, saved.prefix, "found", int(rows.event_times[0]), tuple(named_values(rows, layout))
             )
         if step.cleared:
-            return FoundRow(table, key, link.prefix, "cleared")
+            return FoundRow(table, key, saved.prefix, "cleared")
         if step.changes and bool((removed_ids(step.basename) == key).any()):
-            return FoundRow(table, key, link.prefix, "removed")
+            return FoundRow(table, key, saved.prefix, "removed")
     return FoundRow(table, key, None, "absent")
 
 
@@ -245,9 +234,14 @@ class TableContents:
     bytes: int
     """Of what this checkpoint holds itself."""
     shards: int
+    """Files, in all pieces together."""
+    pieces: int = 1
+    """Servers that each wrote their share."""
     changed: int | None = None
     removed: int | None = None
     cleared: bool = False
+    cleared_pieces: tuple[int, ...] = ()
+    """Where not all were: the servers whose share was cleared."""
     newest_event_time: int | None = None
     """Unix seconds, of the rows that this checkpoint holds itself."""
 
@@ -272,6 +266,8 @@ class FilterContents:
     cells: int | None = None
     """In use."""
     capacity: int | None = None
+    pieces: int = 1
+    """Servers that each counted for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,16 +353,29 @@ def check_files(link: Link, *, verify: bool = False, progress: Progress | None =
                 report.headers[path] = header
     if "tables" not in link.manifest.parts:
         return report
-    for name, entry in sorted(_tables(link).items()):
-        basename = table_basename(assets_folder(link.prefix), name)
-        shards = _attempt(report.problems, _check_dump, basename, entry, verify, progress)
-        if entry["kind"] != "full":
-            _attempt(report.problems, inspect_dump, removed_basename(basename), verify=verify)
-        report.tables.append(_table_contents(name, entry, shards or []))
-    for name in link.manifest.parts["tables"]["filters"]:
-        basename = filter_basename(link.prefix, name)
-        found = _attempt(report.problems, check_filter, name, basename, verify)
-        report.filters.append(FilterContents(name, "damaged") if found is None else found)
+    part = link.manifest.parts["tables"]
+    for name in sorted(part["tables"]):
+        saved = SavedTable.find(link.prefix, part, name)
+        assert saved is not None
+        found = [
+            _attempt(report.problems, saved.inspect, piece, verify=verify, progress=progress)
+            for piece in range(saved.pieces)
+        ]
+        shards = [shard for piece in found for shard in piece or ()]
+        for piece in range(saved.pieces):
+            _attempt(report.problems, saved.inspect_removed, piece, verify=verify)
+        if None not in found:
+            _attempt(report.problems, saved.check_rows, sum(shard.rows for shard in shards))
+        report.tables.append(_table_contents(saved, shards))
+    for name in part["filters"]:
+        pieces = filter_pieces(part, name)
+        each = [
+            _attempt(
+                report.problems, check_filter, name, filter_basename(link.prefix, name, (one, pieces)), verify
+            )
+            for one in range(pieces)
+        ]
+        report.filters.append(_joined_filter(name, [one for one in each if one is not None], pieces))
     return report
 
 
@@ -382,34 +391,32 @@ def _check_dense(path: str, record: FileRecord, verify: bool) -> DenseHeader:
     return header
 
 
-def _check_dump(basename: str, entry: Entry, verify: bool, progress: Progress | None) -> list[ShardInfo]:
-    found = inspect_dump(basename, verify=verify, progress=progress)
-    layout = found[0].description.layout
-    if [[s.dim, s.optimizer, s.state_dim] for s in layout.segments] != entry["layout"]:
-        raise RestoreError(f"{found[0].path} has {layout}, the checkpoint was saved with {_said(entry)}")
-    rows = sum(shard.rows for shard in found)
-    if entry["kind"] == "full" and rows != entry["rows"]:
-        raise RestoreError(f"{basename} has {rows:,} rows, the checkpoint was saved with {entry['rows']:,}")
-    return found
-
-
-def _table_contents(name: str, entry: Entry, shards: Sequence[ShardInfo]) -> TableContents:
+def _table_contents(saved: SavedTable, shards: Sequence[ShardInfo]) -> TableContents:
+    entry = saved.entry
     return TableContents(
-        name=name,
+        name=saved.name,
         kind=entry["kind"],
-        layout=str(shards[0].description.layout) if shards else _said(entry),
+        layout=str(shards[0].description.layout) if shards else saved.layout,
         rows=entry["rows"],
         bytes=entry["bytes"],
         shards=len(shards),
+        pieces=saved.pieces,
         changed=entry.get("changed"),
         removed=entry.get("removed"),
-        cleared=entry.get("cleared", False),
+        cleared=all(saved.cleared),
+        cleared_pieces=() if all(saved.cleared) else tuple(np.flatnonzero(saved.cleared).tolist()),
         newest_event_time=max((shard.max_event_time for shard in shards), default=0) or None,
     )
 
 
-def _said(entry: Entry) -> str:
-    return str(Layout(tuple(SegmentLayout(dim, state, kind, "") for dim, kind, state in entry["layout"])))
+def _joined_filter(table: str, found: Sequence[FilterContents], pieces: int) -> FilterContents:
+    if len(found) < pieces:
+        return FilterContents(table, "damaged")
+    cells = [one.cells for one in found if one.cells is not None]
+    room = [one.capacity for one in found if one.capacity is not None]
+    return FilterContents(
+        table, found[0].kind, sum(cells) if cells else None, sum(room) if room else None, pieces
+    )
 
 
 def check_filter(table: str, basename: str, verify: bool) -> FilterContents:

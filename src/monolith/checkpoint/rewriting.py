@@ -1,14 +1,16 @@
 """Writing a checkpoint anew without the model it was made by: resharded, compacted, exported.
 
 All three stream rows from dump to dump, in the order of their hashes, so none needs room
-for a table in memory. `reshard` and `export` read one folder and write another.
+for a table in memory. `reshard` and `export` read one folder and write another. Whatever
+number of servers wrote it, what is written is in one piece, but for filters: what several
+have counted cannot be put together, and stays as it is.
 
 `compact` makes the last checkpoint of a chain a full one, in its place, so that it needs no
 other. In this order, under the lock of the folder:
 
     dumps       each table's changes are replaced by all of its rows, by one rename per table
     manifest    replaced in one step: from here on the checkpoint is a full one
-    leftovers   the lists of removed ids, which nothing reads any more
+    leftovers   the lists of removed ids and the pieces of servers, which nothing reads any more
     journal     that it needs no other; then the saver deletes what only it needed
 
 Killed before the manifest, it is still an increment, of which some tables' changes are all
@@ -35,6 +37,14 @@ from monolith.checkpoint.dense_state import EXTRA, dense_path
 from monolith.checkpoint.lock import ModelDirLock
 from monolith.checkpoint.manifest import Link, Manifest, needs_of, read_chain, read_manifest, write_manifest
 from monolith.checkpoint.part import Entry
+from monolith.checkpoint.pieces import (
+    PIECE_FOLDER,
+    assets_folder,
+    filter_basename,
+    filter_pieces,
+    piece_count,
+    piece_folder,
+)
 from monolith.checkpoint.reading import (
     Damage,
     SavedTables,
@@ -54,14 +64,14 @@ from monolith.checkpoint.state_files import (
     write_ckpt_info,
     write_journal,
 )
-from monolith.checkpoint.tables import assets_folder, filter_basename
+from monolith.checkpoint.table_rows import History, describe_table, table_rows
 from monolith.errors import CorruptFileError, SaveError
 from monolith.feature import slot_of
 from monolith.observe import Progress
 from monolith.table import Rows, table_basename
 from monolith.table.dumps import default_num_shards, dump_rows, remove_dump, removed_basename
 from monolith.table.entry_dumps import export_rows
-from monolith.table.row_streams import DumpStep, describe_dump, in_chunks, newest_rows, shard_range
+from monolith.table.row_streams import in_chunks, shard_range
 
 _CHUNK_BYTES = 4 << 20
 
@@ -152,7 +162,7 @@ def compact(
         if len(chain) > 1:
             _refuse_followers(chain[-1])
             rewriting.write()
-        _remove_lists(prefix)
+        _remove_leftovers(prefix)
         _need_nothing(folder, prefix)
         Saver(folder).recover(needs=needs_of)
     gone = tuple(link.prefix for link in chain if not checkpoint_exists(link.prefix))
@@ -187,7 +197,7 @@ def export(
     chain = read_chain(prefix)
     saved = SavedTables(chain)
     names = saved.names if tables is None else sorted(tables)
-    steps = {name: saved.steps(name) for name in names}  # refuses names it does not have
+    histories = {name: saved.history(name) for name in names}  # refuses names it does not have
     filesystem.make_dirs(folder)
     rows: dict[str, int] = {}
     files: list[str] = []
@@ -195,9 +205,9 @@ def export(
     for name in names:
         total = default_num_shards(saved.rows(name)) if num_shards is None else num_shards
         done = export_rows(
-            describe_dump(steps[name][-1].basename).layout,
+            describe_table(histories[name]).layout,
             table_basename(folder, name),
-            _scan(steps[name], total),
+            _scan(histories[name], total),
             num_shards=total,
             workers=workers,
             progress=progress,
@@ -263,18 +273,29 @@ class _Rewriting:
         filesystem.make_dirs(assets_folder(self._target))
         tables = {name: self._write_table(name) for name in self._tables.names}
         filters = self._tables.filters()
-        for name, link in filters.items():
-            source, target = filter_basename(link.prefix, name), filter_basename(self._target, name)
+        pieces = {name: self._copy_filter(name, link) for name, link in filters.items()}
+        slots = {str(slot): many for slot, many in sorted(self._slots.items())}
+        entry: Entry = {"tables": tables, "filters": sorted(filters), "pieces": 1, "slots": slots}
+        if several := {name: many for name, many in sorted(pieces.items()) if many > 1}:
+            entry["filter_pieces"] = several
+        return entry
+
+    def _copy_filter(self, name: str, link: Link) -> int:
+        """Copy a filter in as many pieces as it has, since they cannot be put together; return how many."""
+        pieces = filter_pieces(link.manifest.parts["tables"], name)
+        for number in range(pieces):
+            piece = (number, pieces)
+            source, target = (filter_basename(prefix, name, piece) for prefix in (link.prefix, self._target))
+            filesystem.make_dirs(piece_folder(self._target, piece))
             check_filter(name, source, verify=True)
             for path in filter_paths(source):
                 _copy_file(path, target + path.removeprefix(source))
-        slots = {str(slot): many for slot, many in sorted(self._slots.items())}
-        return {"tables": tables, "filters": sorted(filters), "slots": slots}
+        return pieces
 
     def _write_table(self, name: str) -> Entry:
-        steps, entry = self._tables.steps(name), self._tables.entry(name)
+        history, entry = self._tables.history(name), self._tables.entry(name)
         total = default_num_shards(entry["rows"]) if self._num_shards is None else self._num_shards
-        scan = _scan(steps, total)
+        scan = _scan(history, total)
 
         def counted(shard: int, limit: int) -> Iterator[Rows]:
             for rows in scan(shard, limit):
@@ -285,7 +306,7 @@ class _Rewriting:
 
         done = dump_rows(
             table_basename(assets_folder(self._target), name),
-            describe_dump(steps[-1].basename),
+            describe_table(history),
             counted,
             num_shards=total,
             workers=self._workers,
@@ -314,9 +335,9 @@ class _Rewriting:
         return entry | {"files": files}
 
 
-def _scan(steps: Sequence[DumpStep], num_shards: int) -> Callable[[int, int], Iterator[Rows]]:
+def _scan(history: History, num_shards: int) -> Callable[[int, int], Iterator[Rows]]:
     def scan(shard: int, limit: int) -> Iterator[Rows]:
-        return in_chunks(newest_rows(steps, *shard_range(shard, num_shards)), limit)
+        return in_chunks(table_rows(history, *shard_range(shard, num_shards)), limit)
 
     return scan
 
@@ -378,11 +399,22 @@ def _refuse_followers(tip: Link) -> None:
             )
 
 
-def _remove_lists(prefix: str) -> None:
-    """Remove what a full checkpoint has no use for: which ids went when it was an increment."""
+def _remove_leftovers(prefix: str) -> None:
+    """Remove what a full checkpoint has no use for: lists of removed ids, and pieces it is no longer in."""
     entry = read_manifest(prefix).manifest.parts.get("tables", {"tables": {}})
+    if piece_count(entry) > 1:
+        return  # it was full before, and is in these pieces
+    folder = assets_folder(prefix)
+    pieces = filesystem.list_folders(folder) if filesystem.exists(folder) else []
+    pieces = [path for path in pieces if PIECE_FOLDER.fullmatch(filesystem.base_name(path))]
     for name in entry["tables"]:
-        remove_dump(removed_basename(table_basename(assets_folder(prefix), name)))
+        remove_dump(removed_basename(table_basename(folder, name)))
+        for path in pieces:
+            remove_dump(removed_basename(table_basename(path, name)))
+            remove_dump(table_basename(path, name))
+    for path in pieces:
+        if not filesystem.list_files(path):  # there may be filters
+            filesystem.remove_tree(path)
 
 
 def _need_nothing(folder: str, prefix: str) -> None:

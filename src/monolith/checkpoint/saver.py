@@ -28,12 +28,14 @@ from monolith import filesystem
 from monolith.checkpoint.retention import Retention, Saved, exempt_paths
 from monolith.checkpoint.state_files import (
     CHECKPOINT_FILE,
+    MONOLITH_CHECKPOINT_FILE,
     CheckpointState,
     Journal,
     SaveNames,
     Sleep,
     TableKind,
     check_latest_filename,
+    journal_path,
     load_monolith_checkpoint,
     read_checkpoint_state,
     read_journal,
@@ -172,6 +174,9 @@ class Saver:
     ) -> None:
         """Go on where an earlier saver of this folder ended, and finish the deletions it had begun.
 
+        Files that it left without their names go too: state files, and those of listed checkpoints,
+        which are complete. Of one that is not, somebody may still be writing a piece.
+
         Checkpoints that are gone are passed over. When one was saved is what the state file
         says; of those it says nothing about, when their manifest was changed.
 
@@ -198,6 +203,7 @@ class Saver:
                 self._retention = self._retention.needing(path, [self._spelled(one) for one in needs(path)])
         if exempt is not None:
             self._delete(self._due(exempt))
+        self._remove_unfinished()
         self._write_journal(self._retention)
 
     def save(self, step: int, write: Callable[[str], None], *, depends_on: Sequence[str] = ()) -> str:
@@ -384,6 +390,31 @@ class Saver:
         for path in folders:
             filesystem.remove_tree(path)
         return bool(files or folders)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a kill left of files that never got their names: they are only in the disk's way."""
+        own = [self._latest_filename, filesystem.base_name(journal_path("", self._latest_filename))]
+        if self._speaks_for_folder:
+            own.append(MONOLITH_CHECKPOINT_FILE)
+        patterns = [re.escape(name) for name in own]
+        folders = []
+        for path in filter(self._is_ours, self._retention.paths):
+            name = filesystem.base_name(path)
+            patterns.append(rf"{re.escape(name)}\..*")
+            if self._speaks_for_folder:
+                patterns.append(rf"ckpt\.info-0*{SaveNames.step_of(path)}")
+            folders.append(SaveNames.assets(path))
+        belongs = re.compile(rf"({'|'.join(patterns)})-tmp-.*", re.DOTALL)
+        try:
+            if not filesystem.is_folder(self._model_dir):
+                return
+            found = [path for path in filesystem.list_files(self._model_dir) if _matches(belongs, path)]
+            for folder in filter(filesystem.is_folder, folders):
+                found += filesystem.list_files(folder, recursive=True)
+            for path in filter(filesystem.is_temporary, found):
+                filesystem.remove(path)
+        except FilesystemError as cause:
+            _log.warning("cannot clean up what was never completed: %s", cause)
 
 
 def _protocol(path: str) -> str:

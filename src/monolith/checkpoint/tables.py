@@ -4,7 +4,8 @@
     model.ckpt-100.assets/hash_filter_item-...  what its filter has counted
 
 A cut holds all tables at one moment; see `monolith.table.cuts`. Restoring goes into tables
-of any capacity and, with `shard`, into one of several that share the rows.
+of any capacity and, with `shard`, into one of several that share the rows. Several may
+also write one checkpoint together; see `pieces`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
-from monolith import filesystem
+from monolith import filesystem, native
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
+from monolith.checkpoint.pieces import (
+    WHOLE,
+    SavedTable,
+    Share,
+    check_share,
+    filter_basename,
+    filter_pieces,
+    piece_folder,
+)
 from monolith.checkpoint.report import RestoreReport
-from monolith.errors import RestoreError
+from monolith.errors import ConfigError, RestoreError, SaveError
 from monolith.feature import MAX_SLOTS_V2, slot_of
 from monolith.observe import Progress
 from monolith.table import (
@@ -29,14 +39,18 @@ from monolith.table import (
     DumpableTable,
     LoadReport,
     Scan,
+    SlidingFilter,
     TableConfig,
     TableCut,
     dump_changes,
     dump_cut,
+    filter_files,
+    iterate,
     load,
     load_changes,
     table_basename,
 )
+from monolith.table.dumps import kept_ids
 
 _MOST_SLOTS = 1024
 """Where rows are of more slots than any model has, their ids are plain hashes, and slots say nothing."""
@@ -49,12 +63,18 @@ class TablesPart:
         tables: By name, which is also the name of their files.
         filters: By the name of the table that asks them.
         num_shards: Files per table; by default one per million rows, up to 4.
-        shard: Which of how many shares of the ids these tables hold, on restore; by default all.
+        shard: Which of how many shares of the ids these tables hold, on restore; by default that of
+            `piece`, and all where there is none.
+        piece: Which of how many parameter servers this is, where each writes its share of one checkpoint.
+            What they return goes through `merge_entries` into the manifest.
         incremental: Whether tables keep track of changes, so that a checkpoint may be an increment.
         workers: Files to read at once.
         write_workers: Files to write at once; fewer where training goes on beside it.
         progress: Advanced by rows that are read.
         write_progress: Advanced by rows that are written, by the thread that writes them.
+
+    Raises:
+        ConfigError: There is no such share, or `shard` is another than `piece`.
     """
 
     name = "tables"
@@ -65,17 +85,27 @@ class TablesPart:
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
         num_shards: int | None = None,
-        shard: tuple[int, int] | None = None,
+        shard: Share | None = None,
+        piece: Share | None = None,
         incremental: bool = False,
         workers: int = 4,
         write_workers: int = 4,
         progress: Progress | None = None,
         write_progress: Progress | None = None,
     ) -> None:
+        for what, share in (("shard", shard), ("piece", piece)):
+            if share is not None:
+                check_share(f"{what} of a checkpoint's tables", share)
+        if None not in (shard, piece) and shard != piece:
+            raise ConfigError(
+                f"tables that hold the share {shard} of the ids cannot write the piece {piece} of a "
+                "checkpoint: a piece holds its own share. Leave `shard` out, or make them the same."
+            )
         self._tables = dict(tables)
         self._filters = dict(filters or {})
         self._num_shards = num_shards
-        self._shard = shard
+        self._piece = piece or WHOLE
+        self._shard = shard or self._piece
         self._incremental = incremental
         self._workers = workers
         self._write_workers = write_workers
@@ -93,9 +123,24 @@ class TablesPart:
                 undo.callback(cut.close, saved=False)
             filters = {name: one.copy() for name, one in self._filters.items()}
             undo.pop_all()
-        return TablesCut(cuts, filters, self._num_shards, self._write_workers, self._write_progress)
+        return TablesCut(
+            cuts,
+            filters,
+            num_shards=self._num_shards,
+            workers=self._write_workers,
+            progress=self._write_progress,
+            piece=self._piece,
+        )
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
+        """Go back to what was saved, by however many writers; see `Part.restore`.
+
+        Reads the pieces that may hold ids of this shard: its own alone where there were as many writers
+        as there are shards. If any table holds rows, all that is to be read of the whole chain, all
+        tables and filters, is read once and found good before the first table is touched. Tables that
+        are empty are read once, each block checked before it goes in. A table whose restore fails even
+        so is left empty.
+        """
         known = {name for saved in chain for name in saved.entry["tables"]}
         names = {
             name: next((old for old in (name, *table.config.extra_restore_names) if old in known), None)
@@ -114,11 +159,13 @@ class TablesPart:
                 unused=tuple(f"table {name}" for name in sorted(known - set(names.values()))),
             )
         ]
+        histories = {name: _history(chain, old) for name, old in names.items() if old is not None}
+        self._check(histories, chain, names)
         for name, old in names.items():
             if old is None:
                 self._tables[name].clear()
             else:
-                reports.append(self._restore(name, old, self._tables[name], chain, options))
+                reports.append(self._restore(name, old, histories[name], chain, options))
         self._track()
         return RestoreReport().merge(*reports)
 
@@ -127,55 +174,124 @@ class TablesPart:
             for table in self._tables.values():
                 table.track_changes()
 
+    def _check(
+        self,
+        histories: Mapping[str, Sequence[SavedTable]],
+        chain: Sequence[SavedPart],
+        names: Mapping[str, str | None],
+    ) -> None:
+        """Refuse what is missing, and, if there is something to lose, what is damaged."""
+        verify = any(len(table) for table in self._tables.values())
+        for history in histories.values():
+            for saved in history:
+                mine = saved.pieces_for(self._shard)
+                files = [saved.inspect(piece, verify=verify, workers=self._workers) for piece in mine]
+                for piece in mine:
+                    saved.inspect_removed(piece, verify=verify)
+                if len(mine) == saved.pieces:
+                    saved.check_rows(sum(file.rows for each in files for file in each))
+        for name, admission in self._filters.items():
+            old = names.get(name)
+            source, _ = (None, "") if old is None else _filter_source(admission, chain, old, self._shard)
+            if verify and source is not None and isinstance(admission, SlidingFilter):
+                filter_files.inspect(source, verify=True)
+
     def _restore(
-        self, name: str, old: str, table: DumpableTable, chain: Sequence[SavedPart], options: RestoreOptions
+        self,
+        name: str,
+        old: str,
+        history: Sequence[SavedTable],
+        chain: Sequence[SavedPart],
+        options: RestoreOptions,
     ) -> RestoreReport:
-        label = f"table {name}"
-        state, why = _state_for(table.config, old, chain, options)
+        label, table = f"table {name}", self._tables[name]
+        state, why = _state_for(table.config, history, options)
         rows = removed = 0
-        # A table that holds something is not touched before every byte is known to be good.
-        verify_first = len(table) > 0
-        if not chain or old not in chain[0].entry["tables"]:
+        touched = history[0].changes
+        if touched:
             table.clear()
-        for saved in chain:
-            entry = saved.entry["tables"].get(old)
-            if entry is None:
-                continue
-            basename = table_basename(assets_folder(saved.prefix), old)
-            if entry["kind"] == "full":
-                done = load(
-                    table,
-                    basename,
-                    keep=self._shard,
-                    optimizer_state=state,
-                    workers=self._workers,
-                    verify_first=verify_first,
-                    progress=self._progress,
-                )
-            else:
-                done = load_changes(
-                    table,
-                    basename,
-                    cleared=entry["cleared"],
-                    keep=self._shard,
-                    optimizer_state=state,
-                    workers=self._workers,
-                    progress=self._progress,
-                )
-                removed += entry["removed"]
-            _check_room(name, done)
-            rows += done.rows
-        newest = _last_with_filter(chain, old)
-        if name in self._filters and newest is not None:
-            self._filters[name].restore(filter_basename(newest.prefix, old))
+        try:
+            for saved in history:
+                scales: list[list[float]] = []
+                self._forget_cleared(table, saved)
+                for piece in saved.pieces_for(self._shard):
+                    done = self._load(table, saved, piece, state, clear=not touched)
+                    touched = True
+                    _check_room(name, done)
+                    rows += done.rows
+                    scales.append(table.scales)
+                table.set_scales([max(each) for each in zip(*scales, strict=True)])  # they only ever grow
+                removed += saved.entry.get("removed", 0)
+        except BaseException:
+            if touched:  # half a table looks whole
+                table.clear()
+            raise
         words = f"{len(table):,} rows"
         if len(chain) > 1:
             words += f" ({rows:,} read and {removed:,} removed, from {len(chain)} checkpoints)"
         return RestoreReport(
             loaded={label: words},
-            reset={label: why} if why else {},
+            reset=({label: why} if why else {}) | self._restore_filter(name, old, chain),
             renamed={label: f"table {old}"} if old != name else {},
         )
+
+    def _load(
+        self,
+        table: DumpableTable,
+        saved: SavedTable,
+        piece: int,
+        state: Literal["keep", "reset"],
+        *,
+        clear: bool,
+    ) -> LoadReport:
+        """Read one piece; a whole one also clears the table before, if it is the first."""
+        own = (piece, saved.pieces)
+        keep = own if self._shard == WHOLE else self._shard
+        how: dict[str, Any] = {
+            "keep": None if keep == WHOLE else keep,
+            "optimizer_state": state,
+            "workers": self._workers,
+            "progress": self._progress,
+        }
+        if saved.changes:
+            done = load_changes(table, saved.basename(piece), **how)
+        else:
+            done = load(table, saved.basename(piece), clear=clear, verify_first=False, **how)
+        if keep == own and done.skipped:
+            raise RestoreError(
+                f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(piece)} "
+                "have ids of other pieces. Put the files back where each server wrote them."
+            )
+        return done
+
+    def _forget_cleared(self, table: DumpableTable, saved: SavedTable) -> None:
+        """Remove what the shares held that were cleared before the changes of one checkpoint."""
+        mine = saved.pieces_for(self._shard)
+        gone = [piece for piece in mine if saved.changes and saved.cleared[piece]]
+        if not gone:
+            return
+        if gone == mine:
+            table.clear()
+            return
+        lost: list[Tensor] = []
+        for piece in gone:
+            in_piece = kept_ids((piece, saved.pieces))
+            assert in_piece is not None
+            lost += [rows.ids[in_piece(rows.ids)] for rows in iterate(table)]
+        for ids in lost:
+            table.remove(ids)
+
+    def _restore_filter(self, name: str, old: str, chain: Sequence[SavedPart]) -> dict[str, str]:
+        """Take over what a filter has counted; return what to say where it begins anew."""
+        admission = self._filters.get(name)
+        if admission is None:
+            return {}
+        source, why = _filter_source(admission, chain, old, self._shard)
+        if source is not None:
+            admission.restore(source)
+        elif why and isinstance(admission, SlidingFilter):
+            _forget_counts(admission)
+        return {f"filter of {name}": why} if why else {}
 
 
 class TablesCut:
@@ -185,37 +301,51 @@ class TablesCut:
         self,
         cuts: Mapping[str, TableCut],
         filters: Mapping[str, AdmissionFilter],
+        *,
         num_shards: int | None,
         workers: int,
         progress: Progress | None,
+        piece: Share,
     ) -> None:
         self._cuts = dict(cuts)
         self._filters = dict(filters)
         self._num_shards = num_shards
         self._workers = workers
         self._progress = progress
+        self._piece = piece
         self._stamp = secrets.token_hex(8)  # a second attempt keeps the files of the first
 
     def write(self, prefix: str, *, full: bool) -> Entry:
+        """As `PartCut.write`.
+
+        Raises:
+            SaveError: A table holds ids that are not of this piece; a restore would not find them.
+        """
+        piece = self._piece
+        folder = piece_folder(prefix, piece)
         tables: dict[str, Entry] = {}
-        slots = np.zeros(MAX_SLOTS_V2, np.int64)
-        filesystem.make_dirs(assets_folder(prefix))
+        slots = _Slots()
+        filesystem.make_dirs(folder)
         for name, cut in self._cuts.items():
-            basename = table_basename(assets_folder(prefix), name)
-            tables[name] = (
-                self._write_full(cut, basename, slots) if full else self._write_changes(cut, basename)
-            )
+            basename = table_basename(folder, name)
+            watchers = [] if piece == WHOLE else [_only(name, piece)]
+            if full:
+                tables[name] = self._write_full(_Watched(cut, slots, *watchers), basename)
+            else:
+                tables[name] = self._write_changes(_Watched(cut, *watchers), basename)
         for name, one in self._filters.items():
-            one.save(filter_basename(prefix, name))
-        entry: Entry = {"tables": tables, "filters": sorted(self._filters)}
-        met = np.flatnonzero(slots)
+            one.save(filter_basename(prefix, name, piece))
+        entry: Entry = {"tables": tables, "filters": sorted(self._filters), "pieces": 1}
+        if piece != WHOLE:
+            entry["piece"] = list(piece)
+        met = slots.met()
         if full and len(met) <= _MOST_SLOTS:
-            entry["slots"] = {str(slot): int(slots[slot]) for slot in met.tolist()}
+            entry["slots"] = met
         return entry
 
-    def _write_full(self, cut: TableCut, basename: str, slots: NDArray[np.int64]) -> Entry:
+    def _write_full(self, cut: TableCut, basename: str) -> Entry:
         done = dump_cut(
-            _Counted(cut, slots),
+            cut,
             basename,
             num_shards=self._num_shards,
             workers=self._workers,
@@ -250,13 +380,12 @@ class TablesCut:
             cut.close(saved=saved)
 
 
-class _Counted:
-    """A cut that counts the slots of the ids that are read from it."""
+class _Watched:
+    """A cut that shows the ids that are read from it to somebody, in several threads at once."""
 
-    def __init__(self, cut: TableCut, slots: NDArray[np.int64]) -> None:
+    def __init__(self, cut: TableCut, *watchers: Callable[[Tensor], None]) -> None:
         self._cut = cut
-        self._slots = slots
-        self._lock = threading.Lock()
+        self._watchers = watchers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cut, name)
@@ -266,22 +395,60 @@ class _Counted:
 
     def scan(self, cursor: int | None = None, **how: Any) -> Scan:
         found = self._cut.scan(cursor, **how)
-        # No sorting: it would keep whoever trains from running Python.
-        counts = np.bincount(slot_of(found.rows.ids).numpy(), minlength=MAX_SLOTS_V2)
-        with self._lock:
-            self._slots += counts
+        for watch in self._watchers:
+            watch(found.rows.ids)
         return found
 
 
+class _Slots:
+    """Counts the slots of ids."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(MAX_SLOTS_V2, np.int64)
+        self._lock = threading.Lock()
+
+    def __call__(self, ids: Tensor) -> None:
+        # No sorting: it would keep whoever trains from running Python.
+        counts = np.bincount(slot_of(ids).numpy(), minlength=MAX_SLOTS_V2)
+        with self._lock:
+            self._counts += counts
+
+    def met(self) -> dict[str, int]:
+        return {str(slot): int(self._counts[slot]) for slot in np.flatnonzero(self._counts).tolist()}
+
+
+def _only(table: str, share: Share) -> Callable[[Tensor], None]:
+    """Return what refuses ids of another share."""
+    in_share = kept_ids(share)
+    assert in_share is not None
+
+    def check(ids: Tensor) -> None:
+        mine = in_share(ids)
+        if not bool(mine.all()):
+            number, total = share
+            raise SaveError(
+                f"cannot save table {table!r} as piece {number} of {total}: it holds ids of other pieces, "
+                f"such as {int(ids[~mine][0])}. This one is for the ids that are {number} modulo {total}, as "
+                "unsigned numbers; send every id to its own server."
+            )
+
+    return check
+
+
+def _history(chain: Sequence[SavedPart], name: str) -> list[SavedTable]:
+    found = (SavedTable.find(saved.prefix, saved.entry, name) for saved in chain)
+    return [saved for saved in found if saved is not None]
+
+
 def _state_for(
-    config: TableConfig, old: str, chain: Sequence[SavedPart], options: RestoreOptions
+    config: TableConfig, history: Sequence[SavedTable], options: RestoreOptions
 ) -> tuple[Literal["keep", "reset"], str]:
     """Return what to do with optimizer state, and why where it starts anew."""
     if options.optimizer_state == "reset":
         return "reset", "optimizer state reset, as asked"
     if options.optimizer_state == "keep":
         return "keep", ""
-    saved = {tuple(map(tuple, s.entry["tables"][old]["layout"])) for s in chain if old in s.entry["tables"]}
+    saved = {tuple(map(tuple, one.entry["layout"])) for one in history}
     mine = tuple(map(tuple, _layout(config)))
     if saved <= {mine}:
         return "keep", ""
@@ -304,11 +471,46 @@ def _last_with_filter(chain: Sequence[SavedPart], table: str) -> SavedPart | Non
     return next((saved for saved in reversed(chain) if table in saved.entry["filters"]), None)
 
 
-def assets_folder(prefix: str) -> str:
-    """Return the folder of a checkpoint's tables and filters."""
-    return f"{prefix}.assets"
+def _filter_source(
+    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, shard: Share
+) -> tuple[str | None, str]:
+    """Return where to read what a filter has counted; None if nowhere, and why where it was saved.
+
+    A filter keeps no ids, only cells that their hashes lead to, so its counts can be neither divided
+    nor put together. A share that lies within that of one piece takes over all of it: the counts of
+    ids it never meets fade.
+    """
+    newest = _last_with_filter(chain, table)
+    if newest is None:
+        return None, ""
+    pieces = filter_pieces(newest.entry, table)
+    number, total = shard
+    source = filter_basename(newest.prefix, table, (number % pieces, pieces))
+    if not isinstance(admission, SlidingFilter) or pieces == total:  # others remember no ids
+        return source, ""
+    if total % pieces:
+        whom = "one process" if total == 1 else f"{total} servers"
+        return None, f"counts anew, because what {pieces} servers counted cannot be put together for {whom}"
+    saved = filter_files.inspect(source)[0]
+    core = admission.core
+    if (saved.sliding["split_num"], saved.split["total_size"]) != (
+        core.split_num,
+        core.split_meta(0).total_size,
+    ):
+        return None, "counts anew, because it was saved with another capacity or split_num"
+    return source, ""
 
 
-def filter_basename(prefix: str, table: str) -> str:
-    """Return where the filter of a table lies."""
-    return table_basename(assets_folder(prefix), f"hash_filter_{table}")
+def _forget_counts(admission: SlidingFilter) -> None:
+    now = admission.core.meta()
+    admission.core.restore(
+        native.SlidingFilterMeta(
+            split_num=now.split_num,
+            max_forward_step=now.max_forward_step,
+            max_backward_step=now.max_backward_step,
+            max_step=now.max_step,
+            head=0,
+            head_increment=0,
+            failure_count=0,
+        )
+    )
