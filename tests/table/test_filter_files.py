@@ -156,7 +156,7 @@ def test_a_write_that_fails_leaves_the_old_files(base: str) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
-        with pytest.raises(FilesystemError):
+        with pytest.raises(FilesystemError, match="0-00000-of-00007"):
             big.save(base)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

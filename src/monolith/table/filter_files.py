@@ -14,14 +14,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError
-from monolith.table.sharded_names import find_sharded, replace_sharded
+from monolith.filesystem.backends import errors_as
+from monolith.table.sharded_names import find_sharded, replace_sharded, sharded_names
 from monolith.table.tfrecords import records, tfrecord
 
 CELLS_PER_RECORD = 10_000
@@ -61,18 +62,24 @@ def save(core: native.SlidingFilter, basename: str) -> None:
         FilesystemError: A file could not be written; the old ones are still there.
     """
     sliding = _numbers(core.meta(), _SLIDING_FIELDS)
+    names = sharded_names(basename, core.split_num)
     with replace_sharded(basename, core.split_num) as files:
-        for split, file in enumerate(files):
-            cells = core.read_cells(split)
-            found = core.split_meta(split)
-            numbers = _numbers(found, _SPLIT_FIELDS)
-            # As many as are written here, so that a reader can tell whether it has them all.
-            numbers["num_elements"] = int(np.count_nonzero(cells))
-            file.write(tfrecord(encode_meta(SplitMeta(numbers, found.fill_rate, sliding))))
-            for offset in range(0, len(cells), CELLS_PER_RECORD):
-                chunk = cells[offset : offset + CELLS_PER_RECORD]
-                if chunk.any():
-                    file.write(tfrecord(encode_data(offset, chunk)))
+        for split, (name, file) in enumerate(zip(names, files, strict=True)):
+            with errors_as("write", name):
+                _write_split(core, split, sliding, file)
+
+
+def _write_split(core: native.SlidingFilter, split: int, sliding: dict[str, int], file: BinaryIO) -> None:
+    cells = core.read_cells(split)
+    found = core.split_meta(split)
+    numbers = _numbers(found, _SPLIT_FIELDS)
+    # As many as are written here, so that a reader can tell whether it has them all.
+    numbers["num_elements"] = int(np.count_nonzero(cells))
+    file.write(tfrecord(encode_meta(SplitMeta(numbers, found.fill_rate, sliding))))
+    for offset in range(0, len(cells), CELLS_PER_RECORD):
+        chunk = cells[offset : offset + CELLS_PER_RECORD]
+        if chunk.any():
+            file.write(tfrecord(encode_data(offset, chunk)))
 
 
 def restore(core: native.SlidingFilter, basename: str) -> None:
