@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from monolith.table import Adagrad, DelayCompensated, Expiry, Ones, Segment, Sgd
 
 
 @pytest.fixture(params=STORES)
-def make(request: pytest.FixtureRequest) -> MakeStore:
-    return STORES[request.param]
+def make(request: pytest.FixtureRequest) -> Iterator[MakeStore]:
+    if "server" in request.param:
+        pytest.importorskip("pyarrow")
+    with ExitStack() as stack:
+        yield STORES[request.param](stack)
 
 
 def configs(**options: Any) -> dict[str, TableConfig]:
@@ -85,11 +90,42 @@ def test_gradients_of_several_batches_are_one_step_for_each_id(make: MakeStore) 
     assert_close(store.lookup(TableIds(torch.tensor([1, 2]), torch.tensor([2]))), torch.tensor([-1.0, -1.0]))
 
 
+def test_ids_of_any_sign_and_size_come_back_in_their_order(make: MakeStore) -> None:
+    """In both tables, in several parts, with widths that differ."""
+    store = make(configs())
+    draw = torch.Generator().manual_seed(0)
+    first = torch.randint(-(2**62), 2**62, (50,), generator=draw) * 2 + torch.arange(50) % 2
+    a, b = first[:30], first[10:]
+    sizes = torch.tensor([20, 15, 10, 25])
+    two = TableIds(torch.cat([a[:20], b[:15], a[20:], b[15:]]), sizes, parts=2)
+    gradients = torch.cat([torch.arange(20 * 2 + 15), torch.arange(100, 100 + 10 * 2 + 25)]).float()
+    store.apply_gradients(two, gradients)
+    assert_close(store.lookup(two), _after(gradients, sizes))
+    backwards = TableIds(torch.cat([a.flip(0), b.flip(0)]), torch.tensor([30, 40]))
+    rows_a = torch.cat([_after(gradients, sizes)[:40], _after(gradients, sizes)[55:75]]).view(-1, 2)
+    rows_b = torch.cat([_after(gradients, sizes)[40:55], _after(gradients, sizes)[75:]])
+    assert_close(store.lookup(backwards), torch.cat([rows_a.flip(0).flatten(), rows_b.flip(0)]))
+
+
+def _after(gradients: Tensor, sizes: Tensor) -> Tensor:
+    """Return the rows after one step from ones, in the order of the gradients."""
+    floats = (sizes * torch.tensor([2, 1, 2, 1])).tolist()
+    rates = torch.cat([torch.full((n,), rate) for n, rate in zip(floats, [1.0, 0.5] * 2, strict=True)])
+    return 1 - rates * gradients
+
+
 def test_a_filter_counts_sightings_not_batches(make: MakeStore) -> None:
     store = make(configs(), thresholds={"a": SlotThresholds(default=3)})
     train(store, keys([1, 2], [1], counts=torch.tensor([3, 2, 1])), [0, 0, 0, 0, 0])
     train(store, keys([1, 2], []), [0, 0, 0, 0])
     assert store.lookup(keys([1, 2], [1])).tolist() == [1, 1, 0, 0, 1]
+
+
+def test_sightings_that_do_not_fit_are_refused_where_they_count(make: MakeStore) -> None:
+    store = make(configs(), thresholds={"a": SlotThresholds(default=3)})
+    for counts in ([1, 1], [0]):
+        with pytest.raises(TableArgumentError, match="counts"):
+            train(store, keys([1], [], counts=torch.tensor(counts)), [0, 0])
 
 
 def test_rates_follow_the_step(make: MakeStore) -> None:
@@ -106,6 +142,22 @@ def test_rows_expire_by_event_time(make: MakeStore) -> None:
     train(store, keys([1, 2], [3]), [0] * 5, event_time=torch.tensor([0, 100_000, 0]))
     assert store.evict(100_000) == {"a": 1, "b": 1}
     assert store.lookup(keys([1, 2], [3])).tolist() == [0, 0, 1, 1, 0]
+
+
+def test_without_a_time_each_table_is_its_own_clock(make: MakeStore) -> None:
+    store = make(configs(expiry=Expiry.days(1)))
+    train(store, keys([1, 2], [3]), [0] * 5, event_time=torch.tensor([0, 100_000, 0]))
+    assert store.evict() == {"a": 1, "b": 0}
+
+
+def test_stats_count_all_rows(make: MakeStore) -> None:
+    store = make(configs())
+    train(store, keys([1, 2, 3], [4]), [0] * 7, event_time=7)
+    stats = store.stats()
+    assert {name: (one.rows, one.inserted, one.max_event_time) for name, one in stats.items()} == {
+        "a": (3, 3, 7),
+        "b": (1, 1, 7),
+    }
 
 
 def test_delay_compensation_asks_for_the_rows_gradients_were_computed_on(make: MakeStore) -> None:
@@ -129,6 +181,7 @@ def test_delay_compensation_asks_for_the_rows_gradients_were_computed_on(make: M
         (torch.tensor([1]), torch.tensor([1, 0]), torch.zeros(3)),
         (torch.tensor([1.0]), torch.tensor([1, 0]), torch.zeros(2)),
         (torch.tensor([1]), torch.tensor([1, 0]), torch.zeros(2, dtype=torch.float64)),
+        (torch.tensor([1]), torch.tensor([2, -1]), torch.zeros(2)),
     ],
 )
 def test_arguments_that_do_not_fit_change_nothing(
@@ -139,22 +192,71 @@ def test_arguments_that_do_not_fit_change_nothing(
     assert [stats.rows for stats in store.stats().values()] == [0, 0]
 
 
-def test_dense_variables_are_updated_where_the_store_says(store: Store) -> None:
-    weight = nn.Parameter(torch.tensor([1.0]))
-    store.attach_dense({"weight": weight}, torch.optim.SGD([weight], lr=0.5))
-    weight.grad = torch.tensor([1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": -1},
+        {"event_time": -1},
+        {"event_time": torch.tensor([1, 2])},
+        {"latest_values": torch.zeros(3)},
+    ],
+)
+def test_other_arguments_that_do_not_fit_change_nothing_either(store: Store, options: dict[str, Any]) -> None:
+    with pytest.raises(TableArgumentError):
+        train(store, keys([1], []), [0, 0], **options)
+    assert [stats.rows for stats in store.stats().values()] == [0, 0]
+
+
+def dense(learning_rate: float = 0.5) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Two weights of different sizes, at 1 and at 2, as every process of a job makes them."""
+    weights = {"bias": nn.Parameter(torch.tensor([1.0])), "kernel": nn.Parameter(torch.full((2, 2), 2.0))}
+    return weights, torch.optim.SGD(weights.values(), lr=learning_rate)
+
+
+def test_dense_variables_are_updated_where_the_store_says(make: MakeStore) -> None:
+    store = make(configs(), dense=dense)
+    weights, optimizer = dense()
+    store.attach_dense(weights, optimizer)
+    weights["bias"].grad, weights["kernel"].grad = torch.tensor([1.0]), torch.eye(2)
     store.push_dense()
     store.pull_dense()
-    assert (weight.tolist(), weight.grad) == ([0.5], None)
+    assert weights["bias"].tolist() == [0.5]
+    assert weights["kernel"].tolist() == [[1.5, 2.0], [2.0, 1.5]]
+    assert [weight.grad for weight in weights.values()] == [None, None]
 
 
-def test_a_store_serves_one_model(store: Store) -> None:
-    weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+def test_a_dense_variable_without_a_gradient_stays_as_it_is(make: MakeStore) -> None:
+    store = make(configs(), dense=dense)
+    weights, optimizer = dense()
+    store.attach_dense(weights, optimizer)
+    weights["bias"].grad = torch.tensor([1.0])
+    store.push_dense()
+    store.push_dense()
+    store.pull_dense()
+    assert (weights["bias"].tolist(), weights["kernel"].tolist()) == ([0.5], [[2.0, 2.0], [2.0, 2.0]])
+
+
+def test_dense_variables_can_be_pulled_before_any_were_pushed(make: MakeStore) -> None:
+    store = make(configs(), dense=dense)
+    weights, optimizer = dense()
+    store.attach_dense(weights, optimizer)
+    store.pull_dense()
+    assert weights["bias"].tolist() == [1.0]
+
+
+def test_a_store_serves_one_model(make: MakeStore) -> None:
+    store = make(configs(), dense=dense)
+    (weights, optimizer), other = dense(), nn.Parameter(torch.ones(1))
     with pytest.raises(FeatureError, match="does not hold 'other'"):
-        store.attach_dense({"other": other}, torch.optim.SGD([weight], lr=1.0))
-    store.attach_dense({"weight": weight}, torch.optim.SGD([weight], lr=1.0))
+        store.attach_dense({**weights, "other": other}, optimizer)
+    store.attach_dense(weights, optimizer)
     with pytest.raises(FeatureError, match="one store serves one model"):
-        store.attach_dense({"weight": weight}, torch.optim.SGD([weight], lr=1.0))
+        store.attach_dense(weights, optimizer)
+
+
+def test_a_store_without_dense_variables_has_none_to_move(store: Store) -> None:
+    store.push_dense()
+    store.pull_dense()
 
 
 def test_a_closed_store_answers_no_more(store: Store) -> None:

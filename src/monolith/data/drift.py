@@ -139,14 +139,14 @@ class DriftingStream:
         self.config = DriftConfig() if config is None else config
         self._draws = Draws(self.config.seed)
         self._share = my_share()
-        self._next = self._share.index * self.config.batch_size
+        self._next = self._share.worker * self.config.batch_size
 
     # A source
 
     def __iter__(self) -> Iterator[Records]:
         size = self.config.batch_size
-        if self._share.count > 1:
-            yield from self._every(self._share.count * size)
+        if self._share.workers > 1:
+            yield from self._every(self._share.workers * size)
             return
         # Several batches are drawn at a time: numpy's calls cost more than the work of a small one.
         together = max(1, _AT_A_TIME // size) * size
@@ -163,7 +163,7 @@ class DriftingStream:
 
     def position(self) -> Position:
         found: Position = {"source": "drift", "seed": self.config.seed, "next": self._next}
-        if self._share.count > 1:
+        if self._share.workers > 1:
             found["shard"] = list(self._share)
         return found
 

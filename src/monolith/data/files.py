@@ -165,7 +165,7 @@ class FileSource:
         elif isinstance(files, Watch):
             self._files = Watched(files, *share)
         else:
-            name = share.index if worker is None and share.count > 1 else worker
+            name = share.worker if worker is None and share.workers > 1 else worker
             self._files = Queued(files, name, auto_commit=auto_commit)
         self._format = format
         self._columns = None if columns is None else list(columns)

@@ -22,8 +22,8 @@ from monolith.errors import ConfigError
 class Share(NamedTuple):
     """One of several equal parts of the data."""
 
-    index: int = 0
-    count: int = 1
+    worker: int = 0
+    workers: int = 1
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ def reading_share(share: Share) -> Iterator[Asked]:
     Raises:
         ConfigError: There is no such share.
     """
-    if share.count < 1 or not 0 <= share.index < share.count:
-        raise ConfigError(f"data: there is no worker {share.index} of {share.count}")
+    if share.workers < 1 or not 0 <= share.worker < share.workers:
+        raise ConfigError(f"data: there is no worker {share.worker} of {share.workers}")
     asked = Asked(share)
     token = _asked.set(asked)
     try:
@@ -71,11 +71,11 @@ def share_of(source: str, worker: int | None, num_workers: int | None) -> Share:
     """
     mine = my_share()
     if num_workers is None:
-        if worker and worker >= mine.count:
+        if worker and worker >= mine.workers:
             raise ConfigError(
-                f"{source}: there is no worker {worker} of {mine.count}; give num_workers with it"
+                f"{source}: there is no worker {worker} of {mine.workers}; give num_workers with it"
             )
-        return mine if worker is None else Share(worker, mine.count)
+        return mine if worker is None else Share(worker, mine.workers)
     if num_workers < 1 or not 0 <= (worker or 0) < num_workers:
         raise ConfigError(f"{source}: there is no worker {worker} of {num_workers}")
     return Share(worker or 0, num_workers)

@@ -39,7 +39,7 @@ from monolith.feature import (
     collect_tables,
     plan_layouts,
 )
-from monolith.store import LocalStore, Store, TableIds
+from monolith.store import Store, TableIds, make_store
 from monolith.tensors import RaggedTensor
 
 Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
@@ -68,8 +68,8 @@ class EmbeddingCollection(nn.Module):
 
     Args:
         layouts: The tensors to make, over columns of slots.
-        store: Where rows live; by default a `LocalStore` with the tables the slots need, made here. It
-            must have those tables.
+        store: Where rows live, with the tables the slots need; by default a `LocalStore` made here, or what
+            `default_stores` says.
         device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
             pinned memory and combined there.
         seed: For random initializers.
@@ -89,7 +89,7 @@ class EmbeddingCollection(nn.Module):
         columns = _columns(layouts)
         self.slot_tables: SlotTables = collect_tables((column.slot for column in columns.values()), seed=seed)
         threads = torch.get_num_threads() if threads is None else threads
-        self.store: Store = store or LocalStore.from_configs(
+        self.store: Store = store or make_store(
             self.slot_tables.configs, thresholds=self.slot_tables.thresholds, threads=threads
         )
         _check_store(self.store, self.slot_tables)

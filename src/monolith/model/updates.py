@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +53,21 @@ class UpdateConfig:
             raise ConfigError(f"dense_weight_decay must not be negative, got {self.dense_weight_decay}")
 
 
+class DenseOptimizer(Protocol):
+    """What trains the dense weights: an optimizer of torch, or what stands for one that is elsewhere."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The weights, under "params" of each group."""
+
+    def step(self) -> Any: ...
+    def zero_grad(self) -> None: ...
+
+
 def apply_gradients(
     loss: Tensor,
     sparse: EmbeddingOptimizer,
-    dense: torch.optim.Optimizer | None = None,
+    dense: DenseOptimizer | None = None,
     config: UpdateConfig | None = None,
     *,
     average: Callable[[list[Tensor]], None] | None = None,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from monolith import native
 from monolith.errors import FeatureError
+from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionFilter,
@@ -87,6 +88,11 @@ class LocalStore:
     def delay_compensated(self) -> bool:
         return self._multi.delay_compensated
 
+    @property
+    def counts_sightings(self) -> bool:
+        """Whether `TableIds.counts` make a difference."""
+        return self._counts_sightings
+
     def table(self, name: str) -> Table:
         """Return one table, to look into or to dump."""
         return self._multi[name]
@@ -118,9 +124,7 @@ class LocalStore:
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:
             raise FeatureError("this store has dense variables already; one store serves one model")
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if missing := [name for name, parameter in parameters.items() if id(parameter) not in held]:
-            raise FeatureError(f"the optimizer does not hold {missing[0]!r}: it would never be trained")
+        check_held(parameters, optimizer)
         self._optimizer = optimizer
 
     def push_dense(self) -> None:

@@ -7,30 +7,39 @@
 An empty field is a record without values in that column. Where lists are allowed, an
 inner separator stands between their values. A line that does not fit (too many fields, a
 word where a number should be) is a bad record; the lines around it are read.
+
+The native core reads bytes straight to columns; `native/src/csv_parser.h` says what becomes of
+what. Here is what surrounds it: the names, the types, and the stretch of the file that it sees.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import BinaryIO
 
-import numpy as np
 import torch
 
+from monolith import native
 from monolith.data.format import BadRecord, Chunk
 from monolith.data.records import DTYPES, Records
 from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.filesystem import atomic_write, open_read
 from monolith.tensors import RaggedTensor
 
-_WHOLE = re.compile(rb"[+-]?[0-9]+")
-_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?(inf|nan)", re.IGNORECASE)
+_READ_BYTES = 64 << 10
+"""Read beyond a chunk, so that its last record is there to the end and more."""
+
+_TYPES = {
+    torch.int64: native.ColumnType.INT64,
+    torch.float32: native.ColumnType.FLOAT,
+    torch.uint8: native.ColumnType.BYTES,
+}
+_DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
 class CsvFormat:
@@ -78,7 +87,7 @@ class CsvFormat:
         self._types = dict(types or {})
         self._infer_rows = infer_rows
         self._chunk_bytes = chunk_bytes
-        self._record_bytes = record_bytes
+        self._dialect = native.CsvDialect(delimiter, list_separator, record_bytes)
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the records of a file from byte `start` on; see `Format`."""
@@ -87,23 +96,22 @@ class CsvFormat:
             if layout is None:
                 return
             wanted = [name for name in layout.names if columns is None or name in columns]
-            place = max(start, layout.begin)
-            file.seek(place)
-            parsed = _Parsed(layout, wanted, place)
-            for begin, line in self._lines(file, place):
-                if begin - parsed.begin >= self._chunk_bytes and len(parsed):
-                    yield parsed.chunk(begin)
-                    parsed = _Parsed(layout, wanted, begin)
-                if len(line) > self._record_bytes:
-                    parsed.add_bad(begin, line, f"longer than {self._record_bytes} bytes, cut there")
+            positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
+            parser = native.CsvParser(self._dialect, len(layout.names), positions)
+            window = _Window(file, max(start, layout.begin))
+            window.fill(self._chunk_bytes + _READ_BYTES)
+            while True:
+                parsed = parser.parse(window.view, window.last, self._chunk_bytes)
+                if parsed.whole:
+                    bad = _bad_records(parsed, wanted, window)
+                    window.move(parsed.next)
+                    if not parsed.records and not bad:
+                        return
+                    yield Chunk(_records(parsed, wanted), window.place, bad)
+                    window.fill(self._chunk_bytes + _READ_BYTES)
                 else:
-                    try:
-                        parsed.add(begin, line, self._fields(line))
-                    except csv.Error as cause:
-                        parsed.add_bad(begin, line, str(cause))
-                place = begin + len(line)
-            if len(parsed):
-                yield parsed.chunk(place)
+                    window.move(parsed.next)
+                    window.fill(2 * len(window.view) + _READ_BYTES)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
@@ -115,72 +123,43 @@ class CsvFormat:
 
     def _layout(self, file: BinaryIO, path: str) -> _Layout | None:
         """Read names and types from the head of a file; None for an empty one."""
-        lines = self._lines(file, 0)
-        begin = 0
+        window = _Window(file, 0)
         if self._header:
-            first = next(lines, None)
+            first = self._first_record(window, path)
             if first is None:
                 return None
             try:
-                names = [name.decode() for name in self._fields(first[1])]
-            except (csv.Error, UnicodeDecodeError) as cause:
+                names = [name.decode() for name in first]
+            except UnicodeDecodeError as cause:
                 raise CorruptFileError(path, 0, f"not a header of a CSV file: {cause}") from cause
             if len(set(names)) < len(names) or not all(names):
                 raise CorruptFileError(path, 0, f"a header with empty or repeated names: {names}")
-            begin = first[0] + len(first[1])
         else:
             names = list(self._types)
-        missing = [name for name in names if name not in self._types]
-        types = {name: self._types[name] for name in names if name in self._types}
-        if missing:
-            rows = []
-            for _, line in lines:
-                fields = self._try_fields(line)
-                if len(fields) == len(names):
-                    rows.append(fields)
-                if len(rows) == self._infer_rows:
+        begin = window.place
+        types = dict(self._types)
+        if any(name not in types for name in names):
+            sniffer = native.CsvSniffer(self._dialect, len(names), self._infer_rows)
+            while not sniffer.done:
+                window.move(sniffer.take(window.view, window.last))
+                if window.last:
                     break
-            for name in missing:
-                column = names.index(name)
-                types[name] = _narrowest(
-                    [value for row in rows for value in _split(row[column], self._separator)]
-                )
-        return _Layout(names, types, self._separator, begin)
+                window.fill(2 * len(window.view) + _READ_BYTES)
+            for name, found in zip(names, sniffer.types, strict=True):
+                types.setdefault(name, _DTYPES[found])
+        return _Layout(names, types, begin)
 
-    def _lines(self, file: BinaryIO, place: int) -> Iterator[tuple[int, bytes]]:
-        """Yield where each record begins, and its bytes with the newline: one line, or more in quotes."""
-        record = b""
+    def _first_record(self, window: _Window, path: str) -> list[bytes] | None:
+        """Move behind the first record, and return its fields; None if there is none."""
         while True:
-            line = file.readline(self._record_bytes + 1)
-            record += line
-            opened = record.count(b'"') % 2 == 1
-            if opened and (not line or len(record) > self._record_bytes):
-                # A quote that nobody closed. The line is bad, but the next may be a good one.
-                record = record[: record.find(b"\n") + 1 or len(record)]
-                file.seek(place + len(record))
-            elif opened or (line and not line.endswith(b"\n") and len(record) <= self._record_bytes):
-                continue
-            if record.strip(b"\r\n"):
-                yield place, record
-            place, record = place + len(record), b""
-            if not line and not opened:
-                return
-
-    def _fields(self, line: bytes) -> list[bytes]:
-        text = line.rstrip(b"\r\n")
-        if b'"' not in text:
-            return text.split(self._delimiter.encode())
-        lines = io.StringIO(text.decode("utf-8", "surrogateescape"), newline="")
-        rows = list(csv.reader(lines, delimiter=self._delimiter, strict=True))
-        if len(rows) != 1:
-            raise csv.Error("a quote is not closed")
-        return [field.encode("utf-8", "surrogateescape") for field in rows[0]]
-
-    def _try_fields(self, line: bytes) -> list[bytes]:
-        try:
-            return self._fields(line)
-        except csv.Error:
-            return []
+            try:
+                end, fields = native.first_csv_record(self._dialect, window.view, window.last)
+            except ValueError as cause:
+                raise CorruptFileError(path, 0, f"not a header of a CSV file: {cause}") from cause
+            window.move(end)
+            if fields is not None or window.last:
+                return fields
+            window.fill(2 * len(window.view) + _READ_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,112 +168,58 @@ class _Layout:
 
     names: list[str]
     types: Mapping[str, torch.dtype]
-    separator: str | None
     begin: int
     """Where the first record is."""
 
 
-class _Parsed:
-    """Records on their way into a chunk."""
+class _Window:
+    """A stretch of a file, which moves on."""
 
-    def __init__(self, layout: _Layout, wanted: Sequence[str], begin: int) -> None:
-        self._layout = layout
-        self._wanted = [(name, layout.names.index(name), layout.types[name]) for name in wanted]
-        self.begin = begin
-        self._size = 0
-        self._values: list[list[bytes | int | float]] = [[] for _ in wanted]
-        self._lengths: list[list[int]] = [[] for _ in wanted]
-        self._bad: list[BadRecord] = []
+    def __init__(self, file: BinaryIO, place: int) -> None:
+        file.seek(place)
+        self._file = file
+        self.place = place
+        """Where in the file it begins."""
+        self.view = memoryview(b"")
+        self.last = False
+        """Whether the file ends with it."""
 
-    def __len__(self) -> int:
-        return self._size + len(self._bad)
-
-    def add(self, place: int, line: bytes, fields: Sequence[bytes]) -> None:
-        """Take in a record, or put it to the bad ones."""
-        if len(fields) != len(self._layout.names):
-            self.add_bad(place, line, f"{len(fields)} fields instead of {len(self._layout.names)}")
+    def fill(self, size: int) -> None:
+        """Read on until there are `size` bytes, or all there are."""
+        if self.last or len(self.view) >= size:
             return
-        row = []
-        for name, position, dtype in self._wanted:
-            try:
-                row.append([_PARSE[dtype](text) for text in _split(fields[position], self._layout.separator)])
-            except ValueError as cause:
-                self.add_bad(place, line, f"column {name!r}: {cause}")
-                return
-        for values, lengths, cell in zip(self._values, self._lengths, row, strict=True):
-            values.extend(cell)
-            lengths.append(len(cell))
-        self._size += 1
+        parts = [bytes(self.view)]
+        missing = size - len(self.view)
+        while missing > 0 and not self.last:
+            parts.append(self._file.read(missing))
+            missing -= len(parts[-1])
+            self.last = not parts[-1]
+        self.view = memoryview(b"".join(parts))
 
-    def add_bad(self, place: int, line: bytes, reason: str) -> None:
-        self._bad.append(BadRecord(place, f"line at byte {place}: {reason}", line))
-
-    def chunk(self, end: int) -> Chunk:
-        columns = {
-            name: _to_ragged(values, lengths, dtype)
-            for (name, _, dtype), values, lengths in zip(
-                self._wanted, self._values, self._lengths, strict=True
-            )
-        }
-        return Chunk(Records(self._size, columns), end, tuple(self._bad))
+    def move(self, size: int) -> None:
+        """Leave bytes behind."""
+        self.view = self.view[size:]
+        self.place += size
 
 
-def _to_ragged(values: Sequence[bytes | int | float], lengths: list[int], dtype: torch.dtype) -> RaggedTensor:
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    if dtype is not torch.uint8:
-        return RaggedTensor.from_row_lengths(torch.tensor(values, dtype=dtype), sizes, validate=False)
-    texts = [text for text in values if isinstance(text, bytes)]
-    flat = torch.from_numpy(np.frombuffer(b"".join(texts), np.uint8).copy())
-    inner = RaggedTensor.from_row_lengths(flat, torch.tensor([*map(len, texts)], dtype=torch.int64))
-    return RaggedTensor.from_row_lengths(inner, sizes, validate=False)
+def _records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
+    columns = {}
+    for name, (flat, splits, inner) in zip(names, parsed.take_columns(), strict=True):
+        values: torch.Tensor | RaggedTensor = torch.from_numpy(flat)
+        if inner is not None:
+            values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
+        columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
+    return Records(parsed.records, columns)
 
 
-def _split(field: bytes, separator: str | None) -> list[bytes]:
-    if not field:
-        return []
-    return [field] if separator is None else [text for text in field.split(separator.encode()) if text]
-
-
-def _whole(text: bytes) -> int:
-    text = text.strip()
-    # Python would take 1_000, too.
-    if not _WHOLE.fullmatch(text):
-        raise ValueError(f"{_short(text)} is not a whole number")
-    number = int(text)
-    if not -(1 << 63) <= number < 1 << 64:
-        raise ValueError(f"{_short(text)} does not fit into 64 bits")
-    return number - (1 << 64) if number >= 1 << 63 else number  # an unsigned id keeps its bits
-
-
-def _number(text: bytes) -> float:
-    text = text.strip()
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(f"{_short(text)} is not a number")
-    return float(text)
-
-
-def _short(text: bytes) -> str:
-    return repr(text[:40].decode("utf-8", "replace"))
-
-
-_PARSE: Mapping[torch.dtype, Callable[[bytes], bytes | int | float]] = {
-    torch.int64: _whole,
-    torch.float32: _number,
-    torch.uint8: bytes,
-}
-
-
-def _narrowest(values: Sequence[bytes]) -> torch.dtype:
-    """Return the type of a column with these values; text if there are none, which says nothing."""
-    for dtype in (torch.int64, torch.float32):
-        try:
-            for value in values:
-                _PARSE[dtype](value)
-        except ValueError:
-            continue
-        if values:
-            return dtype
-    return torch.uint8
+def _bad_records(parsed: native.ParsedCsv, names: Sequence[str], window: _Window) -> tuple[BadRecord, ...]:
+    bad = []
+    for begin, size, reason, column, value in parsed.bad:
+        place = window.place + begin
+        what = "" if column is None else f"column {names[column]!r}: {value.decode('utf-8', 'replace')!r} "
+        payload = bytes(window.view[begin : begin + size])
+        bad.append(BadRecord(place, f"line at byte {place}: {what}{reason}", payload))
+    return tuple(bad)
 
 
 class _Writer:

@@ -55,7 +55,7 @@ class MemorySource:
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
         records = data if isinstance(data, Records) else to_records(data)
-        self._records = records.take(torch.arange(share.index, len(records), share.count))
+        self._records = records.take(torch.arange(share.worker, len(records), share.workers))
         self._batch_size = batch_size
         self._total = None if epochs is None and len(self._records) else len(self._records) * (epochs or 1)
         self._seed = shuffle_seed

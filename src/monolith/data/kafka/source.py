@@ -77,8 +77,8 @@ class KafkaSource:
             MissingExtraError: confluent-kafka is not installed.
         """
         share = my_share()
-        if share.count > 1 and config.assignment is None:
-            config = replace(config, assignment=ByWorker(worker=share.index, num_workers=share.count))
+        if share.workers > 1 and config.assignment is None:
+            config = replace(config, assignment=ByWorker(worker=share.worker, num_workers=share.workers))
         self.config = config
         self._kafka = import_kafka()
         self._decode = decode

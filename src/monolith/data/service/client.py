@@ -14,6 +14,7 @@ from typing import Any
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
 from monolith.data.service.flight import POLL, Address, Caller, Clock, Guard, StoppedError, UnreachableError
+from monolith.data.share import my_share
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -42,7 +43,8 @@ class DataServiceSource:
 
     Args:
         dispatcher: host:port, or a function that finds it.
-        trainer: Its name, the same after a restart. No two trainers of a job have the same.
+        trainer: Its name, the same after a restart. No two trainers of a job have the same; to those of
+            `reading_share`, "-" and their number are added.
         guard: What dispatcher and data workers want to be shown, if they do.
         prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
         patience: How long the dispatcher, or every data worker, may be away.
@@ -60,6 +62,9 @@ class DataServiceSource:
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
+        share = my_share()
+        if share.workers > 1:
+            trainer = f"{trainer}-{share.worker}"
         self._settings = _Settings(
             address=dispatcher,
             trainer=trainer,

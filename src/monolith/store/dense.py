@@ -1,0 +1,360 @@
+"""Dense weights on parameter servers: who has which, one step for a share of them, and all of it as bytes.
+
+Every process builds the whole module, because that is what a task describes. Each weight
+has one server that trains it; what the others hold of it is a copy that nobody reads. No
+weight is cut in pieces, so an optimizer sees it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from monolith.errors import FeatureError, RestoreError, SaveError
+
+_VERSION = 1
+_METADATA = "monolith"
+_ALIGNMENT = 8
+_LENGTH = struct.Struct("<Q")
+_WEIGHT, _STATE = "weight/", "state/"
+
+
+def share_of_weights(parameters: Mapping[str, Tensor], num_servers: int) -> dict[str, int]:
+    """Return the server of each weight, by name: the largest goes first, to the server that has least.
+
+    The same in every process that builds the same module.
+    """
+    if num_servers < 1:
+        raise FeatureError(f"cannot share weights among {num_servers} servers; there must be at least 1")
+    loads = [0] * num_servers
+    servers: dict[str, int] = {}
+    for name in sorted(parameters, key=lambda name: (-_size(parameters[name]), name)):
+        servers[name] = loads.index(min(loads))
+        loads[servers[name]] += _size(parameters[name])
+    return {name: servers[name] for name in sorted(servers)}
+
+
+def check_held(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse weights that an optimizer would never train."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [name for name, parameter in parameters.items() if id(parameter) not in held]:
+        raise FeatureError(f"the optimizer does not hold {missing[0]!r}: it would never be trained")
+
+
+class DenseShare:
+    """The weights that one server is in charge of, and the count of steps. Thread-safe.
+
+    Args:
+        parameters: All weights of the module, by name. Nobody else may change them.
+        optimizer: Holds all of them; the others never have a gradient here. None where there are none.
+        shard: Which of how many servers this is. Number 0 counts the steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        shard: tuple[int, int],
+    ) -> None:
+        number, count = shard
+        if optimizer is None and parameters:
+            raise FeatureError("dense weights need an optimizer; give the one the task makes")
+        if optimizer is not None:
+            check_held(parameters, optimizer)
+        servers = share_of_weights(parameters, count)
+        self._mine = {name: parameters[name] for name, server in servers.items() if server == number}
+        self._optimizer = optimizer
+        self._shard = shard
+        self._lock = threading.Lock()  # guards weights, optimizer and _step
+        self._step = 0
+
+    @property
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """What this server is in charge of, sorted by name."""
+        return self._mine
+
+    @property
+    def step(self) -> int:
+        """Pushes so far, of all workers; only server 0 hears of all."""
+        with self._lock:
+            return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        if not isinstance(value, int) or value < 0:
+            raise FeatureError(f"the global step must be a whole number from 0 on, got {value!r}")
+        with self._lock:
+            self._step = value
+
+    def push(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take one optimizer step with these gradients, by name; return copies of all weights after it.
+
+        Weights without a gradient stay as they are.
+
+        Raises:
+            FeatureError: A gradient is of no weight of this share, or of another shape. Nothing has changed.
+        """
+        for name, gradient in gradients.items():
+            weight = self._mine.get(name)
+            if weight is None:
+                raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {name!r}")
+            if gradient.shape != weight.shape or gradient.dtype != weight.dtype:
+                raise FeatureError(
+                    f"the gradient of {name!r} has {_kind(gradient)}, and the weight {_kind(weight)}"
+                )
+        with self._lock:
+            try:
+                for name, gradient in gradients.items():
+                    self._mine[name].grad = gradient.to(self._mine[name].device)
+                if self._optimizer is not None:
+                    self._optimizer.step()
+            finally:
+                for weight in self._mine.values():
+                    weight.grad = None
+            self._step += 1
+            return self._copies()
+
+    def pull(self) -> dict[str, Tensor]:
+        """Return copies of all weights of this share."""
+        with self._lock:
+            return self._copies()
+
+    def dump(self) -> bytes:
+        """Return weights, their optimizer state and the step as safetensors with JSON in its metadata.
+
+        Raises:
+            SaveError: The optimizer keeps something that is neither number, text nor tensor.
+        """
+        with self._lock:
+            return dump_dense(self._mine, self._optimizer, self._step)
+
+    def load(self, data: bytes) -> None:
+        """Take over what `dump` returned, of a share of the same weights.
+
+        Raises:
+            RestoreError: It is of other weights. Nothing has changed.
+        """
+        state = read_dense(data)
+        with self._lock:
+            fill_dense(self._mine, self._optimizer, [state])
+            self._step = state.step
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self._mine.items()}
+
+
+# As bytes, every step
+
+
+def pack_tensors(tensors: Sequence[Tensor]) -> NDArray[np.uint8]:
+    """Return the bytes of all tensors, one after another, each beginning at a multiple of 8."""
+    out = np.zeros(sum(_padded(_size(tensor)) for tensor in tensors), np.uint8)
+    at = 0
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        out[at : at + len(flat)] = flat
+        at += _padded(len(flat))
+    return out
+
+
+def unpack_tensors(data: NDArray[np.uint8], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what was packed, of the shapes and types of `like`, sharing the memory of `data`.
+
+    Raises:
+        FeatureError: There are more bytes, or fewer.
+    """
+    expected = sum(_padded(_size(tensor)) for tensor in like)
+    if len(data) != expected:
+        raise FeatureError(f"{len(like)} dense tensors take {expected} bytes, and {len(data)} came")
+    found, at = [], 0
+    for tensor in like:
+        size = _size(tensor)
+        piece = torch.from_numpy(data[at : at + size])
+        found.append(piece.view(tensor.dtype).reshape(tensor.shape))
+        at += _padded(size)
+    return found
+
+
+# As safetensors, around a save
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseState:
+    """What `dump_dense` wrote."""
+
+    step: int
+    optimizer: str | None
+    """The name of its class; None where there are no weights."""
+    weights: Mapping[str, Tensor]
+    state: Mapping[str, Mapping[str, Any]]
+    """Weight to what its optimizer keeps of it."""
+    group_steps: Sequence[int | None]
+    """Steps that each group of the optimizer has counted, where it counts."""
+
+
+def dump_dense(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, step: int = 0
+) -> bytes:
+    """Return weights and their optimizer state as safetensors, with JSON in its metadata.
+
+    Raises:
+        SaveError: The optimizer keeps something that is neither number, text nor tensor.
+    """
+    from safetensors.torch import save
+
+    tensors = {_WEIGHT + name: _detached(weight) for name, weight in parameters.items()}
+    state: dict[str, dict[str, Any]] = {}
+    for name, weight in parameters.items():
+        state[name] = {}
+        for key, value in _kept(optimizer, weight).items():
+            if isinstance(value, Tensor):
+                tensors[f"{_STATE}{name}/{key}"] = _detached(value)
+                state[name][key] = {"tensor": f"{_STATE}{name}/{key}"}
+            elif value is None or type(value) in (bool, int, float, str):
+                state[name][key] = value
+            else:
+                raise SaveError(
+                    f"cannot save {key!r} that {type(optimizer).__name__} keeps of {name!r}: it is a "
+                    f"{type(value).__name__}, which is neither number, text nor tensor"
+                )
+    groups = [] if optimizer is None else [_group_step(group) for group in optimizer.param_groups]
+    about = {
+        "version": _VERSION,
+        "step": step,
+        "optimizer": _name(optimizer),
+        "state": state,
+        "group_steps": groups,
+    }
+    return bytes(save(tensors, {_METADATA: json.dumps(about)}))
+
+
+def read_dense(data: bytes) -> DenseState:
+    """Return what `dump_dense` wrote.
+
+    Raises:
+        RestoreError: These bytes are something else.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(data)
+        (length,) = _LENGTH.unpack_from(data)
+        header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+        about = json.loads(header["__metadata__"][_METADATA])
+        if about["version"] != _VERSION:
+            raise ValueError(f"version {about['version']!r} is not {_VERSION}")
+        return DenseState(
+            step=int(about["step"]),
+            optimizer=about["optimizer"],
+            weights={
+                name.removeprefix(_WEIGHT): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(_WEIGHT)
+            },
+            state={
+                name: {
+                    key: tensors[value["tensor"]] if isinstance(value, dict) else value
+                    for key, value in kept.items()
+                }
+                for name, kept in about["state"].items()
+            },
+            group_steps=about["group_steps"],
+        )
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, struct.error) as cause:
+        raise RestoreError(f"these {len(data)} bytes hold no dense weights: {cause}") from cause
+
+
+def fill_dense(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    states: Collection[DenseState],
+) -> None:
+    """Make weights and their optimizer what the states say, which together have each of them.
+
+    Raises:
+        RestoreError: A weight is missing, unknown or of another shape. Nothing has changed.
+    """
+    weights = {name: weight for state in states for name, weight in state.weights.items()}
+    if odd := sorted(weights.keys() ^ parameters.keys()):
+        side = "there is none here" if odd[0] in weights else "none came"
+        raise RestoreError(
+            f"cannot take over {len(weights)} dense weights: of {odd[0]!r} {side}. Both sides must run the "
+            "same task, on the same number of servers."
+        )
+    for name, weight in parameters.items():
+        if weights[name].shape != weight.shape or weights[name].dtype != weight.dtype:
+            raise RestoreError(
+                f"cannot take over the dense weight {name!r}: it came with {_kind(weights[name])}, and has "
+                f"{_kind(weight)} here"
+            )
+    groups = [] if optimizer is None else optimizer.param_groups
+    for state in states:
+        if state.weights and state.optimizer != _name(optimizer):
+            raise RestoreError(
+                f"cannot take over the state of {state.optimizer}: the optimizer here is {_name(optimizer)}"
+            )
+        if state.weights and len(state.group_steps) != len(groups):
+            raise RestoreError(
+                f"cannot take over an optimizer of {len(state.group_steps)} groups of weights: there are "
+                f"{len(groups)} here"
+            )
+    with torch.no_grad():
+        for name, weight in parameters.items():
+            weight.copy_(weights[name])
+    if optimizer is None:
+        return
+    for state in states:
+        for name, kept in state.state.items():
+            weight = parameters[name]
+            optimizer.state.pop(weight, None)
+            if kept:
+                optimizer.state[weight] = {key: _placed(key, value, weight) for key, value in kept.items()}
+    for number, group in enumerate(groups):
+        steps = [state.group_steps[number] for state in states if state.group_steps]
+        if "step" in group and (counted := [step for step in steps if step is not None]):
+            group["step"] = max(counted)
+
+
+def _name(optimizer: torch.optim.Optimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def _kept(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> Mapping[str, Any]:
+    kept: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(weight, {})
+    return kept
+
+
+def _placed(key: str, value: Any, weight: Tensor) -> Any:
+    # Torch counts steps on the CPU, wherever the weight is.
+    return value.to(weight.device) if isinstance(value, Tensor) and key != "step" else value
+
+
+def _group_step(group: Mapping[str, Any]) -> int | None:
+    step = group.get("step")
+    return step if isinstance(step, int) else None
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} and {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,408 @@
+"""ServerGroup: connections to all parameter servers of a job, for everybody in this process.
+
+A request to several servers is sent to all before the first answer is awaited, so they work
+at the same time, and no thread is needed for that. Each request has a connection to itself
+while it lasts; threads do not wait for each other.
+
+What is repeated after a connection broke: whatever only reads. Gradients are not: nobody
+knows whether the server had applied them, and applied twice they would be wrong for good,
+while a batch that is missing is what failover copes with anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from monolith.errors import ClusterError, ConfigError, MonolithError
+from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
+from monolith.store.servers import SERVICE
+from monolith.wire.flight import Answer, Caller, Guard, StoppedError, Stream
+
+_LONG_POLL = timedelta(seconds=30)
+"""What a small call may take longer than bulk: some wait for something to happen."""
+_RETRY_AFTER = 0.05
+_IDLE = 2.0
+"""Seconds after which a connection that nobody uses is closed: a server that wants to end waits for it."""
+
+Request = tuple[Mapping[str, Any], Any]
+"""JSON, and bytes beside it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A connection, used by one thread at a time."""
+
+    server: int
+    bulk: bool
+    caller: Caller
+    stream: Stream | None = None
+    deadline: float | None = None
+    """When an answer is too late; None while none is awaited."""
+    idle_since: float = 0.0
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+        self.caller.close()
+
+
+@dataclass(slots=True)
+class _Lines:
+    """All connections. The group's lock guards it."""
+
+    idle: dict[tuple[int, bool], list[_Line]] = field(default_factory=dict)
+    """By server, and whether they are for bulk."""
+    busy: set[_Line] = field(default_factory=set)
+
+
+class _Failure(NamedTuple):
+    error: MonolithError
+    in_the_middle: bool
+    """Whether the connection had been made, and broke: another one may not."""
+
+
+class ServerGroup:
+    """The parameter servers of a job, in order. Thread-safe.
+
+    A server that was started anew has lost its rows. It is refused, by an UnavailableError, until
+    `describe` was called again, as every new `ParameterServerStore` does.
+
+    Args:
+        addresses: host:port of every server; its place is its number.
+        guard: What servers want to be shown.
+        timeout: How long an answer may take. Small calls may wait half a minute more.
+        patience: How long to go on trying a server where nobody answers.
+
+    Raises:
+        ConfigError: There are no addresses.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        guard: Guard | None = None,
+        timeout: timedelta = timedelta(seconds=30),
+        patience: timedelta = timedelta(seconds=5),
+    ) -> None:
+        if not addresses:
+            raise ConfigError("a group of parameter servers needs the address of at least one")
+        self.addresses = tuple(addresses)
+        self._guard = guard
+        self._timeout = timeout
+        self._patience = patience
+        self._lock = threading.Lock()  # guards _lines, _incarnations, _step, _keeper and _pool
+        self._lines = _Lines()
+        self._incarnations: list[str | None] = [None] * len(self.addresses)
+        self._step = 0
+        self._stop = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._caller(0, bulk=False).close()  # a package that is missing is said now
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def step(self) -> int:
+        """The global step, as server 0 has answered last; 0 before it did."""
+        with self._lock:
+            return self._step
+
+    @property
+    def incarnations(self) -> tuple[str | None, ...]:
+        """Of each server, as `describe` found it."""
+        with self._lock:
+            return tuple(self._incarnations)
+
+    # Small calls
+
+    def call(self, server: int, name: str, /, **body: Any) -> dict[str, Any]:
+        """Return a server's answer to a small call, which may reach it more than once.
+
+        Raises:
+            UnavailableError: It is gone, for longer than there was patience.
+            DeadlineExceededError: It did not answer in time.
+            ConfigError: It refuses the token, or its certificate is not to be trusted.
+            MonolithError: What the server raised.
+        """
+        line = self._take(server, bulk=False)
+        try:
+            with self._naming(server):
+                return line.caller.call(name, **body)
+        finally:
+            self._give_back(line)
+
+    def call_all(self, name: str, /, **body: Any) -> list[dict[str, Any]]:
+        """Return the answers of all servers, in order, to a call that is made to all at once."""
+        if len(self) == 1:
+            return [self.call(0, name, **body)]
+        with self._lock:
+            self._check_open()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(len(self), thread_name_prefix="parameter-servers")
+            asked = [self._pool.submit(self.call, server, name, **body) for server in range(len(self))]
+        failures = [failure for future in asked if (failure := future.exception()) is not None]
+        if failures:
+            raise failures[0]
+        return [future.result() for future in asked]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what each server says of itself, and work with them as they are now.
+
+        Raises:
+            ConfigError: They are not those of one job in this order.
+        """
+        found = self.call_all("describe")
+        for server, about in enumerate(found):
+            number, count = about["shard"]
+            if (number, count) != (server, len(self)):
+                raise ConfigError(
+                    f"{self._name(server)} is number {number} of {count}, and was given as number {server} "
+                    f"of {len(self)}. Give the addresses of all servers of the job, in their order."
+                )
+        with self._lock:
+            stale = [line for lines in self._lines.idle.values() for line in lines if line.bulk]
+            self._lines.idle = {key: lines for key, lines in self._lines.idle.items() if not key[1]}
+            self._incarnations = [about["incarnation"] for about in found]
+            self._step = found[0]["step"]
+        for line in stale:
+            line.close()
+        return found
+
+    def set_step(self, step: int) -> None:
+        """Set the global step, as after a restore."""
+        self._heard(0, self.call(0, "set_step", step=step))
+
+    def read_step(self) -> int:
+        """Ask server 0 for the global step."""
+        self._heard(0, self.call(0, "step"))
+        return self.step
+
+    # Bulk
+
+    def exchange(self, name: str, requests: Mapping[int, Request], *, repeat: bool) -> dict[int, Answer]:
+        """Return the answers of several servers to requests that are made at the same time.
+
+        Args:
+            requests: By server.
+            repeat: Whether a request may be made again after a connection broke.
+
+        Raises:
+            MonolithError: As of `call`. Other servers may have done what they were asked to.
+        """
+        answers: dict[int, Answer] = {}
+        pending, give_up = dict(requests), time.monotonic() + self._patience.total_seconds()
+        while pending:
+            failures = self._attempt(name, pending, answers)
+            broken = {server for server, failure in failures.items() if failure.in_the_middle}
+            if failures and not (repeat and broken == failures.keys() and time.monotonic() < give_up):
+                raise next(iter(failures.values())).error
+            pending = {server: requests[server] for server in failures}
+            if pending:
+                self._stop.wait(_RETRY_AFTER)
+        for server, answer in answers.items():
+            self._heard(server, answer.body)
+        return answers
+
+    def _attempt(
+        self, name: str, requests: Mapping[int, Request], answers: dict[int, Answer]
+    ) -> dict[int, _Failure]:
+        """Make requests once; add to `answers`, and return what failed."""
+        failures: dict[int, _Failure] = {}
+        lines: dict[int, _Line] = {}
+        try:
+            for server, (body, data) in requests.items():
+                with self._failing(server, lines, failures):
+                    lines[server] = self._take(server, bulk=True)
+                    self._send(lines[server], name, body, data)
+            for server, line in lines.items():
+                if server not in failures and line.stream is not None:
+                    with self._failing(server, lines, failures):
+                        answers[server] = line.stream.receive()
+        finally:
+            for server, line in lines.items():
+                if server not in answers and server not in failures and line.stream is not None:
+                    line.stream.broken = True  # we were interrupted, and its answer is still to come
+                self._give_back(line)
+        return failures
+
+    def _send(self, line: _Line, name: str, body: Mapping[str, Any], data: Any) -> None:
+        if line.stream is None:
+            with self._lock:
+                known = self._incarnations[line.server]
+            answer = line.caller.call("hello", incarnation=known)
+            with self._lock:
+                self._incarnations[line.server] = known or answer["incarnation"]
+            line.stream = line.caller.open_stream()
+        with self._lock:
+            line.deadline = time.monotonic() + self._timeout.total_seconds()
+        line.stream.send(name, body, data)
+
+    # Dense weights, around a save
+
+    def fetch_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+        """Fill a module's weights and its optimizer with what the servers hold; return the global step.
+
+        Raises:
+            RestoreError: They hold other weights, or train them by another optimizer. Nothing has changed.
+        """
+        requests: dict[int, Request] = {server: ({}, b"") for server in range(len(self))}
+        answers = self.exchange("dump_dense", requests, repeat=True)
+        states = [read_dense(answers[server].data.tobytes()) for server in range(len(self))]
+        fill_dense(parameters, optimizer, states)
+        return states[0].step
+
+    def send_dense(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """Make the servers hold a module's weights and the state of its optimizer, each its share.
+
+        Args:
+            step: The global step from now on; by default it stays.
+
+        Raises:
+            RestoreError: A server is in charge of other weights, or trains them by another optimizer.
+            SaveError: The optimizer keeps something that is neither number, text nor tensor.
+        """
+        servers = share_of_weights(parameters, len(self))
+        step = self.read_step() if step is None else step
+        requests: dict[int, Request] = {}
+        for server in range(len(self)):
+            mine = {name: parameters[name] for name, owner in servers.items() if owner == server}
+            requests[server] = {}, dump_dense(mine, optimizer, step)
+        self.exchange("load_dense", requests, repeat=True)
+
+    def close(self) -> None:
+        """Let go of all connections; whoever waits hears of it. Closing again does nothing."""
+        self._stop.set()
+        with self._lock:
+            lines = [line for lines in self._lines.idle.values() for line in lines]
+            self._lines.idle = {}
+            for line in self._lines.busy:
+                if line.stream is not None:
+                    line.stream.cancel("the connections were closed")
+            keeper, pool = self._keeper, self._pool
+        for line in lines:
+            line.close()
+        if keeper is not None:
+            keeper.join()
+        if pool is not None:
+            pool.shutdown()
+
+    # Inside
+
+    def _name(self, server: int) -> str:
+        return f"parameter server {server} of {len(self)} at {self.addresses[server]}"
+
+    @contextmanager
+    def _naming(self, server: int) -> Iterator[None]:
+        """Say of which server an error is that speaks of a connection, and not of what was asked."""
+        try:
+            yield
+        except StoppedError as cause:
+            raise self._closed() from cause
+        except (SERVICE.unreachable, SERVICE.late, ConfigError) as cause:
+            if self._stop.is_set():
+                raise self._closed() from cause
+            raise type(cause)(f"{self._name(server)}: {cause}") from cause
+
+    @contextmanager
+    def _failing(
+        self, server: int, lines: Mapping[int, _Line], failures: dict[int, _Failure]
+    ) -> Iterator[None]:
+        try:
+            with self._naming(server):
+                yield
+        except MonolithError as error:
+            line = lines.get(server)
+            broken = line is not None and line.stream is not None and line.stream.broken
+            failures[server] = _Failure(error, broken and isinstance(error, SERVICE.unreachable))
+
+    def _heard(self, server: int, body: Mapping[str, Any]) -> None:
+        if server == 0 and "step" in body:
+            with self._lock:
+                self._step = body["step"]
+
+    def _take(self, server: int, *, bulk: bool) -> _Line:
+        """Return a connection that nobody uses, or a new one."""
+        if not 0 <= server < len(self):
+            raise ConfigError(f"there is no parameter server {server}; there are {len(self)}")
+        with self._lock:
+            self._check_open()
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="server-group", daemon=True)
+                self._keeper.start()
+            idle = self._lines.idle.get((server, bulk))
+            line = idle.pop() if idle else _Line(server, bulk, self._caller(server, bulk=bulk))
+            self._lines.busy.add(line)
+            return line
+
+    def _give_back(self, line: _Line) -> None:
+        closed: list[_Line] = []
+        with self._lock:
+            self._lines.busy.discard(line)
+            line.deadline = None
+            line.idle_since = time.monotonic()
+            idle = self._lines.idle.setdefault((line.server, line.bulk), [])
+            if line.stream is not None and line.stream.broken:
+                closed, idle[:] = [line, *idle], []  # the others go the same way, most likely
+            elif self._stop.is_set() or (line.bulk and line.stream is None):
+                closed = [line]
+            else:
+                idle.append(line)
+        for one in closed:
+            one.close()
+
+    def _caller(self, server: int, *, bulk: bool) -> Caller:
+        return Caller(
+            SERVICE,
+            self.addresses[server],
+            guard=self._guard,
+            patience=self._patience,
+            timeout=self._timeout if bulk else self._timeout + _LONG_POLL,
+            stop=self._stop,
+        )
+
+    def _keep(self) -> None:
+        """Until the group is closed: cut off answers that are late, close connections that nobody uses."""
+        timeout = self._timeout.total_seconds()
+        while not self._stop.wait(min(timeout / 4, _IDLE / 4)):
+            now = time.monotonic()
+            with self._lock:
+                for line in self._lines.busy:
+                    if line.deadline is not None and now >= line.deadline and line.stream is not None:
+                        line.stream.cancel(f"no answer in {timeout:g} s")
+                        line.deadline = None
+                unused = [
+                    line
+                    for lines in self._lines.idle.values()
+                    for line in lines
+                    if now - line.idle_since >= _IDLE
+                ]
+                for lines in self._lines.idle.values():
+                    lines[:] = [line for line in lines if line not in unused]
+            for line in unused:
+                line.close()
+
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise self._closed()
+
+    def _closed(self) -> ClusterError:
+        return ClusterError("these connections to parameter servers were closed")

@@ -1,0 +1,324 @@
+"""ParameterServerStore: rows and dense weights on parameter servers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from monolith import native
+from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
+from monolith.store.dense import (
+    check_held,
+    pack_tensors,
+    share_of_weights,
+    unpack_tensors,
+)
+from monolith.store.group import Request, ServerGroup
+from monolith.store.routes import Routes
+from monolith.store.servers import RowRequest
+from monolith.store.store import TableIds
+from monolith.table import TableConfig, TableStats, arguments
+
+
+class ParameterServerStore:
+    """A `Store` over servers. Thread-safe. A call makes one request to each server, all at once.
+
+    What was pushed is not repeated when a connection breaks: `apply_gradients` and `push_dense` raise
+    an error that is retryable, and some servers may have applied their part. Lookups are repeated.
+
+    Args:
+        group: The servers; shared with other stores of the model, and closed by whoever made it.
+        number: Which of the model's stores this is, on the servers.
+        configs: The tables that the model needs.
+
+    Raises:
+        ConfigError: The servers hold other tables, or were given in another order.
+        RetryableError: A server does not answer.
+    """
+
+    def __init__(self, group: ServerGroup, number: int, configs: Mapping[str, TableConfig]) -> None:
+        self.group = group
+        self._number = number
+        self._dims = {name: configs[name].dim for name in sorted(configs)}
+        self._widths = np.array(list(self._dims.values()), np.int64)
+        self._delayed = next((c for c in configs.values() if _is_delayed(c)), None)
+        self._closed = False
+        self._descriptions = group.describe()
+        self._counts_sightings = False
+        for server, about in enumerate(self._descriptions):
+            found = self._checked(server, about)
+            self._counts_sightings |= bool(found["counts_sightings"])
+        self._dense: _DenseWeights | None = None
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        return self._dims
+
+    @property
+    def delay_compensated(self) -> bool:
+        return self._delayed is not None
+
+    def lookup(self, ids: TableIds) -> Tensor:
+        self._check_open()
+        routes, _ = self._routes(ids)
+        requests = {server: self._request(routes, server, ids.parts, {}, {})[0] for server in _asked(routes)}
+        answers = self.group.exchange("lookup", requests, repeat=True)
+        rows = [
+            answers[server].data.view(np.float32) if server in answers else np.empty(0, np.float32)
+            for server in range(len(self.group))
+        ]
+        for server, found in enumerate(rows):
+            if len(found) != routes.num_floats[server]:
+                raise TableArgumentError(
+                    f"parameter server {server} answered {len(found)} floats, expected "
+                    f"{routes.num_floats[server]}. Do all processes run the same task?"
+                )
+        return torch.from_numpy(routes.receive_rows(rows))
+
+    def apply_gradients(
+        self,
+        ids: TableIds,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        latest_values: Tensor | None = None,
+    ) -> None:
+        self._check_open()
+        arguments.check_step(step)
+        if self._delayed is not None and latest_values is None:
+            arguments.latest_array(None, self._delayed, 0)
+        routes, floats = self._routes(ids)
+        num_ids = len(ids.ids)
+        grads = arguments.float_array(gradients, (floats,), "gradients")
+        latest = None
+        if latest_values is not None:
+            latest = arguments.float_array(latest_values, (floats,), "latest_values")
+        times = arguments.event_time_array(event_time, num_ids)
+        counts = None
+        if ids.counts is not None and self._counts_sightings:
+            arguments.count_array(ids.counts, num_ids)
+            counts = arguments.id_array(ids.counts, "counts")
+        each = isinstance(event_time, Tensor)
+        about = {"step": step, "event_time": 0 if each else int(times[0])}
+        columns = {
+            "times": each,
+            "counts": counts is not None,
+            "latest": latest is not None and self._delayed is not None,
+        }
+        requests: dict[int, Request] = {}
+        for server in _asked(routes):
+            more = columns | {"floats": routes.num_floats[server]}
+            requests[server], request = self._request(routes, server, ids.parts, more, about)
+            routes.send_rows(grads, server, request.gradients)
+            if latest is not None and request.latest is not None:
+                routes.send_rows(latest, server, request.latest)
+            if request.times is not None:
+                routes.send_numbers(times, server, request.times)
+            if counts is not None and request.counts is not None:
+                routes.send_numbers(counts, server, request.counts)
+        self._push("apply_gradients", requests)
+
+    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        if self._dense is not None:
+            raise FeatureError("this store has dense variables already; one store serves one model")
+        check_held(parameters, optimizer)
+        self._dense = _DenseWeights(parameters, self._descriptions)
+
+    def push_dense(self) -> None:
+        """Send each server the gradients of its weights, and keep the weights they answer with.
+
+        Server 0 hears of it in any case, because it counts the steps.
+        """
+        self._check_open()
+        if self._dense is None:
+            self._push("push_dense", {0: ({"names": []}, b"")})
+            return
+        answers = self._push("push_dense", self._dense.gradients())
+        self._dense.keep({server: answer.data for server, answer in answers.items()})
+
+    def pull_dense(self) -> None:
+        """Copy the newest weights that a push brought into the variables; before any push, ask for them."""
+        self._check_open()
+        if self._dense is None:
+            return
+        if not self._dense.is_known:
+            requests: dict[int, Request] = {server: ({}, b"") for server in self._dense.servers}
+            answers = self.group.exchange("pull_dense", requests, repeat=True)
+            self._dense.keep({server: answer.data for server, answer in answers.items()})
+        self._dense.copy()
+
+    def evict(self, now: int | None = None) -> dict[str, int]:
+        self._check_open()
+        if now is None:  # a table's clock is that of its newest row, on whichever server it is
+            times = {name: stats.max_event_time for name, stats in self.stats().items()}
+        else:
+            times = dict.fromkeys(self._dims, arguments.event_second(now, "now"))
+        gone = self.group.call_all("evict", store=self._number, now=times)
+        return {name: sum(one[name] for one in gone) for name in self._dims}
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return what each table holds on all servers together; `load` is their mean."""
+        self._check_open()
+        found = self.group.call_all("stats", store=self._number)
+        return {name: _sum([TableStats(**one[name]) for one in found]) for name in self._dims}
+
+    def close(self) -> None:
+        """Let go of this store; servers and connections go on."""
+        self._closed = True
+
+    # Inside
+
+    def _checked(self, server: int, about: dict[str, Any]) -> dict[str, Any]:
+        where = f"parameter server {server} at {self.group.addresses[server]}"
+        if not 0 <= self._number < len(about["stores"]):
+            raise ConfigError(
+                f"{where} has {len(about['stores'])} stores, and this model asks for number {self._number}. "
+                "Do all processes run the same task?"
+            )
+        found: dict[str, Any] = about["stores"][self._number]
+        for name in sorted(self._dims.keys() | found["tables"].keys()):
+            here, there = self._dims.get(name), found["tables"].get(name)
+            if here != there:
+                raise ConfigError(
+                    f"{where} does not fit: table {name!r} has {_width(there)} there, and this model needs "
+                    f"{_width(here)}. Do all processes run the same task?"
+                )
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TableClosedError("this store of parameter servers was closed")
+
+    def _routes(self, ids: TableIds) -> tuple[Routes, int]:
+        """Check ids and sizes; return where they go, and how many floats their rows have."""
+        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
+        parts = ids.parts
+        if not isinstance(parts, int) or parts < 1:
+            raise TableArgumentError(f"parts must be a whole number, 1 or more, got {parts!r}")
+        try:
+            *_, offsets = native.fused_offsets(self._widths, sizes, parts, len(keys))
+        except ValueError as cause:
+            raise TableArgumentError(
+                f"{cause} ({len(self._widths)} tables, {parts} parts, {len(keys)} ids)"
+            ) from cause
+        return Routes(keys, sizes, np.tile(self._widths, parts), len(self.group)), int(offsets[-1])
+
+    def _request(
+        self, routes: Routes, server: int, parts: int, columns: dict[str, Any], about: dict[str, Any]
+    ) -> tuple[Request, RowRequest]:
+        """Return a request with ids and sizes in it, and where its other columns are to be written."""
+        columns = {"ids": routes.num_ids[server], **columns}
+        request = RowRequest(pieces=routes.sizes.shape[1], **columns)
+        request.sizes[:] = routes.sizes[server]
+        routes.send_ids(server, request.ids)
+        body = {"store": self._number, "parts": parts, "columns": columns, **about}
+        return (body, request.data), request
+
+    def _push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Any]:
+        try:
+            return self.group.exchange(name, requests, repeat=False)
+        except RetryableError as cause:
+            raise type(cause)(
+                f"{cause}. Whether it had applied the gradients is not known; they are not sent again."
+            ) from cause
+
+
+class _DenseWeights:
+    """The caller's weights, whose they are on the servers, and what came back last. Thread-safe."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], descriptions: list[dict[str, Any]]) -> None:
+        shares = share_of_weights(parameters, len(descriptions))
+        self._shares: list[dict[str, nn.Parameter]] = [{} for _ in descriptions]
+        for name, server in shares.items():
+            self._shares[server][name] = parameters[name]
+        for server, about in enumerate(descriptions):
+            here = {name: _kind(weight) for name, weight in self._shares[server].items()}
+            there = {name: (tuple(shape), dtype) for name, (shape, dtype) in about["weights"].items()}
+            for name in sorted(here.keys() | there.keys()):
+                if here.get(name) != there.get(name):
+                    raise FeatureError(
+                        f"parameter server {server} does not fit: the weight {name!r} is "
+                        f"{_said(there.get(name))} there, and {_said(here.get(name))} here. Do all processes "
+                        "run the same task?"
+                    )
+        self._lock = threading.Lock()  # guards _newest
+        self._newest: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def servers(self) -> list[int]:
+        """Who is in charge of a weight."""
+        return [server for server, share in enumerate(self._shares) if share]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every server has answered with its weights."""
+        with self._lock:
+            return all(server in self._newest for server in self.servers)
+
+    def gradients(self) -> dict[int, Request]:
+        """Take the gradients that the weights hold, for each server; server 0 is always there."""
+        requests: dict[int, Request] = {}
+        for server in sorted({0, *self.servers}):
+            held = {name: w.grad for name, w in self._shares[server].items() if w.grad is not None}
+            requests[server] = {"names": list(held)}, pack_tensors(list(held.values()))
+        for share in self._shares:
+            for weight in share.values():
+                weight.grad = None
+        return requests
+
+    def keep(self, answers: Mapping[int, NDArray[np.uint8]]) -> None:
+        with self._lock:
+            self._newest |= answers
+
+    def copy(self) -> None:
+        """Make the caller's weights what came back last."""
+        with self._lock:
+            newest = dict(self._newest)
+        with torch.no_grad():
+            for server in self.servers:
+                weights = list(self._shares[server].values())
+                for weight, value in zip(weights, unpack_tensors(newest[server], weights), strict=True):
+                    weight.copy_(value)
+
+
+def _asked(routes: Routes) -> list[int]:
+    return [server for server, count in enumerate(routes.num_ids) if count]
+
+
+def _is_delayed(config: TableConfig) -> bool:
+    return any(segment.optimizer.delay_compensation is not None for segment in config.segments)
+
+
+def _sum(found: list[TableStats]) -> TableStats:
+    return TableStats(
+        rows=sum(one.rows for one in found),
+        bytes_total=sum(one.bytes_total for one in found),
+        bytes_rows=sum(one.bytes_rows for one in found),
+        bytes_index=sum(one.bytes_index for one in found),
+        load=sum(one.load for one in found) / len(found),
+        inserted=sum(one.inserted for one in found),
+        filtered=sum(one.filtered for one in found),
+        refused=sum(one.refused for one in found),
+        evicted=sum(one.evicted for one in found),
+        removed=sum(one.removed for one in found),
+        max_event_time=max(one.max_event_time for one in found),
+    )
+
+
+def _width(dim: int | None) -> str:
+    return "no such table" if dim is None else f"rows of {dim} floats"
+
+
+def _kind(weight: Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
+
+
+def _said(kind: tuple[tuple[int, ...], str] | None) -> str:
+    return "missing" if kind is None else f"{kind[1]} of shape {kind[0]}"

@@ -1,0 +1,284 @@
+"""Parameter servers: each holds a share of a model's rows and dense weights, and answers for it.
+
+A server knows its own share and nobody else. Rows come and go as bytes in one buffer; see
+`RowRequest` for what it holds. Everything else is small, and JSON.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith.errors import (
+    BarrierAlreadyPlacedError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    DeadlineExceededError,
+    FeatureError,
+    RestoreError,
+    SaveError,
+    ServingTableError,
+    TableArgumentError,
+    TableClosedError,
+    TableError,
+    TrainingError,
+    UnavailableError,
+    UnknownTableError,
+)
+from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
+from monolith.store.local import LocalStore
+from monolith.store.store import TableIds
+from monolith.wire.flight import Bytes, Call, Exchange, Guard, Server, Service
+
+SERVICE = Service(
+    name="parameter server",
+    peers="parameter servers and workers",
+    failure=ClusterError,
+    told=(
+        BarrierAlreadyPlacedError,
+        ClusterError,
+        ConfigError,
+        DataError,
+        DeadlineExceededError,
+        FeatureError,
+        RestoreError,
+        SaveError,
+        ServingTableError,
+        TableArgumentError,
+        TableClosedError,
+        TableError,
+        TrainingError,
+        UnavailableError,
+        UnknownTableError,
+    ),
+    unreachable=UnavailableError,
+    late=DeadlineExceededError,
+)
+
+
+class RowRequest:
+    """Where the columns of a request lie in its buffer: those of 8 bytes first, so that all are aligned.
+
+    sizes of the pieces, ids, event times if each id has its own, counts if they matter,
+    gradients, the rows these were computed on if they are asked for.
+
+    Args:
+        pieces: Parts times tables.
+        ids: How many.
+        floats: Of all their rows; 0 for a lookup.
+    """
+
+    def __init__(
+        self,
+        data: Bytes | None = None,
+        *,
+        pieces: int,
+        ids: int,
+        floats: int = 0,
+        times: bool = False,
+        counts: bool = False,
+        latest: bool = False,
+    ) -> None:
+        lengths = [8 * pieces, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest]
+        ends = np.cumsum(lengths).tolist()
+        self.data: Bytes = np.empty(ends[-1], np.uint8) if data is None else data
+        if min(lengths) < 0 or len(self.data) != ends[-1]:
+            raise TableArgumentError(
+                f"{SERVICE.name}: {len(self.data)} bytes came for {ids} ids and {floats} floats, which take "
+                f"{ends[-1]}. Both sides must run the same version."
+            )
+        columns = [self.data[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        self.sizes, self.ids = columns[0].view(np.int64), columns[1].view(np.int64)
+        self.times = columns[2].view(np.int64) if times else None
+        self.counts = columns[3].view(np.int64) if counts else None
+        self.gradients = columns[4].view(np.float32)
+        self.latest = columns[5].view(np.float32) if latest else None
+
+
+class ParameterServer:
+    """Serves one share of a model until it is closed.
+
+    Args:
+        stores: One for each collection of the model's features, in an order that all processes share.
+            Still the caller's: to save, to restore, and to close after the server.
+        dense: The dense weights it is in charge of; None where the model has none.
+        shard: Which of how many servers this is.
+        host: Where to listen; only this machine by default.
+        port: 0 lets the system choose.
+        guard: What callers must present.
+        calls: More calls, from JSON to JSON, each on a thread of its own: one may wait for as long as
+            30 seconds and keeps nobody else waiting.
+
+    Raises:
+        ListenError: The port is taken.
+        ConfigError: `shard` makes no sense, or a call has a name that is taken.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[LocalStore],
+        dense: DenseShare | None = None,
+        *,
+        shard: tuple[int, int],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        guard: Guard | None = None,
+        calls: Mapping[str, Call] | None = None,
+    ) -> None:
+        if not 0 <= shard[0] < shard[1]:
+            raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got shard={shard}")
+        self._stores = list(stores)
+        self._dense = DenseShare({}, None, shard) if dense is None else dense
+        self._shard = shard
+        self.incarnation = secrets.token_hex(8)
+        """Of this start of the server: another one has other rows, or none."""
+        own: dict[str, Call] = {
+            "hello": self._hello,
+            "describe": self._describe,
+            "stats": self._stats,
+            "evict": self._evict,
+            "step": lambda _: {"step": self._dense.step},
+            "set_step": self._set_step,
+        }
+        exchanges: dict[str, Exchange] = {
+            "lookup": self._lookup,
+            "apply_gradients": self._apply_gradients,
+            "push_dense": self._push_dense,
+            "pull_dense": lambda _, __: (self._about(), self._packed(self._dense.pull())),
+            "dump_dense": lambda _, __: (self._about(), self._dense.dump()),
+            "load_dense": self._load_dense,
+        }
+        if taken := sorted(own.keys() & (calls or {}).keys()):
+            raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
+        self._server = Server(
+            SERVICE, own | dict(calls or {}), exchanges=exchanges, host=host, port=port, guard=guard
+        )
+
+    @property
+    def address(self) -> str:
+        """host:port, for workers."""
+        return self._server.address
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def step(self) -> int:
+        """Pushes that were counted here; on server 0, the global step."""
+        return self._dense.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._dense.step = value
+
+    def replace(self, stores: Sequence[LocalStore], dense: DenseShare | None = None) -> None:
+        """Serve another run of the same task from now on. What was served before is not closed."""
+        self._stores = list(stores)
+        self._dense = DenseShare({}, None, self._shard) if dense is None else dense
+
+    def close(self) -> None:
+        """Finish the requests under way and free the port. Stores stay open. Closing again does nothing."""
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Small calls
+
+    def _hello(self, body: dict[str, Any]) -> dict[str, Any]:
+        known = body.get("incarnation")
+        if known not in (None, self.incarnation):
+            raise UnavailableError(
+                "it was started anew and has lost what it held. Restore it from a checkpoint, then let "
+                "workers make their stores again."
+            )
+        return {"incarnation": self.incarnation}
+
+    def _describe(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "incarnation": self.incarnation,
+            "shard": list(self._shard),
+            "stores": [
+                {"tables": dict(store.tables), "counts_sightings": store.counts_sightings}
+                for store in self._stores
+            ],
+            "weights": {
+                name: [list(weight.shape), str(weight.dtype).removeprefix("torch.")]
+                for name, weight in self._dense.weights.items()
+            },
+            "step": self._dense.step,
+        }
+
+    def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {name: asdict(stats) for name, stats in self._store(body).stats().items()}
+
+    def _evict(self, body: dict[str, Any]) -> dict[str, Any]:
+        store, now = self._store(body), body["now"]
+        return {name: store.table(name).evict(now[name]) for name in store.tables}
+
+    def _set_step(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._dense.step = body["step"]
+        return self._about()
+
+    # Bulk
+
+    def _lookup(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+        ids, _ = self._request(body, data)
+        return {}, self._store(body).lookup(ids).numpy()
+
+    def _apply_gradients(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+        ids, request = self._request(body, data)
+        self._store(body).apply_gradients(
+            ids,
+            torch.from_numpy(request.gradients),
+            step=body["step"],
+            event_time=body["event_time"] if request.times is None else torch.from_numpy(request.times),
+            latest_values=None if request.latest is None else torch.from_numpy(request.latest),
+        )
+        return {}, b""
+
+    def _request(self, body: dict[str, Any], data: Bytes) -> tuple[TableIds, RowRequest]:
+        parts = body["parts"]
+        request = RowRequest(data, pieces=parts * len(self._store(body).tables), **body["columns"])
+        counts = None if request.counts is None else torch.from_numpy(request.counts)
+        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, parts)
+        return ids, request
+
+    def _push_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+        weights = self._dense.weights
+        if unknown := [name for name in body["names"] if name not in weights]:
+            raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {unknown[0]!r}")
+        gradients = unpack_tensors(data, [weights[name] for name in body["names"]])
+        after = self._dense.push(dict(zip(body["names"], gradients, strict=True)))
+        return self._about(), self._packed(after)
+
+    def _load_dense(self, _: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+        self._dense.load(data.tobytes())
+        return self._about(), b""
+
+    def _packed(self, weights: Mapping[str, Tensor]) -> Bytes:
+        return pack_tensors(list(weights.values()))
+
+    def _about(self) -> dict[str, Any]:
+        return {"step": self._dense.step}
+
+    def _store(self, body: dict[str, Any]) -> LocalStore:
+        number, stores = int(body["store"]), self._stores
+        if not 0 <= number < len(stores):
+            raise UnknownTableError(f"there is no store {number}; this model has {len(stores)}")
+        return stores[number]

@@ -1,0 +1,571 @@
+"""Calls over Arrow Flight: small ones as JSON, records as Arrow batches, bulk as bytes; behind a guard.
+
+Only here is pyarrow's Flight spoken. It is an optional package, so it is imported when a
+server or a client is made. Whose calls these are is said by a `Service`: it names itself in
+messages, and says which errors a caller hears.
+
+Bulk goes over a `Stream`: one exchange that stays open, request after request. It takes half
+the time of a call of its own for each, and bytes are copied neither into nor out of messages.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith.errors import ConfigError, ListenError, MissingExtraError, MonolithError, RetryableError
+
+Address = str | Callable[[], str]
+"""host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
+later, raises a RetryableError."""
+Clock = Callable[[], float]
+"""Seconds that never run backwards."""
+Call = Callable[[dict[str, Any]], dict[str, Any]]
+"""From JSON to JSON."""
+Fetch = Callable[[dict[str, Any]], Any]
+"""From JSON to an Arrow record batch."""
+Bytes = NDArray[np.uint8]
+"""Bytes that one side sent and the other may keep: nobody else writes to them. Aligned to 8."""
+Exchange = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], Any]]
+"""From JSON and bytes to JSON and anything with the buffer protocol."""
+
+POLL = 1.0
+"""Seconds that a server keeps a caller waiting for news before it says that there is none."""
+ANSWER_WITHIN = timedelta(seconds=60)
+_RETRY_AFTER = 0.05
+_LINGER = 10.0
+"""Seconds that a closing server waits for callers who keep a stream open."""
+_ALIGNMENT = 8
+
+_log = logging.getLogger(__name__)
+
+
+_MISTRUST = {
+    "certificate verify failed": "another authority than ours signed its certificate",
+    "is not in peer certificate": "its certificate is of another name",
+    "wrong version number": "it speaks no TLS",
+}
+"""What Flight says when a connection will never be made -> what that means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """Whose calls these are: how it is named, and what its callers hear."""
+
+    name: str
+    """Begins every message."""
+    peers: str
+    """Who has to agree on token and certificates."""
+    failure: type[MonolithError]
+    """What has no error of its own."""
+    told: tuple[type[MonolithError], ...]
+    """What a caller hears as it was raised; anything else arrives as a `failure`. Each takes one message."""
+    unreachable: type[MonolithError]
+    """Nobody answers."""
+    late: type[MonolithError]
+    """No answer came in time."""
+
+
+class Guard(Protocol):
+    """What a port demands of callers, and a caller presents: certificates, a token, in Flight's own terms.
+
+    `monolith.cluster.security.Guard` is one; made with the same config, it serves both sides.
+    """
+
+    def flight_location(self, address: str) -> str:
+        """Return host:port as Flight writes it, with or without TLS."""
+
+    def flight_server_options(self) -> dict[str, Any]:
+        """Return keyword arguments for a FlightServerBase."""
+
+    def flight_client_options(self) -> dict[str, Any]:
+        """Return keyword arguments for a FlightClient."""
+
+
+class NoGuard:
+    """Lets in everybody who can reach the port."""
+
+    def flight_location(self, address: str) -> str:
+        return f"grpc+tcp://{address}"
+
+    def flight_server_options(self) -> dict[str, Any]:
+        return {}
+
+    def flight_client_options(self) -> dict[str, Any]:
+        return {}
+
+
+class StoppedError(Exception):
+    """The caller was told to stop while it waited. Never leaves the service."""
+
+
+def import_arrow(purpose: str) -> Any:
+    """Return pyarrow, or say how to get it, and that `purpose` needs it."""
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("pyarrow", "arrow", purpose) from cause
+    return pa
+
+
+def import_flight(purpose: str) -> Any:
+    """Return pyarrow.flight, or say how to get it, and that `purpose` needs it."""
+    import_arrow(purpose)
+    from pyarrow import flight
+
+    return flight
+
+
+# Serving
+
+
+class Server:
+    """Answers calls from threads of its own until it is closed. Each caller that waits has its own.
+
+    Args:
+        calls: Name to function. A MonolithError that one raises reaches the caller.
+        fetch: For `Caller.fetch`.
+        exchanges: Name to function, for `Stream`.
+        host: Only this machine by default.
+        port: 0 lets the system choose.
+        guard: What callers must present; None lets in everybody who can reach the port.
+
+    Raises:
+        ListenError: The port is taken, or the address is not of this machine.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        calls: Mapping[str, Call],
+        *,
+        fetch: Fetch | None = None,
+        exchanges: Mapping[str, Exchange] | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        guard: Guard | None = None,
+    ) -> None:
+        self.host = host
+        _check_port(service, host, port)
+        self._closing = threading.Event()
+        self._endpoint = _Endpoint(service, dict(calls), fetch, dict(exchanges or {}), self._closing)
+        try:
+            self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
+        except import_arrow(f"the {service.name}").ArrowException as cause:
+            raise _listen_error(service, host, port, None) from cause
+        self.port = int(self._server.port)
+
+    @property
+    def address(self) -> str:
+        return join_address(self.host, self.port)
+
+    def close(self) -> None:
+        """Let the calls in progress finish, then free the port. Closing again does nothing.
+
+        Streams end with the request they are at. One whose caller sends none and does not let go is left
+        to itself after a while; the port is free all the same.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if not self._endpoint.exchanges:
+            self._server.shutdown()
+            return
+        ending = threading.Thread(target=self._server.shutdown, name="flight-shutdown", daemon=True)
+        ending.start()
+        ending.join(_LINGER)
+
+
+class _Endpoint:
+    """What a server answers, apart from Flight."""
+
+    def __init__(
+        self,
+        service: Service,
+        calls: Mapping[str, Call],
+        fetch: Fetch | None,
+        exchanges: Mapping[str, Exchange],
+        closing: threading.Event,
+    ) -> None:
+        self.service = service
+        self.calls = calls
+        self.fetch = fetch
+        self.exchanges = exchanges
+        self.closing = closing
+
+    def answer(self, name: str, body: bytes) -> dict[str, Any]:
+        try:
+            return {"answer": self._known(self.calls, name)(json.loads(body))}
+        except MonolithError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+
+    def exchange(self, header: bytes, data: Bytes) -> tuple[dict[str, Any], Any]:
+        try:
+            request = json.loads(header)
+            body, sent = self._known(self.exchanges, request["name"])(request["body"], data)
+            return {"answer": body}, sent
+        except MonolithError as error:
+            return {"error": type(error).__name__, "message": str(error)}, b""
+        except Exception as error:  # whatever it is, the caller must hear of it
+            _log.exception("%s: a request failed", self.service.name)
+            return {"error": "", "message": f"{self.service.name}: {type(error).__name__}: {error}"}, b""
+
+    def _known(self, table: Mapping[str, Any], name: str) -> Any:
+        if name not in table:
+            raise self.service.failure(
+                f"{self.service.name}: there is no call {name!r}; there are {', '.join(table)}"
+            )
+        return table[name]
+
+
+def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
+    purpose = f"the {endpoint.service.name}"
+    arrow, flight = import_arrow(purpose), import_flight(purpose)
+    wire, troubles = _Wire(arrow), (flight.FlightError, arrow.ArrowException, OSError)
+
+    class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
+        def do_action(self, context: Any, action: Any) -> Any:  # noqa: ARG002
+            answer = endpoint.answer(action.type, action.body.to_pybytes())
+            return iter([flight.Result(json.dumps(answer).encode())])
+
+        def do_get(self, context: Any, ticket: Any) -> Any:  # noqa: ARG002
+            if endpoint.fetch is None:
+                raise flight.FlightServerError("there are no records to be had here")
+            try:
+                batch = endpoint.fetch(json.loads(ticket.ticket))
+            except Exception as error:  # whatever it is, the caller must hear of it
+                _log.warning("could not send records: %s", error)
+                raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
+            return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(batch.schema, [batch]))
+
+        def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
+            writer.begin(wire.schema)
+            while True:
+                try:
+                    header, data = wire.take(reader.read_chunk())
+                except (StopIteration, *troubles):  # it hung up, or died
+                    return
+                if endpoint.closing.is_set():
+                    raise flight.FlightUnavailableError("it is closing")
+                answer, sent = endpoint.exchange(header, data)
+                del data
+                writer.write_with_metadata(wire.batch(sent), json.dumps(answer).encode())
+
+    return Listener(guard.flight_location(address), **guard.flight_server_options())
+
+
+class _Wire:
+    """Bytes as Flight carries them: a batch of one column, and JSON beside it."""
+
+    def __init__(self, arrow: Any) -> None:
+        self._arrow = arrow
+        self._byte = arrow.uint8()
+        self.schema = arrow.schema([("bytes", self._byte)])
+
+    def batch(self, data: Any) -> Any:
+        """Return bytes as a batch, without a copy."""
+        held = self._arrow.py_buffer(data)
+        column = self._arrow.Array.from_buffers(self._byte, held.size, [None, held])
+        return self._arrow.RecordBatch.from_arrays([column], schema=self.schema)
+
+    def take(self, chunk: Any) -> tuple[bytes, Bytes]:
+        """Return the JSON and the bytes of a message; without a copy where they are aligned."""
+        held = chunk.data.column(0).buffers()[1]
+        if held is None or held.size == 0:
+            return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
+        data = np.asarray(_Received(held))
+        if held.address % _ALIGNMENT:
+            data = data.copy()
+        return chunk.app_metadata.to_pybytes(), data
+
+
+class _Received:
+    """Memory of a message, for numpy to write to as well: it came over the wire, so it is nobody else's."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+        self.__array_interface__ = {
+            "data": (held.address, False),
+            "shape": (held.size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+# Calling
+
+
+class Caller:
+    """Makes calls to one address; makes a new connection when the old one fails. For one thread at a time.
+
+    Args:
+        guard: What to present; None where nothing is demanded.
+        stop: Once set, a call that waits to try again raises StoppedError.
+        patience: How long to go on trying an address where nobody answers.
+        timeout: How long an answer may take.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        address: Address,
+        *,
+        guard: Guard | None = None,
+        patience: timedelta = timedelta(),
+        timeout: timedelta = ANSWER_WITHIN,
+        stop: threading.Event | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._arrow = import_arrow(f"the {service.name}")
+        self._flight = import_flight(f"the {service.name}")
+        self._troubles = (self._flight.FlightError, self._arrow.ArrowException, OSError)
+        self._address = address
+        self._guard = guard or NoGuard()
+        self._patience = patience.total_seconds()
+        self._timeout = timeout.total_seconds()
+        self._stop = threading.Event() if stop is None else stop
+        self._clock = clock
+        self._client: Any = None
+        self._where = ""
+
+    def call(self, name: str, /, **body: Any) -> dict[str, Any]:
+        """Return the answer to a call, which may have been made more than once.
+
+        Raises:
+            MonolithError: What the other side raised; the service's `failure` if that cannot be told.
+            ConfigError: It refused the token, or its certificate is not to be trusted.
+            StoppedError: `stop` was set.
+
+            The service's `unreachable` or `late`, if nobody answered for as long as there was patience.
+        """
+        action = self._flight.Action(name, json.dumps(body).encode())
+        (result,) = self._persist(lambda client, options: list(client.do_action(action, options)))
+        return self._answer(json.loads(result.body.to_pybytes()))
+
+    def fetch(self, ticket: dict[str, Any]) -> Any:
+        """Return the record batch that a ticket stands for; otherwise like `call`."""
+        wanted = self._flight.Ticket(json.dumps(ticket).encode())
+        return self._persist(lambda client, options: client.do_get(wanted, options).read_chunk().data)
+
+    def open_stream(self) -> Stream:
+        """Open a stream over this connection, and make no other calls while it is in use.
+
+        Nothing tells yet whether anybody is there, nor for how long to wait: `call` something first.
+        """
+        try:
+            descriptor = self._flight.FlightDescriptor.for_command(b"")
+            writer, reader = self._connected().do_exchange(descriptor)
+            return Stream(self, _Wire(self._arrow), writer, reader)
+        except self._troubles as cause:
+            raise self._judged(cause) from cause
+
+    def close(self) -> None:
+        """Let go of the connection. Closing again does nothing."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "error" not in answer:
+            return dict(answer["answer"])
+        told = {kind.__name__: kind for kind in self._service.told}
+        raise told.get(answer["error"], self._service.failure)(answer["message"])
+
+    def _persist(self, make: Callable[[Any, Any], Any]) -> Any:
+        options = self._flight.FlightCallOptions(timeout=self._timeout)
+        give_up: float | None = None
+        while True:
+            if self._stop.is_set():
+                raise StoppedError
+            try:
+                return make(self._connected(), options)
+            except RetryableError as error:  # nobody knows where it is
+                failure, final = self._service.unreachable(str(error)), False
+                cause: Exception = error
+            except MonolithError:  # of whoever was asked for the address
+                raise
+            except self._troubles as error:
+                failure, final = self._judged(error), not self._is_gone(error)
+                cause = error
+            if final or isinstance(failure, ConfigError):
+                raise failure from cause
+            self.close()
+            now = self._clock()
+            if give_up is None:
+                give_up = now + self._patience
+                if self._patience > 0:
+                    _log.warning("%s: %s; trying for %g s", self._service.name, failure, self._patience)
+            if now >= give_up:
+                raise failure from cause
+            self._stop.wait(_RETRY_AFTER)
+
+    def _is_gone(self, cause: Exception) -> bool:
+        """Whether it may help to try again."""
+        flight = self._flight
+        return isinstance(
+            cause,
+            (
+                flight.FlightUnavailableError,
+                flight.FlightTimedOutError,
+                flight.FlightCancelledError,
+                flight.FlightInternalError,  # a call in progress may get it when the other side is killed
+            ),
+        )
+
+    def _judged(self, cause: Exception) -> MonolithError:
+        """Return what it means that a call did not get through."""
+        service, said = self._service, _first_line(cause)
+        if isinstance(cause, (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError)):
+            return ConfigError(
+                f"{service.name}: {self._where} refused the shared token. Give {service.peers} the same one."
+            )
+        if not self._is_gone(cause):
+            return service.failure(f"{service.name}: {self._where} answered: {said}")
+        for words, meaning in _MISTRUST.items():
+            if words in said:
+                return ConfigError(
+                    f"{service.name}: {self._where} is not to be trusted: {meaning} ({said}). Give "
+                    f"{service.peers} certificates of one authority, for the names they are reached by."
+                )
+        if isinstance(cause, self._flight.FlightTimedOutError):
+            return service.late(f"nobody answers at {self._where}: {said}")
+        # What a port with TLS does to callers without it, or with a certificate it does not know.
+        hint = ", or it wants other certificates" if "Socket closed" in said else ""
+        return service.unreachable(f"nobody answers at {self._where}{hint}: {said}")
+
+    def _connected(self) -> Any:
+        if self._client is None:
+            self._where = self._address if isinstance(self._address, str) else self._address()
+            # A pool of its own, and quick to try again: the other side may be back in a moment.
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
+            self._client = self._flight.FlightClient(
+                self._guard.flight_location(self._where),
+                generic_options=options,
+                **self._guard.flight_client_options(),
+            )
+        return self._client
+
+
+class Answer(NamedTuple):
+    body: dict[str, Any]
+    data: Bytes
+
+
+class Stream:
+    """One exchange with a server: request, answer, request, answer. For one thread at a time.
+
+    A request is never repeated. After `send` or `receive` raised because the other side is gone, or
+    after `cancel`, the stream is `broken` and can only be closed. `Caller.open_stream` makes one.
+    """
+
+    def __init__(self, caller: Caller, wire: _Wire, writer: Any, reader: Any) -> None:
+        self._caller = caller
+        self._wire = wire
+        self._writer = writer
+        self._reader = reader
+        self._began = False
+        self._cancelled: str | None = None
+        self.broken = False
+
+    def send(self, name: str, body: Mapping[str, Any], data: Any = b"") -> None:
+        """Send a request; `data` must stay as it is until the answer has been received."""
+        header = json.dumps({"name": name, "body": body}).encode()
+        with self._judging():
+            if not self._began:
+                self._writer.begin(self._wire.schema)
+                self._began = True
+            self._writer.write_with_metadata(self._wire.batch(data), header)
+
+    def receive(self) -> Answer:
+        """Wait for the answer to what was sent; errors as of `Caller.call`."""
+        with self._judging():
+            header, data = self._wire.take(self._reader.read_chunk())
+        return Answer(self._caller._answer(json.loads(header)), data)
+
+    def cancel(self, why: str) -> None:
+        """Make whoever waits for an answer raise the service's `late` error. From any thread."""
+        self._cancelled = why
+        self._reader.cancel()
+
+    def close(self) -> None:
+        """Hang up, whatever the other side does. The connection is its caller's to close."""
+        self.broken = True
+        with suppress(*self._caller._troubles):
+            self._reader.cancel()
+        with suppress(*self._caller._troubles):
+            self._writer.close()
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        caller = self._caller
+        try:
+            yield
+        except StopIteration as cause:
+            self.broken = True
+            raise caller._service.unreachable(
+                f"nobody answers at {caller._where}: it closed the connection"
+            ) from cause
+        except caller._troubles as cause:
+            self.broken = True
+            if self._cancelled is not None:
+                raise caller._service.late(f"nobody answers at {caller._where}: {self._cancelled}") from cause
+            raise caller._judged(cause) from cause
+
+
+def _first_line(cause: Exception) -> str:
+    return str(cause).partition("\n")[0].partition(". Detail:")[0]
+
+
+def join_address(host: str, port: int) -> str:
+    """Return host:port; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _check_port(service: Service, host: str, port: int) -> None:
+    """Bind and let go again: Flight itself does not say why it cannot listen."""
+    if not 0 <= port <= 65535:
+        raise _listen_error(service, host, port, None)
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            with suppress(OSError):
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server would
+            probe.bind(address)
+    except OSError as cause:
+        raise _listen_error(service, host, port, cause) from cause
+
+
+def _listen_error(service: Service, host: str, port: int, cause: OSError | None) -> ListenError:
+    number = None if cause is None else cause.errno
+    why = {
+        errno.EADDRINUSE: "the port is in use. Choose another, or 0 for any free one.",
+        errno.EACCES: "this user may not listen there. Ports below 1024 need privileges; choose one above.",
+        errno.EADDRNOTAVAIL: "that is not an address of this machine.",
+    }
+    reason = why.get(number or 0, f"{cause}." if cause else "a port is a free number from 0 to 65535.")
+    error = ListenError(f"{service.name}: cannot listen on {host}:{port}: {reason}")
+    error.errno = number
+    return error

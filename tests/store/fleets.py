@@ -1,0 +1,106 @@
+"""Parameter servers for tests: in this process, in one of their own, and a wire that can be cut.
+
+python -m store.fleets PORT NUMBER COUNT
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import torch
+from contracts.stores import serve
+from torch import nn
+
+from monolith.store import DenseShare, LocalStore, ParameterServer, TableIds
+from monolith.table import Segment, TableConfig
+
+TESTS = Path(__file__).parents[1]
+CONFIGS = {"item": TableConfig(name="item", segments=(Segment(dim=2, learning_rate=1.0),))}
+"""Rows of two floats that begin at zero and move by the gradient."""
+
+__all__ = ["CONFIGS", "Wire", "dense", "keys", "serve", "start"]
+
+
+def keys(*ids: int) -> TableIds:
+    return TableIds(torch.tensor(ids, dtype=torch.int64), torch.tensor([len(ids)]))
+
+
+def dense() -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Three weights that begin at zero and move by the gradient."""
+    weights = {name: nn.Parameter(torch.zeros(size)) for name, size in (("a", 4), ("b", 2), ("c", 1))}
+    return weights, torch.optim.SGD(weights.values(), lr=1.0)
+
+
+def start(stack: ExitStack, port: int, number: int, count: int) -> tuple[subprocess.Popen[str], str]:
+    """Start a server in a process of its own, which ends with the stack; return it and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "store.fleets", str(port), str(number), str(count)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    stack.callback(process.stdout.close)
+    return process, process.stdout.readline().strip()
+
+
+class Wire:
+    """Passes bytes on between callers and a server, until it is cut."""
+
+    def __init__(self, server: str) -> None:
+        host, _, port = server.rpartition(":")
+        self._server = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Break all connections. New ones can be made."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._server)
+                self._ends += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def main(port: int, number: int, count: int) -> None:
+    store = LocalStore.from_configs(CONFIGS, threads=1)
+    share = DenseShare(*dense(), (number, count))
+    with ParameterServer([store], share, shard=(number, count), port=port) as server:
+        sys.stdout.write(server.address + "\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""Calls over Flight: JSON, records and bytes, in the name of whichever service they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from monolith.cluster.security import Guard
+from monolith.config import Secret
+from monolith.errors import (
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    ListenError,
+    RetryableError,
+    TableClosedError,
+    TableError,
+    UnavailableError,
+)
+from monolith.wire.flight import Caller, Server, Service, StoppedError, Stream
+
+pa = pytest.importorskip("pyarrow")
+
+SERVICE = Service(
+    name="echo service",
+    peers="callers and echoes",
+    failure=ClusterError,
+    told=(TableError,),
+    unreachable=UnavailableError,
+    late=DeadlineExceededError,
+)
+
+
+def fail(body: dict[str, Any]) -> dict[str, Any]:
+    raise {"told": TableError, "other": TableClosedError, "bug": RuntimeError}[body["kind"]]("no")
+
+
+def echo(body: dict[str, Any], data: np.ndarray) -> tuple[dict[str, Any], Any]:
+    return {"said": body, "bytes": len(data)}, data
+
+
+def answer_anew(_: dict[str, Any], __: np.ndarray) -> tuple[dict[str, Any], Any]:
+    return {}, np.arange(3, dtype=np.float32)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def serve(stack: ExitStack, **options: Any) -> Server:
+    exchanges = {"echo": echo, "new": answer_anew, "fail": lambda body, _: (fail(body), b"")}
+    server = Server(
+        SERVICE,
+        {"echo": lambda body: body, "fail": fail, **options.pop("calls", {})},
+        exchanges=exchanges,
+        **options,
+    )
+    stack.callback(server.close)
+    return server
+
+
+def call(stack: ExitStack, address: Any, **options: Any) -> Caller:
+    return stack.enter_context(Caller(SERVICE, address, **options))
+
+
+def open_stream(stack: ExitStack, server: Server) -> Stream:
+    stream = call(stack, server.address).open_stream()
+    stack.callback(stream.close)
+    return stream
+
+
+# Small calls
+
+
+def test_an_answer_is_what_the_function_returned(stack: ExitStack) -> None:
+    caller = call(stack, serve(stack).address)
+    assert caller.call("echo", name="x", self=[1, None]) == {"name": "x", "self": [1, None]}
+
+
+def test_the_service_decides_which_errors_callers_hear(stack: ExitStack) -> None:
+    caller = call(stack, serve(stack).address)
+    with pytest.raises(TableError, match=r"^no$"):
+        caller.call("fail", kind="told")
+    with pytest.raises(ClusterError, match=r"^no$"):
+        caller.call("fail", kind="other")
+    with pytest.raises(ClusterError, match=r"^echo service: 127.0.0.1:\d+ answered: .*no"):
+        caller.call("fail", kind="bug")
+    with pytest.raises(ClusterError, match="echo service: there is no call 'shout'; there are echo, fail"):
+        caller.call("shout")
+
+
+def test_nobody_there_is_the_services_own_error(stack: ExitStack) -> None:
+    server = serve(stack)
+    server.close()
+    with pytest.raises(UnavailableError, match=f"^nobody answers at {server.address}"):
+        call(stack, server.address).call("echo")
+
+
+def test_an_answer_that_takes_too_long_is_the_services_own_error(stack: ExitStack) -> None:
+    go_on = threading.Event()
+    server = serve(stack, calls={"wait": lambda _: {"done": go_on.wait(60)}})
+    stack.callback(go_on.set)
+    with pytest.raises(DeadlineExceededError, match=f"^nobody answers at {server.address}"):
+        call(stack, server.address, timeout=timedelta(seconds=0.1)).call("wait")
+
+
+def test_who_does_not_know_the_address_yet_is_asked_again(stack: ExitStack) -> None:
+    server, asked = serve(stack), []
+
+    def where() -> str:
+        asked.append(1)
+        if len(asked) < 3:
+            raise RetryableError("not yet")
+        return server.address
+
+    assert call(stack, where, patience=timedelta(minutes=1)).call("echo", n=1) == {"n": 1}
+    asked.clear()
+    with pytest.raises(UnavailableError, match=r"^not yet$"):
+        call(stack, where).call("echo")
+
+
+def test_who_is_told_to_stop_stops(stack: ExitStack) -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(StoppedError):
+        call(stack, serve(stack).address, stop=stop).call("echo")
+
+
+def test_a_wrong_token_is_named_with_those_who_must_agree(stack: ExitStack) -> None:
+    server = serve(stack, guard=Guard(token=Secret("right")))
+    wrong = call(stack, server.address, guard=Guard(token=Secret("wrong")))
+    with pytest.raises(ConfigError, match=r"refused the shared token\. Give callers and echoes the same one"):
+        wrong.call("echo")
+    with pytest.raises(ConfigError, match="refused the shared token"):
+        exchange(wrong.open_stream(), "echo", {})
+
+
+def test_a_port_that_is_taken_is_the_services_problem(stack: ExitStack) -> None:
+    server = serve(stack)
+    with pytest.raises(ListenError, match=rf"echo service: cannot listen on .*:{server.port}: .* in use"):
+        serve(stack, port=server.port)
+
+
+def test_records_are_fetched_as_batches(stack: ExitStack) -> None:
+    server = serve(stack, fetch=lambda ticket: pa.record_batch({"n": list(range(ticket["n"]))}))
+    assert call(stack, server.address).fetch({"n": 3}).to_pydict() == {"n": [0, 1, 2]}
+
+
+# Bytes
+
+
+def exchange(stream: Stream, name: str, body: dict[str, Any], data: Any = b"") -> Any:
+    stream.send(name, body, data)
+    return stream.receive()
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 4096, 3_000_001])
+def test_bytes_come_back_as_they_were_sent(stack: ExitStack, size: int) -> None:
+    stream = open_stream(stack, serve(stack))
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    for turn in range(3):
+        answer = exchange(stream, "echo", {"turn": turn}, data)
+        assert answer.body == {"said": {"turn": turn}, "bytes": size}
+        assert np.array_equal(answer.data, data)
+
+
+def test_received_bytes_are_aligned_and_the_receivers_own(stack: ExitStack) -> None:
+    stream = open_stream(stack, serve(stack))
+    first = exchange(stream, "new", {}).data.view(np.float32)
+    assert first.ctypes.data % 8 == 0
+    first += 1
+    assert exchange(stream, "new", {}).data.view(np.float32).tolist() == [0, 1, 2]
+    assert first.tolist() == [1, 2, 3]
+
+
+def test_a_stream_goes_on_after_a_request_was_refused(stack: ExitStack) -> None:
+    stream = open_stream(stack, serve(stack))
+    with pytest.raises(TableError, match=r"^no$"):
+        exchange(stream, "fail", {"kind": "told"})
+    with pytest.raises(ClusterError, match=r"^echo service: RuntimeError: no$"):
+        exchange(stream, "fail", {"kind": "bug"})
+    with pytest.raises(ClusterError, match="there is no call 'shout'; there are echo, new, fail"):
+        exchange(stream, "shout", {})
+    assert not stream.broken
+    assert exchange(stream, "echo", {}, b"ab").data.tobytes() == b"ab"
+
+
+def test_streams_do_not_wait_for_each_other(stack: ExitStack) -> None:
+    server = serve(stack)
+    first, second = open_stream(stack, server), open_stream(stack, server)
+    first.send("echo", {}, b"1")
+    second.send("echo", {}, b"2")
+    assert (second.receive().data.tobytes(), first.receive().data.tobytes()) == (b"2", b"1")
+
+
+def test_a_stream_that_was_cancelled_says_why_and_is_broken(stack: ExitStack) -> None:
+    stream = open_stream(stack, serve(stack))
+    exchange(stream, "echo", {})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stream.receive)  # nothing was asked, so nothing comes
+        stream.cancel("enough")
+        with pytest.raises(DeadlineExceededError, match=r"nobody answers at .*: enough"):
+            waiting.result()
+    assert stream.broken
+
+
+def test_a_server_that_closes_answers_no_more_requests(stack: ExitStack) -> None:
+    server = serve(stack)
+    stream = open_stream(stack, server)
+    exchange(stream, "echo", {})
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(server.close)
+        assert server._closing.wait(60)
+        with pytest.raises(UnavailableError, match=f"^nobody answers at {server.address}"):
+            exchange(stream, "echo", {})
+        stream.close()
+        closing.result()
+    assert stream.broken
