@@ -1,10 +1,12 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
+from monolith.train.fleet import Fleet, join_fleet
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
 from monolith.train.metrics import METRICS, Metric, MetricSet, Windowed, WindowRow
+from monolith.train.parameter_server import serve_parameters
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
@@ -13,6 +15,7 @@ from monolith.train.trainer import LocalRun, Trainer, TrainReport
 __all__ = [
     "METRICS",
     "AlertConfig",
+    "Fleet",
     "Hook",
     "KeepConfig",
     "Lane",
@@ -34,5 +37,7 @@ __all__ = [
     "WindowRow",
     "Windowed",
     "drive",
+    "join_fleet",
     "load_task",
+    "serve_parameters",
 ]

@@ -104,6 +104,7 @@ class Keeper:
             self,
             replace(config.save, asynchronous=config.saves_beside),
             memory=memory,
+            together=self._session.together,
             on_saved=self._note,
             metrics=metrics,
             clock=self._clock,
@@ -117,7 +118,7 @@ class Keeper:
                 *hooks,
             ]
         if config.dense_save is not None:
-            dense = Checkpointer(self._dense_saver(), [self._session.model.dense_part()], clock=self._clock)
+            dense = Checkpointer(self._dense_saver(), [self._session.dense_part()], clock=self._clock)
             hooks.append(
                 SaveHook(
                     dense,

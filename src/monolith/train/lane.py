@@ -45,6 +45,7 @@ class Lane(Generic[Item, Rows]):
         ahead: Items that are looked up ahead; 0 looks up when asked, without a thread.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
         patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
+        idle: Called by the thread that waits for an item, every `patience` seconds.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Lane(Generic[Item, Rows]):
         ahead: int = 1,
         behind: bool = True,
         patience: float | None = None,
+        idle: Work | None = None,
     ) -> None:
         self._items = items
         self._prepare = prepare
         self._ahead = ahead
         self._behind = behind
         self._patience = patience
+        self._idle = idle
         self._changed = threading.Condition()  # guards all below
         self._todo: deque[Work | None] = deque()  # None: a lookup
         self._ready: deque[_Entry[Item, Rows]] = deque()
@@ -91,6 +94,8 @@ class Lane(Generic[Item, Rows]):
             self._changed.notify_all()
             while not self._changed.wait_for(self._has_news, self._patience):
                 self._overtake()
+                if self._idle is not None:
+                    self._idle()
             self._raise()
             if not self._ready:
                 return None

@@ -8,25 +8,33 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
 from monolith.data.source import Position
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
-from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch, apply_gradients
+from monolith.model import (
+    DenseOptimizer,
+    EmbeddingCollection,
+    EmbeddingOptimizer,
+    PreparedBatch,
+    apply_gradients,
+)
 from monolith.observe import Resting
-from monolith.store import LocalStore, Store
+from monolith.store import LocalStore, MakeStore, Store, default_stores
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
 from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
 from monolith.train.metrics import MetricSet, WindowRow
+from monolith.train.positions import split_position
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -50,12 +58,14 @@ class Model:
 
     Args:
         mode: Only a model that trains has optimizers.
+        make_store: Where its rows live; by default in this process.
     """
 
-    def __init__(self, task: Task, mode: Mode, *, seed: int) -> None:
+    def __init__(self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore | None = None) -> None:
         torch.manual_seed(seed)
         self.task = task
-        self.module = task.model()
+        with nullcontext() if make_store is None else default_stores(make_store):
+            self.module = task.model()
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
         self.sparse: EmbeddingOptimizer | None = None
@@ -76,18 +86,28 @@ class Model:
             beside: Whether it is written while training goes on: by one thread, which rests where training
                 has all processors, so that little is lost to it.
         """
+        return [self.tables_part(incremental=incremental, beside=beside), self.dense_part()]
+
+    def tables_part(
+        self,
+        *,
+        incremental: bool = False,
+        beside: bool = False,
+        shard: tuple[int, int] | None = None,
+        piece: tuple[int, int] | None = None,
+    ) -> TablesPart:
+        """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
         tables, filters = self._tables()
         busy = torch.get_num_threads() >= (os.cpu_count() or 1)
-        return [
-            TablesPart(
-                tables,
-                filters,
-                incremental=incremental,
-                write_workers=1 if beside else 4,
-                write_progress=Resting(SHARE) if beside and busy else None,
-            ),
-            self.dense_part(),
-        ]
+        return TablesPart(
+            tables,
+            filters,
+            shard=shard,
+            piece=piece,
+            incremental=incremental,
+            write_workers=1 if beside else 4,
+            write_progress=Resting(SHARE) if beside and busy else None,
+        )
 
     def dense_part(self) -> DensePart:
         """Return what a checkpoint keeps of the dense half."""
@@ -97,6 +117,12 @@ class Model:
         if self.dense is not None:
             optimizers["dense"] = self.dense
         return DensePart(self.module, optimizers, random=self.sparse is not None)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the dense weights that are trained, by name."""
+        groups = [] if self.dense is None else self.dense.param_groups
+        trained = {id(weight) for group in groups for weight in group["params"]}
+        return {name: p for name, p in self.module.named_parameters() if id(p) in trained}
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds."""
@@ -150,13 +176,15 @@ class Session:
     ) -> None:
         self.task = task
         self.config = config
-        self.model = Model(task, Mode.TRAIN, seed=config.seed)
+        self.model = self._make_model()
         assert self.model.sparse is not None
         self._sparse: EmbeddingOptimizer = self.model.sparse
+        self._dense: DenseOptimizer | None = self.model.dense
         self._updates = task.updates()
         self.metrics = HeadMetrics(task, Mode.TRAIN, window=config.metric_window, report=report)
-        self.data: Stream[Batch] = task.dataset(Mode.TRAIN)
+        self.data: Stream[Batch] = self._open_data()
         self._position = self.data.position()
+        self._evicted = 0
         self._lane: Lane[_Read, _Rows] | None = None
         self._interrupted = False
         self.examples = 0
@@ -167,6 +195,25 @@ class Session:
     @property
     def step(self) -> int:
         return self._sparse.global_step
+
+    @property
+    def total_examples(self) -> int:
+        """Trained on so far, in all runs and by everybody."""
+        return self.examples
+
+    def begin(self) -> None:
+        """Make ready for a restore. Nothing to do in one process."""
+
+    def ready(self) -> None:
+        """Go on, now that everything is made or restored. Nothing to do in one process."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Hold back whoever else trains this model, while a moment is cut. Nobody, in one process."""
+        return nullcontext()
+
+    def dense_part(self) -> Part:
+        """Return what a dense-only checkpoint keeps."""
+        return self.model.dense_part()
 
     def parts(self) -> list[Part]:
         """Return everything that a checkpoint of this session keeps."""
@@ -191,11 +238,12 @@ class Session:
         updates = self._updates
         if updates.multiply_rows_by is None:
             updates = replace(updates, multiply_rows_by=len(batch))
-        apply_gradients(outputs.loss, self._sparse, self.model.dense, updates, push=lane.push)
+        apply_gradients(outputs.loss, self._sparse, self._dense, updates, push=lane.push)
         self._position = position
         self.examples += len(batch)
         every = self.config.evict_every_steps
-        if every is not None and self.step % every == 0:
+        if every is not None and self.step // every != self._evicted:
+            self._evicted = self.step // every
             self.evict()
         return StepResult(self.step, batch, loss, predictions)
 
@@ -231,6 +279,7 @@ class Session:
     def go_on_from(self, step: int) -> None:
         """Count steps from here: what a restore found."""
         self._sparse.global_step = step
+        self._evicted = step // (self.config.evict_every_steps or 1)
 
     def close(self) -> None:
         self._close_lane()
@@ -246,10 +295,20 @@ class Session:
                 ahead=config.prefetch,
                 behind=config.async_push,
                 patience=None if config.deterministic else config.idle_after.total_seconds(),
+                idle=self._idle,
             )
             if self._interrupted:
                 self._lane.interrupt()
         return self._lane
+
+    def _make_model(self) -> Model:
+        return Model(self.task, Mode.TRAIN, seed=self.config.seed)
+
+    def _open_data(self) -> Stream[Batch]:
+        return self.task.dataset(Mode.TRAIN)
+
+    def _idle(self) -> None:
+        """Called again and again while the data has nothing to say."""
 
     def _read(self) -> Iterator[_Read]:
         for batch in self.data:
@@ -265,8 +324,10 @@ class Session:
             self._lane = None
 
     def _go_to(self, position: Position) -> None:
-        if self.restarts_data:
-            return
+        if not self.restarts_data:
+            self._read_from(split_position(position, 1)[0])
+
+    def _read_from(self, position: Position) -> None:
         self._close_lane()  # what was read ahead is not what follows
         self.data.restore(position)
         self._position = position

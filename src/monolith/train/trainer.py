@@ -31,15 +31,20 @@ from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
+from monolith.train.fleet import Fleet
+from monolith.train.fleet_barrier import FleetBarrier
+from monolith.train.fleet_session import EndHook, FleetHook, FleetSession
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
     FeatureInsightHook,
+    LocalBarrier,
     SaveHook,
     SummaryHook,
     TableInfoHook,
     TideStoppingHook,
 )
+from monolith.train.hooks.barrier import Barrier
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics import WindowRow
@@ -73,8 +78,10 @@ class TrainReport:
 class LocalRun:
     """What hooks see of a run in this process."""
 
-    def __init__(self, session: Session, model_dir: str) -> None:
+    def __init__(self, session: Session, model_dir: str, barrier: Barrier | None = None) -> None:
         self.session = session
+        self.barrier: Barrier = LocalBarrier(1) if barrier is None else barrier
+        """Holds everybody who trains this model between their steps."""
         self.save: SaveHook | None = None
         """Saves on demand; None where nothing is kept."""
         self._model_dir = model_dir
@@ -107,6 +114,7 @@ class Trainer:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
             for those that look at its session or ask it to save.
         metrics: Where counters of the run go.
+        fleet: The processes to train with, of which this is a worker; None trains in this one alone.
         clock: Unix seconds.
     """
 
@@ -117,9 +125,11 @@ class Trainer:
         *,
         hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
         metrics: Metrics | None = None,
+        fleet: Fleet | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.task = task
+        self._fleet = fleet
         self.config = TrainConfig() if config is None else config
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
@@ -158,19 +168,25 @@ class Trainer:
             if report is not None:
                 report(name, row)
 
+        fleet = self._fleet
+        model_dir = config.model_dir if fleet is None or fleet.is_chief else ""  # the chief keeps it
         with contextlib.ExitStack() as open_things:
-            if config.model_dir:
+            if model_dir:
                 filesystem.make_dirs(config.model_dir)
                 open_things.enter_context(ModelDirLock(config.model_dir))
                 if config.restore.dir:
                     start_from(config.restore.dir, config.model_dir, config.restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
-            session = Session(self.task, config, report=tell)
+            session = (
+                Session(self.task, config, report=tell)
+                if fleet is None
+                else FleetSession(self.task, config, fleet, report=tell)
+            )
             open_things.callback(session.close)
-            self._run = run = LocalRun(session, config.model_dir)
+            self._run = run = LocalRun(session, model_dir, None if fleet is None else FleetBarrier(fleet))
             open_things.callback(self._forget_run)
-            keeper = Keeper(session, config, self._clock) if config.model_dir else None
+            keeper = Keeper(session, config, self._clock) if model_dir else None
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
             first, first_step = session.examples, session.step
@@ -180,24 +196,27 @@ class Trainer:
 
             def create() -> None:
                 nonlocal first, first_step
+                session.begin()
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
+                session.ready()
                 first, first_step = session.examples, session.step
-                if config.model_dir:
-                    write_run_manifest(config.model_dir, self.task, config, run.step, self._clock())
+                if model_dir:
+                    write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
 
+            chief = fleet is None or fleet.is_chief
             drive(
                 run,
                 [*own, *given, *self.task.hooks(Mode.TRAIN)],
                 step=session.take_step,
                 create=create,
-                chief_hooks=self.task.chief_hooks(Mode.TRAIN),
+                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if chief else (),
             )
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
-                examples=session.examples - first,
+                examples=session.total_examples - first,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
                 restored_from=restored[0].prefix if restored else None,
@@ -295,12 +314,20 @@ class Trainer:
         hooks: list[Hook] = [_SessionHook(run.session, config, began)]
         if config.tide is not None:
             hooks.append(TideStoppingHook(config.tide, clock=self._clock))
+        kept: list[Hook] = []
+        if keeper is not None:
+            kept = keeper.hooks(self._metrics)
+            run.save = keeper.save
+        if self._fleet is not None:
+            assert isinstance(run.session, FleetSession)
+            hooks.append(FleetHook(run.session, self._fleet, None if run.save is None else run.save.look))
         if keeper is not None:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
-            hooks += keeper.hooks(self._metrics)
-            run.save = keeper.save
+            hooks += kept
+        if self._fleet is not None and self._fleet.is_chief:
+            hooks.append(EndHook(self._fleet))
         return hooks
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:

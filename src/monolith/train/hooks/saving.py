@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
@@ -171,6 +171,7 @@ class SaveHook(Hook):
             and not at the end.
         no_first_save: Do not save what was just made or restored.
         always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
+        together: Holds back whoever else trains, from before the step is read until the state is cut.
         on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
             of this is logged: the checkpoint is good.
         metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
@@ -189,6 +190,7 @@ class SaveHook(Hook):
         dense_only: bool = False,
         no_first_save: bool = True,
         always_final: bool = False,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_saved: Callable[[int, str | None], None] | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
@@ -203,6 +205,7 @@ class SaveHook(Hook):
         self._dense_only = dense_only
         self._no_first_save = no_first_save
         self._always_final = always_final
+        self._together = together
         self._on_saved = on_saved
         self._clock = clock
         self._mode = "dense_only" if dense_only else "full"
@@ -254,6 +257,10 @@ class SaveHook(Hook):
                 self._save(run, timed=False)
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self.look(run)
+
+    def look(self, run: Run) -> None:
+        """Save if it is time to; for a training thread that has no steps to take, too."""
         with self._turn:
             self._look_back(run.step)
             writing = self._is_writing()
@@ -332,6 +339,12 @@ class SaveHook(Hook):
 
     def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
         """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
+        with ExitStack() as held:
+            held.enter_context(self._together())
+            self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
+
+    def _save_here(self, run: Run, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
+        """Save, and let go of what is `held` once the state is cut."""
         with self._lock:
             requests, self._requests = self._requests, []
             on_disk = self._saved
@@ -351,6 +364,7 @@ class SaveHook(Hook):
                 for listener in self._listeners:
                     self._attempt(f"preparing {type(listener).__name__}", partial(listener.before_save, step))
                 moment = self._attempt("cutting the state", partial(self._checkpointer.cut, step))
+                held.close()
                 if not behind:
                     self._finish(run, save, moment)
             if behind:

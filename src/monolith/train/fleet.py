@@ -1,0 +1,470 @@
+"""A fleet: the processes that train one model together, as one of its workers sees them.
+
+Parameter servers hold rows and weights. Workers, of whom the first is the chief, read a share of
+the data each and train on what the servers hold. The chief also restores and saves: it halts the
+others, has every server hold its share of the moment fast, and lets everybody go on while it is
+written. So a checkpoint holds everything that was trained and nothing else, with the position of
+each worker in its data. Whoever dies ends the run for all; started again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting
+from monolith.cluster.security import Guard
+from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.store import ParameterServerStore, ServerGroup, Store
+from monolith.table import TableConfig
+
+_log = logging.getLogger(__name__)
+
+POLL = 10.0
+"""Seconds that a worker waits for news at a time; they come at once when there are any."""
+LOST_AFTER = timedelta(seconds=60)
+"""A worker that was not heard of for so long is lost."""
+WORK_POLL = 10.0
+FAREWELL = 5.0
+"""Seconds that the others have to hear that the run is over."""
+
+State = dict[str, Any]
+"""What a worker has to say of itself: plain values."""
+
+
+class Halt(NamedTuple):
+    """Nobody but the chief trains."""
+
+    number: int
+    states: list[State]
+    """Of workers 1, 2, ..."""
+
+
+def join_fleet(
+    discovery: Discovery,
+    *,
+    index: int,
+    num_ps: int,
+    num_workers: int,
+    guard: Guard | None = None,
+    model_dir: str = "",
+    run_id: str = "",
+    num_redundant_ps: int = 0,
+    start_timeout: timedelta = timedelta(hours=2),
+    finish_timeout: timedelta = timedelta(minutes=30),
+    call_timeout: timedelta | None = None,
+    on_waiting: OnWaiting | None = None,
+) -> Fleet:
+    """Wait for the servers of a run and return this worker's place among its processes.
+
+    Args:
+        guard: What to present to the servers.
+        run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
+        start_timeout: How long to wait for servers, and then for the chief.
+        finish_timeout: How long the chief waits for the others at the end.
+        call_timeout: The longest that one call of a server may take.
+        on_waiting: Told who is missing.
+
+    Raises:
+        DeadlineExceededError: Some servers did not come in time.
+        ConfigError: They serve another task, or were counted otherwise.
+    """
+    if num_redundant_ps:
+        raise ConfigError(
+            "num_redundant_ps: training cannot choose among its servers yet, since each is told its share "
+            "when it starts; set it to 0"
+        )
+    manager = ClusterManager(
+        discovery,
+        ClusterManagerConfig(
+            num_workers=num_workers,
+            num_ps=num_ps,
+            model_dir=model_dir,
+            uuid=run_id,
+            query_every=timedelta(seconds=0.5),
+            timeout=start_timeout,
+        ),
+        on_waiting=on_waiting,
+    )
+    addresses = manager.query_ps(num_ps)
+    group = ServerGroup(addresses, guard=guard, **({} if call_timeout is None else {"timeout": call_timeout}))
+    try:
+        return Fleet(group, index, num_workers, start_timeout=start_timeout, finish_timeout=finish_timeout)
+    except BaseException:
+        group.close()
+        raise
+
+
+class Fleet:
+    """One worker's place in a fleet. Used by its training thread; closes the group in the end.
+
+    Args:
+        lost_after: How long another worker may be silent.
+    """
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        index: int,
+        num_workers: int,
+        *,
+        start_timeout: timedelta = timedelta(hours=2),
+        finish_timeout: timedelta = timedelta(minutes=30),
+        lost_after: timedelta = LOST_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= index < num_workers:
+            raise ConfigError(f"there is no worker {index} of {num_workers}")
+        self.group = group
+        self.index = index
+        self.num_workers = num_workers
+        self._start_timeout = start_timeout
+        self._finish_timeout = finish_timeout
+        self._lost_after = lost_after.total_seconds()
+        self._clock = clock
+        self._stores = 0
+        self._held = False
+        self._run = ""
+        self._listener: _Listener | None = None
+
+    @property
+    def is_chief(self) -> bool:
+        return self.index == 0
+
+    def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
+        """Return the next store of the model that is being built; see `default_stores`."""
+        number, self._stores = self._stores, self._stores + 1
+        return ParameterServerStore(self.group, number, configs)
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
+        self._run = secrets.token_hex(8)
+        self.group.call_all("server.begin", run=self._run)
+        self.group.call(0, "meeting.begin", run=self._run, num_workers=self.num_workers)
+
+    def open(self, start: Mapping[str, Any]) -> None:
+        """Let the others begin, as the chief. They are told `start`."""
+        self.group.call(0, "meeting.open", run=self._run, start=dict(start))
+        self._listen()
+
+    def join(self) -> dict[str, Any]:
+        """Wait until the chief has restored everything; return what it says of where to go on.
+
+        Raises:
+            DeadlineExceededError: It did not in time.
+        """
+        limit = self._clock() + self._start_timeout.total_seconds()
+        while True:
+            answer = self.group.call(0, "meeting.join", worker=self.index, wait=POLL)
+            if answer["run"] is not None:
+                self._run = answer["run"]
+                self._listen()
+                return dict(answer["start"])
+            if self._clock() >= limit:
+                raise DeadlineExceededError(
+                    f"worker {self.index} waited {self._start_timeout} for the chief to restore the model; "
+                    "see its log"
+                )
+            _log.info("waiting for the chief to restore the model")
+
+    # Between steps
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why everybody is to finish; None while nobody asked."""
+        return None if self._listener is None else self._listener.stop_reason
+
+    def check(self) -> None:
+        """Raise what has gone wrong with the others."""
+        if self._listener is not None:
+            self._listener.check(self._lost_after)
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the chief wants nobody to train."""
+        return self._listener is not None and self._listener.halt is not None
+
+    def wait_at_halt(self, state: State) -> int:
+        """Arrive with this worker's state, all its updates done, and wait until everybody may go on.
+
+        Returns:
+            The number of the halt; 0 where it was over before.
+        """
+        listener = self._listener
+        assert listener is not None
+        halt = listener.halt
+        if halt is None:
+            return 0
+        self.group.call(0, "meeting.arrive", run=self._run, worker=self.index, halt=halt, state=state)
+        listener.wait_for_release(halt, self._lost_after)
+        return halt
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[Halt]:
+        """Hold the others between their steps, as the chief, and hand out their states."""
+        number = self._halt()
+        try:
+            yield Halt(number, self._gather())
+        finally:
+            if not self._held:
+                self._release()
+
+    def hold(self) -> int:
+        """Halt the others, as the chief, until `let_go`; return the number of the halt. From any thread."""
+        self._held = True
+        return self._halt()
+
+    def let_go(self) -> None:
+        """Let the others go on that were held."""
+        self._held = False
+        self._release()
+
+    def standing_still(self) -> list[int]:
+        """Return the other workers who have arrived at the halt in force, or have left, as the chief."""
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
+        return sorted(int(worker) for worker in answer["states"])
+
+    def note_saved(self, halt: int) -> None:
+        """Tell the others, as the chief, that the checkpoint of a halt is on disk."""
+        self.group.call(0, "meeting.saved", run=self._run, halt=halt)
+
+    @property
+    def saved_halt(self) -> int:
+        """The last halt whose checkpoint is on disk, as far as is known here; 0 for none."""
+        return 0 if self._listener is None else self._listener.saved
+
+    def stop(self, reason: str) -> None:
+        """Ask everybody to finish."""
+        self.group.call(0, "meeting.stop", run=self._run, reason=reason)
+
+    # Ending
+
+    def leave(self, state: State) -> None:
+        """Say that this worker is done, all its updates too."""
+        self.group.call(0, "meeting.leave", run=self._run, worker=self.index, state=state)
+
+    def fail(self, why: str) -> None:
+        """Say that this worker cannot go on, which ends the run; if anybody hears it."""
+        self._close_listener()
+        if not self._run:
+            return
+        with contextlib.suppress(ClusterError, ConfigError):
+            self.group.call(0, "meeting.leave", run=self._run, worker=self.index, failure=why)
+
+    def wait_for_others(self, idle: Callable[[], None]) -> list[State]:
+        """Wait, as the chief, until all others have left; return their last states, in order.
+
+        Args:
+            idle: Called every second meanwhile.
+
+        Raises:
+            DeadlineExceededError: They take longer than `finish_timeout`.
+        """
+        limit = self._clock() + self._finish_timeout.total_seconds()
+        while self._missing(left=True, wait=1.0):
+            idle()
+            if self._clock() >= limit:
+                missing = self._missing(left=True, wait=0.0)
+                raise DeadlineExceededError(
+                    f"the chief waited {self._finish_timeout} for workers {', '.join(missing)} to finish; "
+                    "what they trained since the last checkpoint is lost"
+                )
+        return self._states()
+
+    def wait_for_end(self) -> bool:
+        """Wait, having left, until the chief has saved; return False where nobody says so any more.
+
+        Raises:
+            ClusterError: The chief could not save.
+        """
+        assert self._listener is not None
+        return self._listener.wait_for_end(self._finish_timeout.total_seconds(), self._lost_after)
+
+    def end(self, *, well: bool = True) -> None:
+        """Tell everybody, as the chief, that the run is over. A server that is gone already is passed over.
+
+        Args:
+            well: Whether the last checkpoint is on disk.
+        """
+        if well:
+            self.group.call(0, "meeting.over", run=self._run, wait=FAREWELL)
+        for server in range(len(self.group)):
+            try:
+                self.group.call(server, "server.end", run=self._run)
+            except ClusterError as error:
+                _log.warning("could not tell server %d that the run is over: %s", server, error)
+
+    def close(self) -> None:
+        """Let go of the servers. Closing again does nothing."""
+        self._close_listener()
+        self.group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Work on servers that takes its time
+
+    def work(self, name: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Have each server do some work, all at a time, and return the answers in order.
+
+        Args:
+            bodies: One per server.
+
+        Raises:
+            MonolithError: What one of them raised.
+        """
+        answers: list[dict[str, Any] | BaseException | None] = [None] * len(bodies)
+
+        def ask(server: int, body: Mapping[str, Any]) -> None:
+            try:
+                answers[server] = self._work(server, name, dict(body))
+            except BaseException as error:
+                answers[server] = error
+
+        threads = [threading.Thread(target=ask, args=one, daemon=True) for one in enumerate(bodies)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            assert answer is not None
+            done.append(answer)
+        return done
+
+    def _work(self, server: int, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        job = secrets.token_hex(8)
+        self.group.call(server, "job.start", work=name, body=body, job=job)
+        while True:
+            answer = self.group.call(server, "job.wait", job=job, wait=WORK_POLL)
+            if answer["done"]:
+                return dict(answer["answer"])
+
+    # Inside
+
+    def _halt(self) -> int:
+        return int(self.group.call(0, "meeting.halt", run=self._run)["halt"])
+
+    def _release(self) -> None:
+        self.group.call(0, "meeting.release", run=self._run)
+
+    def _gather(self) -> list[State]:
+        while missing := self._missing(left=False, wait=1.0):
+            for worker, silent in missing.items():
+                if silent is not None and silent > self._lost_after:
+                    raise _lost(worker, silent)
+        return self._states()
+
+    def _states(self) -> list[State]:
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
+        return [answer["states"][str(worker)] for worker in range(1, self.num_workers)]
+
+    def _missing(self, *, left: bool, wait: float) -> dict[str, float | None]:
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=wait, left=left)
+        if answer["failure"]:
+            raise ClusterError(answer["failure"])
+        return dict(answer["missing"])
+
+    def _listen(self) -> None:
+        self._listener = _Listener(self.group, self._run, self.index)
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+class _Listener:
+    """Asks for news on a thread of its own, so that a worker hears of a halt without asking at every step."""
+
+    def __init__(self, group: ServerGroup, run: str, worker: int) -> None:
+        self._group = group
+        self._body = {"run": run, "worker": worker}
+        self._changed = threading.Condition()  # guards what follows
+        self.halt: int | None = None
+        self.stop_reason: str | None = None
+        self._error: Exception | None = None
+        self.saved = 0
+        self._over = False
+        self._chief_silent = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="fleet-news", daemon=True)
+        self._thread.start()
+
+    def check(self, lost_after: float) -> None:
+        with self._changed:
+            self._check(lost_after)
+
+    def wait_for_end(self, timeout: float, lost_after: float) -> bool:
+        with self._changed:
+            limit = time.monotonic() + timeout
+            while not self._over:
+                if isinstance(self._error, RetryableError):
+                    return False  # whoever keeps the meeting is gone
+                self._check(lost_after)
+                if time.monotonic() >= limit:
+                    return False
+                self._changed.wait(1.0)
+            return True
+
+    def wait_for_release(self, halt: int, lost_after: float) -> None:
+        with self._changed:
+            while self.halt == halt:
+                self._check(lost_after)
+                self._changed.wait(1.0)
+            self._check(lost_after)
+
+    def close(self) -> None:
+        """Ask no more; a question that is under way is answered to nobody."""
+        with self._changed:
+            self._closed = True
+
+    def _check(self, lost_after: float) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._chief_silent > lost_after:
+            raise _lost("0, the chief,", self._chief_silent)
+
+    def _listen(self) -> None:
+        seen = -1
+        while not self._closed and not self._over:
+            try:
+                news = self._group.call(0, "meeting.news", **self._body, seen=seen, wait=POLL)
+            except Exception as error:
+                self._note(error=error)
+                return
+            seen = news["version"]
+            failure = news["failure"]
+            self._note(news, error=ClusterError(failure) if failure else None)
+
+    def _note(self, news: Mapping[str, Any] | None = None, error: Exception | None = None) -> None:
+        with self._changed:
+            self._error = self._error or error
+            if news is not None:
+                self.halt, self.stop_reason = news["halt"], news["stop"]
+                self.saved, self._over = news["saved"], news["over"]
+                self._chief_silent = news["chief_silent"]
+            self._changed.notify_all()
+
+
+def _lost(worker: str, silent: float) -> UnavailableError:
+    return UnavailableError(
+        f"worker {worker} was not heard of for {silent:.0f} s. See its log; start the run again, and it goes "
+        "on from the last checkpoint."
+    )

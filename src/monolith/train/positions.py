@@ -1,0 +1,34 @@
+"""Where the data goes on: one position, or one for each worker that reads a share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monolith.data.source import Position
+from monolith.errors import RestoreError
+
+WORKERS = "workers"
+"""The key of positions that are one per worker."""
+
+
+def joined_positions(positions: Sequence[Position]) -> Position:
+    """Return one position for all workers; that of a single one is as if it were alone."""
+    return positions[0] if len(positions) == 1 else {WORKERS: list(positions)}
+
+
+def split_position(position: Position, workers: int) -> list[Position]:
+    """Return the position of each worker.
+
+    Raises:
+        RestoreError: It is of another number of workers.
+    """
+    several = set(position) == {WORKERS}
+    found: list[Position] = list(position[WORKERS]) if several else [position]
+    if len(found) != workers:
+        raise RestoreError(
+            f"cannot go on with the data: the checkpoint was saved by {len(found)} workers, each with a "
+            f"position of its own, and this run has {workers}. Train with {len(found)} workers; or, to begin "
+            "with the data anew, start another model_dir from this one with restore.dir and "
+            "restore.restart_data."
+        )
+    return found

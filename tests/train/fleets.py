@@ -1,0 +1,252 @@
+"""Fleets of threads: servers and workers of one process, who know each other by a dict."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from monolith.checkpoint import Checkpointer, Saver
+from monolith.cluster import MemoryDiscovery
+from monolith.data import DriftConfig, DriftingStream, Pipeline, Records, Stream
+from monolith.data.drift import FEATURES, SPEC, TIME
+from monolith.data.records import BatchSpec
+from monolith.feature import ADDN, Batch, Layout
+from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
+from monolith.model.features import FeatureSet
+from monolith.table import Sgd, Zeros, iterate
+from monolith.train import (
+    Hook,
+    LocalRun,
+    Mode,
+    Outputs,
+    SaveConfig,
+    Task,
+    TrainConfig,
+    Trainer,
+    TrainReport,
+    join_fleet,
+    serve_parameters,
+)
+from monolith.train.keeping import newest_checkpoint
+from monolith.train.session import Model as TrainedModel
+
+RECORD = "record"
+TALLY = "tally"
+PATIENT = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class TalliedModel(nn.Module):
+    """Learns clicks; and every record has a row of its own, in a store of its own, which counts trainings."""
+
+    def __init__(self, threshold: int, expire_after: timedelta | None) -> None:
+        super().__init__()
+        features = [
+            Feature(name=name, occurrence_threshold=threshold, expire_after=expire_after) for name in FEATURES
+        ]
+        self.clicks = DeepFM(features, dim=4, hidden=(8,), threads=1)
+        counted = FeatureSet(
+            [Feature(name=RECORD, slot=TALLY)], optimizer=Sgd(learning_rate=1.0), initializer=Zeros()
+        )
+        self.tally = EmbeddingCollection(
+            [Layout(TALLY, ADDN, counted.slices([RECORD], "times", 1))], threads=1
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.clicks(batch)
+        return logits
+
+
+@dataclass(frozen=True)
+class Tallied(Task):
+    """Batches of 8 of the drifting stream, at one record a second."""
+
+    batches: int = 20
+    threshold: int = 0
+    expire_after: timedelta | None = None
+
+    @property
+    def records(self) -> int:
+        return self.batches * 8
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        stream = DriftingStream(
+            DriftConfig(
+                examples=self.records,
+                batch_size=8,
+                cohort=timedelta(minutes=1),
+                new_users=4,
+                new_items=2,
+                user_life=timedelta(minutes=10),
+                item_life=timedelta(minutes=4),
+                start_time=0,
+                examples_per_second=1,
+            )
+        )
+        spec = BatchSpec(ids=(*FEATURES, RECORD), labels=SPEC.labels, event_time=TIME)
+        return Pipeline(stream).map(_numbered).to_batches(spec)
+
+    def model(self) -> nn.Module:
+        return TalliedModel(self.threshold, self.expire_after)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        found = super().outputs(model, batch)
+        tally: Any = model.tally
+        return Outputs(found.loss - tally(batch)[TALLY].sum(), found.predictions)
+
+    def updates(self) -> UpdateConfig:
+        return UpdateConfig(multiply_rows_by=1)  # or a tally would count batches
+
+
+def _numbered(records: Records) -> Records:
+    return Records(records.size, {**records.columns, RECORD: records.columns[TIME]}, records.shared)
+
+
+@dataclass
+class Outcome:
+    """What became of each process: a worker's report, a server's reason, or an error."""
+
+    workers: dict[int, Any] = field(default_factory=dict)
+    servers: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def chief(self) -> TrainReport:
+        return self.report(0)
+
+    def report(self, worker: int) -> TrainReport:
+        found = self.workers[worker]
+        if isinstance(found, BaseException):
+            raise found
+        assert isinstance(found, TrainReport)
+        return found
+
+
+HooksOf = Callable[[int], Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]]]
+
+
+def run_fleet(
+    task: Task,
+    model_dir: Path | str,
+    *,
+    num_ps: int = 2,
+    num_workers: int = 2,
+    hooks: HooksOf = lambda _: (),
+    trainers: Callable[[int, Trainer], object] = lambda *_: None,
+    task_of: Callable[[int], Task] | None = None,
+    **config: Any,
+) -> Outcome:
+    """Run servers and workers to their end.
+
+    Args:
+        hooks: Of each worker.
+        trainers: Told of each worker's trainer.
+        task_of: The task of each worker, where it is not the servers'.
+    """
+    outcome = Outcome()
+    discovery = MemoryDiscovery()
+    settings = TrainConfig(
+        **{
+            "model_dir": str(model_dir),
+            "save": SaveConfig(steps=6),
+            "summary_every_steps": None,
+            "idle_after": timedelta(milliseconds=50),
+            **config,
+        }
+    )
+
+    def serve(index: int) -> str:
+        return serve_parameters(
+            task, settings, discovery, index=index, num_ps=num_ps, num_workers=num_workers, stop=stop
+        )
+
+    def work(index: int) -> TrainReport:
+        with join_fleet(
+            discovery,
+            index=index,
+            num_ps=num_ps,
+            num_workers=num_workers,
+            start_timeout=timedelta(seconds=PATIENT),
+            finish_timeout=timedelta(seconds=PATIENT),
+        ) as fleet:
+            trainer = Trainer(
+                task if task_of is None else task_of(index), settings, hooks=hooks(index), fleet=fleet
+            )
+            trainers(index, trainer)
+            return trainer.train()
+
+    stop = threading.Event()
+    threads = [
+        *(_start(serve, index, outcome.servers) for index in range(num_ps)),
+        *(_start(work, index, outcome.workers) for index in range(num_workers)),
+    ]
+    for thread in threads[num_ps:]:
+        thread.join(PATIENT)
+        assert not thread.is_alive(), "a worker hangs"
+    stop.set()
+    for thread in threads[:num_ps]:
+        thread.join(PATIENT)
+        assert not thread.is_alive(), "a server hangs"
+    return outcome
+
+
+def _start(run: Callable[[int], Any], index: int, outcomes: dict[int, Any]) -> threading.Thread:
+    def note() -> None:
+        try:
+            outcomes[index] = run(index)
+        except BaseException as error:
+            _log.info("%s %d ended", run.__name__, index, exc_info=True)
+            outcomes[index] = error
+
+    thread = threading.Thread(target=note, name=f"{run.__name__}-{index}", daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass
+class Model:
+    """Everything that a checkpoint holds, as plain values."""
+
+    step: int
+    rows: dict[str, dict[int, tuple[Any, ...]]]
+    weights: dict[str, list[Any]]
+
+    @property
+    def tally(self) -> dict[int, float]:
+        """Record -> how often it was trained on."""
+        return {key: row[1][0] for key, row in self.rows[TALLY].items()}
+
+
+def read_model(task: Task, model_dir: Path) -> Model:
+    """Return the newest checkpoint of a model_dir, restored into this process."""
+    config = TrainConfig(model_dir=str(model_dir))
+    model = TrainedModel(task, Mode.TRAIN, seed=0)
+    with contextlib.closing(model):
+        prefix = newest_checkpoint(config, "train")
+        assert prefix is not None
+        restored = Checkpointer(Saver(str(model_dir)), model.parts()).restore(prefix)
+        rows = {
+            name: {
+                key: (time, value, state)
+                for chunk in iterate(store.table(name))  # type: ignore[attr-defined]
+                for key, time, value, state in zip(
+                    chunk.ids.tolist(),
+                    chunk.event_times.tolist(),
+                    chunk.values.tolist(),
+                    chunk.state.tolist(),
+                    strict=True,
+                )
+            }
+            for store in model.stores
+            for name in store.tables
+        }
+        weights = {name: one.tolist() for name, one in model.module.state_dict().items()}
+        return Model(restored.step, rows, weights)
