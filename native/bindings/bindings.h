@@ -16,5 +16,6 @@ void bind_table_group(nanobind::module_& m);
 void bind_layouts(nanobind::module_& m);
 void bind_fids(nanobind::module_& m);
 void bind_examples(nanobind::module_& m);
+void bind_csv(nanobind::module_& m);
 
 }  // namespace monolith

@@ -15,4 +15,5 @@ NB_MODULE(_core, m) {
   monolith::bind_layouts(m);
   monolith::bind_fids(m);
   monolith::bind_examples(m);
+  monolith::bind_csv(m);
 }

@@ -4,7 +4,8 @@
 // libFuzzer takes the same entry point:
 //
 //     clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -DMONOLITH_LIBFUZZER -Inative/src
-//         native/tests/fuzz_example_parser.cc native/src/{example_*,frames,tfrecord,checksum,workers}.cc
+//         native/tests/fuzz_example_parser.cc
+//         native/src/{example_*,csv_parser,frames,tfrecord,checksum,workers}.cc
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -21,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "csv_parser.h"
 #include "example_parser.h"
 #include "example_writer.h"
 #include "frames.h"
@@ -150,6 +152,57 @@ void split_streams(std::uint8_t choice, std::span<const std::byte> bytes) {
   }
 }
 
+// All records of a file, in chunks, from memory of its own that grows by `step` bytes.
+std::vector<ParsedCsv> read_csv(const CsvParser& parser, std::span<const std::byte> bytes, std::size_t step,
+                                std::size_t chunk_bytes) {
+  std::vector<ParsedCsv> chunks;
+  for (std::size_t begin = 0, end = 0;;) {
+    const std::vector<char> held(reinterpret_cast<const char*>(bytes.data()) + begin,
+                                 reinterpret_cast<const char*>(bytes.data()) + end);
+    ParsedCsv parsed = parser.parse({held.data(), held.size()}, end == bytes.size(), chunk_bytes);
+    must(parsed.next <= held.size(), "csv goes on within what it saw");
+    must(parsed.whole || end < bytes.size(), "csv asks for no more than there is");
+    if (parsed.whole && parsed.records == 0 && parsed.bad.empty()) return chunks;
+    begin += parsed.next;
+    if (!parsed.whole) {
+      end = std::min(end + step, bytes.size());
+      continue;
+    }
+    check_sound({parsed.records, parsed.columns, {}}, 0);
+    for (const BadCsvRecord& bad : parsed.bad)
+      must(bad.size > 0 && bad.size <= held.size() && bad.begin <= held.size() - bad.size &&
+               !bad.reason.empty(),
+           "bad records of csv");
+    chunks.push_back(std::move(parsed));
+  }
+}
+
+void read_csvs(std::uint8_t choice, std::span<const std::byte> bytes) {
+  const CsvDialect dialect((choice & 1) != 0 ? '\t' : ',',
+                           (choice & 2) != 0 ? std::optional('|') : std::nullopt,
+                           (choice & 4) != 0 ? 10 : 1 << 20);
+  std::vector<CsvColumn> columns{{0, ColumnType::kInt64}, {1, ColumnType::kFloat}, {2, ColumnType::kBytes}};
+  if ((choice & 8) != 0) columns.erase(columns.begin());
+  const CsvParser parser(dialect, 3, columns);
+  const auto summed = [&](const std::vector<ParsedCsv>& chunks) {
+    std::array<std::size_t, 4> sums{};
+    for (const ParsedCsv& chunk : chunks) {
+      sums[0] += chunk.records;
+      sums[1] += chunk.bad.size();
+      for (const BadCsvRecord& bad : chunk.bad) sums[2] += bad.size;
+      for (const ParsedColumn& column : chunk.columns)
+        sums[3] += column.ints.size() + 3 * column.floats.size() + 7 * column.bytes.size();
+    }
+    return sums;
+  };
+  const auto whole = summed(read_csv(parser, bytes, bytes.size(), bytes.size() + 1));
+  must(summed(read_csv(parser, bytes, 1 + bytes.size() / 16, (choice & 16) != 0 ? 1 : 20)) == whole,
+       "pieces make no difference");
+  CsvSniffer sniffer(dialect, 3, 4);
+  const std::size_t seen = sniffer.take({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, true);
+  must(seen <= bytes.size() && (sniffer.done() || seen == bytes.size()), "sniffing");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
@@ -157,6 +210,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto bytes = std::as_bytes(std::span(data + 1, size - 1));
   if ((data[0] & 0xe0) == 0xe0)
     split_streams(data[0], bytes);
+  else if ((data[0] & 0xe0) == 0xc0)
+    read_csvs(data[0], bytes);
   else
     read_examples(data[0], bytes);
   return 0;
@@ -344,6 +399,14 @@ std::vector<Input> seeds() {
       for (const std::byte byte : stream) input.push_back(static_cast<std::uint8_t>(byte));
       made.push_back(std::move(input));
     }
+  }
+  for (const std::uint8_t choice : {0xc0, 0xc1, 0xc2, 0xc6, 0xd8}) {
+    const char delimiter = (choice & 1) != 0 ? '\t' : ',';
+    std::string text = "1,0.5,a\r\n-20|3,1e3|.5,\"b,\"\"c\nd\"\n\n,,\nx,inf,y\n18446744073709551615,-nan,\"e";
+    std::ranges::replace(text, ',', delimiter);
+    Input input{choice};
+    input.insert(input.end(), text.begin(), text.end());
+    made.push_back(std::move(input));
   }
   // Ids of version 1 in an Instance, and every member of a Feature, empty and not.
   made.push_back({2, 0x0a, 8, 1, 0, 0, 0, 0, 0, 0x40, 0});

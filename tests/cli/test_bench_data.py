@@ -14,7 +14,7 @@ import torch
 from monolith.cli.bench import data
 from monolith.cli.commands import BenchDataOptions
 from monolith.cli.main import main
-from monolith.data.formats import ParquetFormat, TfRecordFormat
+from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,16 @@ def test_every_format_is_measured(report: dict[str, Any]) -> None:
         assert found[f"{name}, bytes"]["unit"] == "MB/s"
     assert found["tf_example"]["baseline"] == "protobuf, tf_example"
     assert found["parquet"]["baseline"] == "pyarrow to_numpy, parquet"
+    assert found["csv"]["baseline"] == "csv module, csv"
 
 
 @pytest.mark.parametrize(
     ("format_", "usual"),
-    [(TfRecordFormat("tf_example"), data.with_protobuf), (ParquetFormat(), data.with_pyarrow)],
+    [
+        (TfRecordFormat("tf_example"), data.with_protobuf),
+        (ParquetFormat(), data.with_pyarrow),
+        (CsvFormat(list_separator="|"), data.with_csv_module),
+    ],
 )
 def test_the_usual_ways_read_the_same(tmp_path: Path, format_: Any, usual: Any) -> None:
     plan = data.Plan.settle(BenchDataOptions(quick=True, records=300, batch=128, features=3))
@@ -50,6 +55,8 @@ def test_the_usual_ways_read_the_same(tmp_path: Path, format_: Any, usual: Any) 
         assert [row for batch in ours for row in batch.ids[name].to_list()] == [
             row for batch in others for row in batch.ids[name].to_list()
         ]
+    for name in plan.spec.floats:
+        assert torch.equal(*(torch.cat([b.floats[name] for b in some]) for some in (ours, others)))
     assert torch.equal(torch.cat([b.label for b in ours]), torch.cat([b.label for b in others]))
 
 

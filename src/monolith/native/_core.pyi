@@ -718,3 +718,78 @@ def encode_examples(kind: ExampleKind, records: int, columns: list[tuple[str, bo
     """
     (payloads end to end, their splits) of columns (name, shared, ids, values, row splits, splits of strings).
     """
+
+class ColumnType(enum.Enum):
+    """What the values of a column are."""
+
+    INT64 = 0
+
+    FLOAT = 1
+
+    BYTES = 2
+
+class CsvDialect:
+    """What separates fields and the values in them."""
+
+    def __init__(self, delimiter: str, list_separator: str | None, record_bytes: int) -> None:
+        """A record that is longer than `record_bytes` is cut there, and bad."""
+
+def first_csv_record(dialect: CsvDialect, buffer: object, last: bool) -> tuple[int, list[bytes] | None]:
+    """
+    (where it ends, its fields); None where the buffer, which `last` calls the file's end, has none. ValueError if it is no record.
+    """
+
+class CsvSniffer:
+    """Finds the narrowest types that fit the first records."""
+
+    def __init__(self, dialect: CsvDialect, fields: int, rows: int) -> None:
+        """Counts records with this number of fields, up to `rows` of them."""
+
+    def take(self, buffer: object, last: bool) -> int:
+        """Look at the next bytes; return how many need not be shown again."""
+
+    @property
+    def done(self) -> bool:
+        """Whether there were records enough."""
+
+    @property
+    def types(self) -> list[ColumnType]:
+        """Of each column; BYTES where there were no values."""
+
+class ParsedCsv:
+    """Records by column, and the lines that were none."""
+
+    @property
+    def whole(self) -> bool:
+        """If not: drop `next` bytes, and show the rest again with more."""
+
+    @property
+    def next(self) -> int:
+        """Where in the buffer to go on."""
+
+    @property
+    def records(self) -> int: ...
+
+    @property
+    def bad(self) -> list[tuple[int, int, str, int | None, bytes]]:
+        """
+        (begin, size, reason, column, value), in order; a column where its value is what is wrong.
+        """
+
+    def take_columns(self) -> list[tuple[NDArray[numpy.int64] | NDArray[numpy.float32] | NDArray[numpy.uint8], NDArray[numpy.int64], NDArray[numpy.int64] | None]]:
+        """
+        (values, row splits, splits of strings) as asked for; there are none the next time.
+        """
+
+class CsvParser:
+    """Bytes of CSV straight to columns. Thread-safe."""
+
+    def __init__(self, dialect: CsvDialect, fields: int, columns: Sequence[tuple[int, ColumnType]]) -> None:
+        """
+        Records have this number of fields; `columns` are (position, type) of those to read, by position.
+        """
+
+    def parse(self, buffer: object, last: bool, chunk_bytes: int) -> ParsedCsv:
+        """
+        Read the records that begin in the first `chunk_bytes`, at least one. `last`: the file ends there.
+        """

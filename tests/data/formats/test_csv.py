@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from data.formats.csv_reference import PlainChunk, PlainCsv
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
-from monolith.data import BadRecord, Records, concat
+from monolith import native
+from monolith.data import BadRecord, Chunk, Records, concat
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.memory import to_records
 from monolith.errors import ConfigError, CorruptFileError, DataError
@@ -190,3 +197,199 @@ def test_a_header_that_makes_no_sense_is_refused(path: Path) -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         CsvFormat(**options)
+
+
+def test_long_fields_and_long_gaps_are_read(path: Path) -> None:
+    text = "x" * 300_000
+    path.write_text(f'id,s\n1,"{text}"\n' + "\r\n" * 200_000 + f"2,{text}\n" + "\n" * 200_000 + "3,b\n")
+    for chunk_bytes in (1, 1 << 20, 4 << 20):
+        records, bad = read(path, CsvFormat(chunk_bytes=chunk_bytes))
+        assert not bad
+        assert records["id"].to_list() == [[1], [2], [3]]
+        assert [len(row[0]) for row in records.strings("s")] == [300_000, 300_000, 1]
+
+
+def test_a_file_of_empty_lines_has_no_records(path: Path) -> None:
+    path.write_text("\n" * 200_000)
+    assert list(CsvFormat().chunks(str(path))) == []
+    path.write_text("id\n" + "\r\n" * 200_000)
+    assert list(CsvFormat().chunks(str(path))) == []
+
+
+@pytest.mark.parametrize("separators", [("ab", None), ("é", None), (",", ""), (",", "\n"), (";", ";")])
+def test_the_core_refuses_what_cannot_separate(separators: tuple[str, str | None]) -> None:
+    with pytest.raises(ValueError, match="separat"):
+        native.CsvDialect(*separators, 1)
+
+
+def test_the_core_refuses_columns_that_are_not_there() -> None:
+    dialect = native.CsvDialect(",", None, 10)
+    with pytest.raises(ValueError, match="positions"):
+        native.CsvParser(dialect, 1, [(1, native.ColumnType.INT64)])
+
+
+# Beside the plain reader
+
+
+def assert_same(chunk: Chunk, plain: PlainChunk) -> None:
+    assert (chunk.next, len(chunk.records)) == (plain.next, plain.size)
+    assert list(chunk.bad) == plain.bad
+    assert {name: column.dtype for name, column in chunk.records.columns.items()} == plain.types
+    for name, dtype in plain.types.items():
+        if dtype is torch.uint8:
+            assert chunk.records.strings(name) == plain.cells[name]
+            continue
+        column = chunk.records[name]
+        assert column.row_lengths().tolist() == [len(row) for row in plain.cells[name]]
+        values = torch.tensor([value for row in plain.cells[name] for value in row], dtype=dtype)
+        bits = torch.int64 if dtype is torch.int64 else torch.int32  # so that NaN is like itself
+        assert torch.equal(column.flat_values.view(bits), values.view(bits))
+
+
+def compare(path: Path, data: bytes, columns: list[str] | None = None, **options: Any) -> None:
+    """Check that the native reader does with a file what the plain one does, from every chunk on."""
+    path.write_bytes(data)
+    form = CsvFormat(**options)
+    try:
+        plain = list(PlainCsv(**options).chunks(data, columns=columns))
+    except CorruptFileError as cause:
+        refusal = cause.reason
+    else:
+        refusal = None
+    if refusal is not None:
+        with pytest.raises(CorruptFileError) as caught:
+            list(form.chunks(str(path), columns=columns))
+        assert caught.value.reason == refusal
+        return
+    found = list(form.chunks(str(path), columns=columns))
+    assert len(found) == len(plain)
+    for chunk, other in zip(found, plain, strict=True):
+        assert_same(chunk, other)
+    if len(found) > 1:
+        again = list(form.chunks(str(path), start=found[0].next, columns=columns))
+        for chunk, other in zip(again, plain[1:], strict=True):
+            assert_same(chunk, other)
+
+
+whole = st.one_of(
+    st.integers(-(1 << 63) - 2, (1 << 64) + 2).map(str),
+    st.integers(-20, 20).map(str),
+    st.from_regex(r"\A[ \t]{0,2}[+-]?[0-9]{0,24}[ \r\n]?\Z"),
+)
+numbers = st.one_of(
+    st.floats().map(repr),
+    st.floats(width=32).map(str),
+    st.from_regex(r"\A[+-]?[0-9]{0,20}\.?[0-9]{0,20}([eE][+-]?[0-9]{0,4})?\Z"),
+    st.sampled_from(["inf", "-NAN", "Infinity", "1_0", "0x1", "1e99999999999", "1e-400", ".", "1.", ".5"]),
+)
+words = st.text(st.sampled_from('ab,;|"\r\n\t \0é\ufeff'), max_size=6)
+cells = st.one_of(whole, numbers, words, st.just(""))
+lists = st.lists(cells, max_size=3).map("|".join)
+options = st.fixed_dictionaries(
+    {
+        "chunk_bytes": st.sampled_from([1, 7, 40, 1 << 20]),
+        "record_bytes": st.sampled_from([3, 12, 60, 1 << 20]),
+        "infer_rows": st.sampled_from([1, 3, 1000]),
+        "list_separator": st.sampled_from([None, "|"]),
+        "delimiter": st.sampled_from([",", "\t"]),
+    }
+)
+PARTS = [b'"', b",", b"\n", b"\r", b"\r\n", b"a", b"1", b"2.5", b"|", b'""', b" ", b"\xc3", b"x,y\n"]
+same_folder = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
+    """Well-made files, whatever their cells hold, and options to read them with."""
+    chosen = draw(options)
+    kinds = draw(st.lists(st.sampled_from([whole, numbers, words, lists]), min_size=1, max_size=4))
+    file = io.StringIO(newline="")
+    rows = csv.writer(
+        file,
+        delimiter=chosen["delimiter"],
+        lineterminator=draw(st.sampled_from(["\n", "\r\n"])),
+        quoting=draw(st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])),
+    )
+    rows.writerow([f"c{number}" for number in range(len(kinds))])
+    rows.writerows(draw(st.lists(st.tuples(*kinds), max_size=8)))
+    return file.getvalue().encode(), chosen
+
+
+@same_folder
+@given(table=tables(), columns=st.none() | st.sets(st.sampled_from(["c0", "c1", "c3"])))
+def test_tables_are_read_as_by_the_plain_reader(
+    path: Path, table: tuple[bytes, dict[str, Any]], columns: set[str] | None
+) -> None:
+    data, chosen = table
+    compare(path, data, None if columns is None else sorted(columns), **chosen)
+
+
+@same_folder
+@given(
+    table=tables(),
+    damage=st.lists(
+        st.tuples(
+            st.integers(0, 200),
+            st.integers(0, 3),
+            st.sampled_from([b"", b'"', b"\n", b"\r", b",", b"\xff", b'""', b'"\n', b"x"]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_damage_costs_what_it_costs_the_plain_reader(
+    path: Path, table: tuple[bytes, dict[str, Any]], damage: list[tuple[int, int, bytes]]
+) -> None:
+    data, chosen = table
+    for place, cut, put in damage:
+        at = place % (len(data) + 1)
+        data = data[:at] + put + data[at + cut :]
+    compare(path, data, **chosen)
+
+
+@same_folder
+@given(
+    parts=st.lists(st.sampled_from(PARTS)),
+    types=st.lists(st.sampled_from([torch.int64, torch.float32, torch.uint8]), min_size=1, max_size=3),
+    chosen=options,
+)
+@example([b'"', b"\r", b'"', b"x", b"\n"], [torch.uint8], {})
+@example([b"a", b'"', b"\n", b"1", b'"', b"\n"], [torch.uint8], {"record_bytes": 3})
+def test_any_bytes_are_read_as_by_the_plain_reader(
+    path: Path, parts: list[bytes], types: list[torch.dtype], chosen: dict[str, Any]
+) -> None:
+    named = {f"c{number}": dtype for number, dtype in enumerate(types)}
+    compare(path, b"".join(parts), header=False, types=named, **chosen)
+    compare(path, b"".join(parts), **chosen)
+
+
+def test_it_makes_no_difference_where_a_reading_ends(path: Path) -> None:
+    lines = ['1,"a\nb"\r\n', '2,"say ""x"""\n', "\n", "3,é\r\n", "x,y\n", '4,c"d\n', '"5","e"f\n', "6\n"]
+    data = ("id,s\n" + "".join(lines) * 4000).encode()
+    types = {"id": torch.int64, "s": torch.uint8}
+    (plain,) = PlainCsv(types=types).chunks(data)
+    cycle = len("".join(lines).encode())
+    path.write_bytes(data)
+    for chunk_bytes in range(70_000, 70_000 + cycle):
+        chunks = list(CsvFormat(types=types, chunk_bytes=chunk_bytes).chunks(str(path)))
+        assert len(chunks) > 2
+        records = concat([chunk.records for chunk in chunks])
+        assert records["id"].flat_values.tolist() == [row[0] for row in plain.cells["id"]]
+        assert records["s"].row_lengths().tolist() == [len(row) for row in plain.cells["s"]]
+        assert bytes(records["s"].flat_values.numpy()) == b"".join(row[0] for row in plain.cells["s"] if row)
+        assert [bad for chunk in chunks for bad in chunk.bad] == plain.bad
+        assert all(after.next > before.next for before, after in pairwise(chunks))
+
+
+def test_the_core_asks_for_more_until_a_chunk_is_whole() -> None:
+    data = b'1,"a\nb"\r\n\r\n2,"c"\n3,d'
+    dialect = native.CsvDialect(",", None, 100)
+    parser = native.CsvParser(dialect, 2, [(0, native.ColumnType.INT64)])
+    for end in range(len(data) + 1):
+        parsed = parser.parse(data[:end], False, 10)
+        # A chunk of 10 bytes ends with the empty line; the next record does not have to be there.
+        assert parsed.whole == (end >= 11)
+        if parsed.whole:
+            assert (parsed.records, parsed.next) == (1, 11)

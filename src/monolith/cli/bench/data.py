@@ -1,11 +1,13 @@
 """`monolith bench data`: files of each format to ready batches, beside the usual way to read them.
 
 The usual way to read messages is the `protobuf` package, one object per record; the usual
-way to read Parquet is pyarrow's `to_numpy`, column by column. All end with the same batches.
+way to read Parquet is pyarrow's `to_numpy`, column by column; and Python's `csv` module reads
+CSV, a list per record. All end with the same batches.
 """
 
 from __future__ import annotations
 
+import csv
 import itertools
 import struct
 import tempfile
@@ -29,6 +31,8 @@ from monolith.feature import Batch, make_fid
 from monolith.tensors import RaggedTensor
 
 FLOATS = 5
+SEPARATOR = "|"
+"""Between the values of a field of CSV."""
 SLOW_SHARE = 20
 """Records per record that the slow ways are given, so that they end today; what counts is the rate."""
 
@@ -94,11 +98,12 @@ def measure(plan: Plan, report: Report, folder: str) -> None:
         "instance": TfRecordFormat("instance", workers=workers),
         "example_batch": TfRecordFormat("example_batch", workers=workers),
         "parquet": ParquetFormat(),
-        "csv": CsvFormat(list_separator="|"),
+        "csv": CsvFormat(list_separator=SEPARATOR),
     }
     slow: dict[str, tuple[str, Callable[[str, Plan], Iterator[Batch]]]] = {
         "tf_example": ("protobuf", with_protobuf),
         "parquet": ("pyarrow to_numpy", with_pyarrow),
+        "csv": ("csv module", with_csv_module),
     }
     for name, format_ in formats.items():
         report.say(name)
@@ -108,7 +113,7 @@ def measure(plan: Plan, report: Report, folder: str) -> None:
         if name in slow:
             rival, read = slow[name]
             short = f"{folder}/few.{name}"
-            small = few if rival == "protobuf" else records
+            small = records if name == "parquet" else few
             write(format_, short, small, plan.batch)
             runs[rival] = contender(len(small), lambda r=read, s=short: r(s, plan))  # type: ignore[misc]
         rates = race(runs, **plan.timing)
@@ -209,3 +214,21 @@ def with_pyarrow(path: str, plan: Plan) -> Iterator[Batch]:
         names = batch.schema.names
         records = Records(batch.num_rows, {name: column(batch.column(name)) for name in names})
         yield make_batch(records, plan.spec)
+
+
+def with_csv_module(path: str, plan: Plan) -> Iterator[Batch]:
+    """Read rows by Python's `csv` module, and make numbers of their fields."""
+    with Path(path).open(newline="") as file:
+        rows = csv.reader(file)
+        names = next(rows)
+        while some := list(itertools.islice(rows, plan.batch)):
+            cells = dict(zip(names, zip(*some, strict=True), strict=True))
+            columns = {
+                name: lists(
+                    [[int(value) for value in cell.split(SEPARATOR)] for cell in cells[name]], torch.int64
+                )
+                for name in plan.spec.ids
+            }
+            for name in (*plan.spec.floats, "label"):
+                columns[name] = lists([[float(cell)] for cell in cells[name]], torch.float32)
+            yield make_batch(Records(len(some), columns), plan.spec)

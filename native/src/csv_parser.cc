@@ -1,0 +1,414 @@
+#include "csv_parser.h"
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+namespace monolith {
+namespace {
+
+constexpr std::size_t kShown = 40;  // bytes of a wrong value
+constexpr std::string_view kLineEnds = "\r\n";
+constexpr std::string_view kNotWhole = "is not a whole number";
+constexpr std::string_view kTooLarge = "does not fit into 64 bits";
+constexpr std::string_view kNotNumber = "is not a number";
+
+bool is_digit(char c) {
+  return c >= '0' && c <= '9';
+}
+
+// As Python strips bytes.
+bool is_blank(char c) {
+  return c == ' ' || (c >= '\t' && c <= '\r');
+}
+
+std::string_view strip(std::string_view text) {
+  while (!text.empty() && is_blank(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_blank(text.back())) text.remove_suffix(1);
+  return text;
+}
+
+// Fields are short, so that eight bytes at once beat a call to the best of loops.
+constexpr bool kEightAtOnce = std::endian::native == std::endian::little;
+
+std::uint64_t load_eight(const char* from) {
+  std::uint64_t eight;
+  std::memcpy(&eight, from, sizeof eight);
+  return eight;
+}
+
+// The first place of `wanted` from `begin` on, or the size of the text.
+std::size_t find_byte(std::string_view text, char wanted, std::size_t begin = 0) {
+  constexpr std::uint64_t kOnes = 0x0101010101010101, kHigh = 0x8080808080808080;
+  if constexpr (kEightAtOnce) {
+    const std::uint64_t mask = kOnes * static_cast<std::uint8_t>(wanted);
+    for (; text.size() - begin >= 8; begin += 8) {
+      const std::uint64_t eight = load_eight(text.data() + begin) ^ mask;
+      if (const std::uint64_t zeros = (eight - kOnes) & ~eight & kHigh; zeros != 0)
+        return begin + static_cast<std::size_t>(std::countr_zero(zeros)) / 8;
+    }
+  }
+  while (begin < text.size() && text[begin] != wanted) ++begin;
+  return begin;
+}
+
+// Whether these are eight digits, and what they make.
+bool read_eight_digits(const char* text, std::uint64_t& number) {
+  std::uint64_t eight = load_eight(text);
+  if ((((eight + 0x4646464646464646) | (eight - 0x3030303030303030)) & 0x8080808080808080) != 0) return false;
+  eight -= 0x3030303030303030;
+  eight = eight * 10 + (eight >> 8);  // pairs, then all four of them
+  number = ((eight & 0x000000ff000000ff) * 0x000f424000000064 +
+            (eight >> 16 & 0x000000ff000000ff) * 0x0000271000000001) >>
+           32;
+  return true;
+}
+
+// Reads a stripped integer; returns what is wrong with it, or nothing.
+std::string_view read_whole(std::string_view text, std::int64_t& value) {
+  constexpr std::uint64_t kLeast20 = 10'000'000'000'000'000'000u;  // of 20 digits
+  const bool negative = !text.empty() && text.front() == '-';
+  if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
+  if (text.empty()) return kNotWhole;
+  std::uint64_t number = 0;  // if it wraps, that is found below
+  std::size_t at = 0;
+  if constexpr (kEightAtOnce) {
+    for (std::uint64_t eight = 0; text.size() - at >= 8; at += 8) {
+      if (!read_eight_digits(text.data() + at, eight)) return kNotWhole;
+      number = number * 100'000'000 + eight;
+    }
+  }
+  for (; at < text.size(); ++at) {
+    if (!is_digit(text[at])) return kNotWhole;
+    number = number * 10 + static_cast<std::uint64_t>(text[at] - '0');
+  }
+  if (text.size() > 19) {
+    const std::string_view digits = text.substr(std::min(text.find_first_not_of('0'), text.size()));
+    if (digits.size() > 20) return kTooLarge;
+    if (digits.size() == 20 && (digits.front() > '1' || number < kLeast20)) return kTooLarge;
+  }
+  if (negative && number > std::uint64_t{1} << 63) return kTooLarge;
+  value = static_cast<std::int64_t>(negative ? 0 - number : number);
+  return {};
+}
+
+bool equals_ignoring_case(std::string_view text, std::string_view lower) {
+  return std::ranges::equal(text, lower, [](char a, char b) { return (a | 0x20) == b; });
+}
+
+// Whether a number that no double holds is too large, and not too small: where its first digit stands.
+bool is_huge(std::string_view mantissa, std::string_view exponent) {
+  const std::size_t point = std::min(mantissa.find('.'), mantissa.size());
+  const std::size_t first = mantissa.find_first_not_of("0.");
+  if (first == std::string_view::npos) return false;
+  const bool negative = !exponent.empty() && exponent.front() == '-';
+  if (!exponent.empty() && !is_digit(exponent.front())) exponent.remove_prefix(1);
+  std::int64_t power = 0;
+  for (const char c : exponent) power = std::min<std::int64_t>(power * 10 + (c - '0'), 1'000'000'000'000);
+  return (negative ? -power : power) + static_cast<std::int64_t>(point) - static_cast<std::int64_t>(first) >
+         0;
+}
+
+// Reads a stripped number as Python reads a float; returns what is wrong with it, or nothing.
+std::string_view read_number(std::string_view text, float& value) {
+  const bool negative = !text.empty() && text.front() == '-';
+  if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
+  const auto signed_value = [negative](double number) {
+    return static_cast<float>(std::copysign(number, negative ? -1.0 : 1.0));
+  };
+  if (equals_ignoring_case(text, "inf")) {
+    value = signed_value(std::numeric_limits<double>::infinity());
+    return {};
+  }
+  if (equals_ignoring_case(text, "nan")) {
+    value = signed_value(std::numeric_limits<double>::quiet_NaN());
+    return {};
+  }
+  // What std::from_chars takes is near what we do, and not the same.
+  std::size_t at = 0, digits = 0;
+  for (; at < text.size() && is_digit(text[at]); ++at) ++digits;
+  if (at < text.size() && text[at] == '.') ++at;
+  for (; at < text.size() && is_digit(text[at]); ++at) ++digits;
+  if (digits == 0) return kNotNumber;
+  const std::size_t mantissa = at;
+  if (at < text.size() && (text[at] | 0x20) == 'e') {
+    ++at;
+    if (at < text.size() && (text[at] == '-' || text[at] == '+')) ++at;
+    const std::size_t power = at;
+    while (at < text.size() && is_digit(text[at])) ++at;
+    if (at == power) return kNotNumber;
+  }
+  if (at != text.size()) return kNotNumber;
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error == std::errc::result_out_of_range)
+    number =
+        is_huge(text.substr(0, mantissa), text.substr(std::min(mantissa + 1, text.size()))) ? INFINITY : 0.0;
+  else if (error != std::errc() || end != text.data() + text.size())
+    return kNotNumber;
+  value = signed_value(number);
+  return {};
+}
+
+// Calls `take` with each value of a field, as long as it returns true.
+template <class Take>
+void each_value(std::string_view field, std::optional<char> separator, Take&& take) {
+  if (!separator) {
+    if (!field.empty()) take(field);
+    return;
+  }
+  while (!field.empty()) {
+    const std::size_t end = find_byte(field, *separator);
+    if (end > 0 && !take(field.substr(0, end))) return;
+    field.remove_prefix(std::min(end + 1, field.size()));
+  }
+}
+
+// A value that cannot be read.
+struct Wrong {
+  std::string_view reason, value;  // no reason: all is well
+};
+
+// Adds the values of a field to a column whose row is not closed yet.
+Wrong add_field(ParsedColumn& column, std::string_view field, std::optional<char> separator) {
+  Wrong wrong;
+  const auto add_numbers = [&](auto& values, auto read) {
+    each_value(field, separator, [&](std::string_view value) {
+      wrong.value = strip(value);
+      wrong.reason = read(wrong.value, values.emplace_back());
+      return wrong.reason.empty();
+    });
+  };
+  switch (column.type) {
+    case ColumnType::kInt64:
+      add_numbers(column.ints, read_whole);
+      break;
+    case ColumnType::kFloat:
+      add_numbers(column.floats, read_number);
+      break;
+    case ColumnType::kBytes:
+      each_value(field, separator, [&](std::string_view value) {
+        column.bytes.insert(column.bytes.end(), value.begin(), value.end());
+        column.inner.push_back(static_cast<std::int64_t>(column.bytes.size()));
+        return true;
+      });
+  }
+  return wrong;
+}
+
+void close_row(ParsedColumn& column) {
+  const std::size_t values = column.type == ColumnType::kInt64   ? column.ints.size()
+                             : column.type == ColumnType::kFloat ? column.floats.size()
+                                                                 : column.inner.size() - 1;
+  column.splits.push_back(static_cast<std::int64_t>(values));
+}
+
+// Takes back the values of a row that is not closed yet.
+void drop_row(ParsedColumn& column) {
+  const auto values = static_cast<std::size_t>(column.splits.back());
+  if (column.type == ColumnType::kInt64) column.ints.resize(values);
+  if (column.type == ColumnType::kFloat) column.floats.resize(values);
+  if (column.type == ColumnType::kBytes) {
+    column.inner.resize(values + 1);
+    column.bytes.resize(static_cast<std::size_t>(column.inner.back()));
+  }
+}
+
+}  // namespace
+
+CsvDialect::CsvDialect(char delimiter, std::optional<char> separator, std::size_t record_bytes)
+    : delimiter(delimiter), separator(separator), record_bytes(record_bytes) {
+  constexpr std::string_view kTaken = "\"\r\n";
+  if (kTaken.find(delimiter) != std::string_view::npos ||
+      (separator && kTaken.find(*separator) != std::string_view::npos))
+    throw std::invalid_argument("csv: a quote or line end cannot separate");
+  if (delimiter == separator)
+    throw std::invalid_argument("csv: one character cannot separate fields and values");
+  if (record_bytes < 1 || record_bytes == std::numeric_limits<std::size_t>::max())
+    throw std::invalid_argument("csv: record_bytes must be at least 1, and less than the largest number");
+}
+
+bool CsvScanner::next() {
+  while (place_ < bytes_.size()) {
+    const std::size_t size = measure();
+    if (size == 0) return false;
+    record_ = bytes_.substr(place_, size);
+    place_ += size;
+    if (record_.find_first_not_of(kLineEnds) != std::string_view::npos) return true;
+  }
+  return false;
+}
+
+// The size of the record at place_, 0 if it may go on after these bytes.
+std::size_t CsvScanner::measure() {
+  const std::string_view rest = bytes_.substr(place_);
+  std::size_t end = 0, first_line = 0;
+  bool open = false;
+  quoted_ = false;
+  for (;;) {
+    std::string_view line = rest.substr(end, record_bytes_ + 1);
+    const std::size_t newline = line.find('\n');
+    const bool ends = newline != std::string_view::npos || line.size() > record_bytes_;
+    if (!ends && !last_) return 0;
+    if (newline != std::string_view::npos) line = line.substr(0, newline + 1);
+    end += line.size();
+    if (first_line == 0 && newline != std::string_view::npos) first_line = end;
+    if (line.find('"') != std::string_view::npos) {
+      quoted_ = true;
+      open ^= std::ranges::count(line, '"') % 2 == 1;
+    }
+    if (!open) return end;
+    // A quote that nobody closed. The line is bad, but the next may be a good one.
+    if (!ends || end > record_bytes_) return first_line != 0 ? first_line : end;
+  }
+}
+
+std::string CsvFields::split(std::string_view record, bool quoted) {
+  fields_.clear();
+  const std::string_view text = record.substr(0, record.find_last_not_of(kLineEnds) + 1);
+  if (quoted) return split_quoted(text);
+  for (std::size_t begin = 0;;) {
+    const std::size_t end = find_byte(text, delimiter_, begin);
+    fields_.push_back(text.substr(begin, end - begin));
+    if (end == text.size()) return {};
+    begin = end + 1;
+  }
+}
+
+std::string CsvFields::split_quoted(std::string_view text) {
+  const auto next_end = [&](std::size_t at) {
+    while (at < text.size() && text[at] != delimiter_ && text[at] != '\r' && text[at] != '\n') ++at;
+    return at;
+  };
+  unquoted_.clear();
+  unquoted_.reserve(text.size());  // so that it stays where it is
+  bool lines = false;
+  for (std::size_t at = 0;;) {
+    const std::size_t begin = unquoted_.size();
+    if (at < text.size() && text[at] == '"') {
+      do {  // up to a quote that is not one of two
+        const std::size_t quote = text.find('"', ++at);
+        if (quote == std::string_view::npos) return "unexpected end of data";
+        unquoted_ += text.substr(at, quote - at);
+        at = quote + 1;
+        if (at < text.size() && text[at] == '"') unquoted_ += '"';
+      } while (at < text.size() && text[at] == '"');
+      if (at != next_end(at)) return std::string("'") + delimiter_ + "' expected after '\"'";
+    } else {
+      const std::size_t end = next_end(at);
+      unquoted_ += text.substr(at, end - at);
+      at = end;
+    }
+    fields_.push_back(std::string_view(unquoted_).substr(begin));
+    if (at == text.size()) break;
+    lines |= text[at++] != delimiter_;
+  }
+  return lines ? "a quote is not closed" : "";
+}
+
+CsvSniffer::CsvSniffer(CsvDialect dialect, std::size_t fields, std::size_t rows)
+    : dialect_(dialect), rows_left_(rows), sights_(fields, kNothing) {}
+
+std::size_t CsvSniffer::take(std::string_view bytes, bool last) {
+  CsvScanner scanner(bytes, last, dialect_.record_bytes);
+  CsvFields fields(dialect_.delimiter);
+  while (!done() && scanner.next()) {
+    if (!fields.split(scanner.record(), scanner.quoted()).empty()) continue;
+    if (fields.fields().size() != sights_.size()) continue;
+    for (std::size_t i = 0; i < sights_.size(); ++i) see(sights_[i], fields.fields()[i]);
+    --rows_left_;
+  }
+  return scanner.place();
+}
+
+// A whole number is a number too, so a column only ever widens.
+void CsvSniffer::see(Sight& sight, std::string_view field) const {
+  each_value(field, dialect_.separator, [&](std::string_view value) {
+    value = strip(value);
+    std::int64_t whole = 0;
+    float number = 0;
+    if (sight <= kWhole) sight = read_whole(value, whole).empty() ? kWhole : kNumber;
+    if (sight == kNumber && !read_number(value, number).empty()) sight = kText;
+    return sight != kText;
+  });
+}
+
+std::vector<ColumnType> CsvSniffer::types() const {
+  std::vector<ColumnType> types;
+  for (const Sight sight : sights_)
+    types.push_back(sight == kWhole    ? ColumnType::kInt64
+                    : sight == kNumber ? ColumnType::kFloat
+                                       : ColumnType::kBytes);
+  return types;
+}
+
+CsvParser::CsvParser(CsvDialect dialect, std::size_t fields, std::vector<CsvColumn> columns)
+    : dialect_(dialect), fields_(fields), columns_(std::move(columns)) {
+  for (std::size_t i = 0; i < columns_.size(); ++i)
+    if (columns_[i].position >= fields_ || (i > 0 && columns_[i].position <= columns_[i - 1].position))
+      throw std::invalid_argument("csv: positions of columns must rise, and be less than the fields");
+}
+
+ParsedCsv CsvParser::parse(std::string_view bytes, bool last, std::size_t chunk_bytes) const {
+  ParsedCsv parsed;
+  for (const CsvColumn& column : columns_) {
+    ParsedColumn& made = parsed.columns.emplace_back();
+    made.type = column.type;
+    made.splits.push_back(0);
+    if (column.type == ColumnType::kBytes) made.inner.push_back(0);
+  }
+  CsvScanner scanner(bytes, last, dialect_.record_bytes);
+  CsvFields fields(dialect_.delimiter);
+  const auto any = [&] { return parsed.records > 0 || !parsed.bad.empty(); };
+  std::size_t end = 0;  // of the last record
+  for (; scanner.next(); end = scanner.place()) {
+    if (scanner.begin() >= chunk_bytes && any()) {
+      parsed.whole = true;
+      parsed.next = scanner.begin();
+      return parsed;
+    }
+    const auto refuse = [&](std::string reason, std::optional<std::size_t> column = {},
+                            std::string_view value = {}) {
+      parsed.bad.push_back({scanner.begin(), scanner.record().size(), std::move(reason), column,
+                            std::string(value.substr(0, kShown))});
+    };
+    if (scanner.record().size() > dialect_.record_bytes) {
+      refuse("longer than " + std::to_string(dialect_.record_bytes) + " bytes, cut there");
+      continue;
+    }
+    if (std::string reason = fields.split(scanner.record(), scanner.quoted()); !reason.empty()) {
+      refuse(std::move(reason));
+      continue;
+    }
+    if (const std::size_t found = fields.fields().size(); found != fields_) {
+      refuse(std::to_string(found) + " fields instead of " + std::to_string(fields_));
+      continue;
+    }
+    Wrong wrong;
+    std::size_t i = 0;
+    for (; i < columns_.size() && wrong.reason.empty(); ++i)
+      wrong = add_field(parsed.columns[i], fields.fields()[columns_[i].position], dialect_.separator);
+    if (!wrong.reason.empty()) {
+      refuse(std::string(wrong.reason), i - 1, wrong.value);
+      for (ParsedColumn& column : parsed.columns) drop_row(column);
+      continue;
+    }
+    for (ParsedColumn& column : parsed.columns) close_row(column);
+    ++parsed.records;
+  }
+  if (last || (any() && scanner.place() >= chunk_bytes)) {
+    parsed.whole = true;
+    parsed.next = last ? end : scanner.place();
+    return parsed;
+  }
+  ParsedCsv more;
+  more.next = any() ? 0 : scanner.place();
+  return more;
+}
+
+}  // namespace monolith
