@@ -115,14 +115,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         "[save]\nsteps = 7\nretry_secs = 9\n"
         '[keep]\nmax_to_keep = 2\n[restore]\nclear_nn = true\n[alert]\naction = "stop"\n'
     )
-    _, config = load_training(options(config=file))
+    config = load_training(options(config=file)).config
     assert (config.steps, config.seed, config.save.steps, config.keep.max_to_keep) == (5, 3, 7, 2)
     assert config.max_time is not None
     assert config.max_time.total_seconds() == 3600
     assert config.restore.clear_nn
     assert config.alert is not None
     assert config.alert.action == "stop"
-    _, config = load_training(
+    config = load_training(
         options(
             config=file,
             model_dir="m",
@@ -143,7 +143,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             evict_every_steps=11,
             summaries=True,
         )
-    )
+    ).config
     assert (config.model_dir, config.steps, config.max_steps, config.seed) == ("m", 8, 9, 4)
     assert config.max_time is not None
     assert config.max_time.total_seconds() == 5400
@@ -156,7 +156,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (config.prefetch, config.async_push, config.evict_every_steps) == (0, False, 11)
     assert config.summary_every_steps == 100
     assert type(config) is TrainConfig
-    assert load_training(options(deterministic=True, no_summaries=True))[1] == TrainConfig(
+    assert load_training(options(deterministic=True, no_summaries=True)).config == TrainConfig(
         deterministic=True, summary_every_steps=None
     )
 
@@ -164,7 +164,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 def test_a_file_that_saves_by_the_clock_does_not_save_by_the_step(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[save]\nsecs = 60\n")
-    _, config = load_training(options(config=file))
+    config = load_training(options(config=file)).config
     assert (config.save.secs, config.save.steps, config.save.asynchronous) == (60, None, True)
 
 

@@ -7,7 +7,14 @@ from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.files_discovery import FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery
 from monolith.cluster.run_config import RunConfig, load_run_config
-from monolith.cluster.runtime import Role, open_discovery, place, role_from_environment
+from monolith.cluster.runtime import (
+    Role,
+    discovery_defaults,
+    listen_address,
+    open_discovery,
+    place,
+    role_from_environment,
+)
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.zookeeper import ZooKeeperConfig
 from monolith.errors import ConfigError
@@ -184,3 +191,32 @@ def test_a_registry_needs_a_name_to_meet_under():
         open_discovery(load(discovery_type="zk"), {})
     with pytest.raises(ConfigError, match="no servers are named"):
         open_discovery(load(discovery_type="zk", deep_insight_name="j"), {})
+
+
+def test_a_scheduler_that_named_all_processes_is_the_registry():
+    assert discovery_defaults({"TF_CONFIG": "{}", **MLP}) == {"discovery.kind": "tf_config"}
+    assert discovery_defaults(MLP) == {"discovery.kind": "mlp"}
+    assert discovery_defaults({"TF_CONFIG": "", "MLP_ROLE": " "}) == {}
+
+
+# Where to listen
+
+
+def test_a_process_listens_where_its_scheduler_said_that_it_does():
+    primus = load(tf_config=tf_config("ps", 1), discovery_type="primus")
+    assert listen_address(primus, {}) == ("host2", 2222)
+    assert listen_address(load(discovery_type="mlp"), MLP) == ("w", 2000)
+
+
+def test_elsewhere_it_listens_on_the_machines_own_address_and_any_port():
+    files = {"discovery.kind": "files", "discovery.folder": "d"}
+    environ = {"CLOUDNATIVE_INET_ADDR": "10.0.0.7,10.0.0.8"}
+    assert listen_address(load_run_config(code=files), environ) == ("10.0.0.7", 0)
+
+
+def test_the_config_has_the_last_word_on_where_to_listen():
+    here = {"cluster.listen": "127.0.0.1", "cluster.port": 81}
+    config = load_run_config(code={"tf_config": tf_config("ps", 1), "discovery_type": "primus", **here})
+    assert listen_address(config, {}) == ("127.0.0.1", 81)
+    config = load_run_config(code={"cluster.listen": "127.0.0.1", "uuid": "u"})
+    assert listen_address(config, {"CLOUDNATIVE_INET_ADDR": "10.0.0.7"}) == ("127.0.0.1", 0)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from monolith.train.manifest import read_run_manifest
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
@@ -53,7 +55,16 @@ def check_training(names: dict[str, Any]) -> None:
     assert listed.count("all_model_checkpoint_paths") == 3  # max_to_keep
 
 
+def check_distributed(names: dict[str, Any]) -> None:
+    model = names["folder"] / "model"
+    steps = sorted(int(path.suffixes[0].split("-")[1]) for path in model.glob("model.ckpt-*.manifest"))
+    assert steps[0] in (40, 41)  # either of two workers may be the one that reaches it
+    assert steps[-1] == 80
+    assert [start["from_step"] for start in read_run_manifest(str(model))] == [60, 0]
+
+
 CLAIMS = {
+    "distributed.md": check_distributed,
     "data.md": check_data,
     "README.md": check_readme,
     "table.md": check_table,

@@ -1,4 +1,5 @@
 import socket
+import ssl
 import urllib.error
 import urllib.request
 
@@ -122,3 +123,64 @@ def test_an_impossible_port_or_address_is_our_error_too():
         Metrics().serve(70_000)
     with pytest.raises(ListenError, match="Choose an address of this machine"):
         Metrics().serve(0, address="192.0.2.1")
+
+
+def fetch(url, *, header=None, context=None):
+    request = urllib.request.Request(url, headers={} if header is None else {"Authorization": header})
+    with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+        return answer.read()
+
+
+def test_only_who_is_admitted_is_answered():
+    metrics = Metrics()
+    metrics.counter("steps", "Steps.").inc()
+    with metrics.serve(0, admits=lambda header: header == "Bearer secret") as server:
+        for header in (None, "Bearer wrong", "secret"):
+            with pytest.raises(urllib.error.HTTPError) as raised:
+                fetch(server.url, header=header)
+            assert raised.value.code == 401
+            assert b"monolith_steps" not in raised.value.read()
+        assert b"monolith_steps_total 1.0" in fetch(server.url, header="Bearer secret")
+
+
+def contexts(certificates, authority):
+    """What a server shows and demands, and what a caller of some authority does."""
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates / "ca.crt")
+    server.load_cert_chain(certificates / "ca-node.crt", certificates / "ca-node.key")
+    server.verify_mode = ssl.CERT_REQUIRED
+    caller = ssl.create_default_context(cafile=certificates / "ca.crt")
+    if authority:
+        caller.load_cert_chain(certificates / f"{authority}-node.crt", certificates / f"{authority}-node.key")
+    return server, caller
+
+
+def test_with_certificates_both_ends_show_one(certificates):
+    metrics = Metrics()
+    server_context, caller = contexts(certificates, "ca")
+    with metrics.serve(0, context=server_context) as server:
+        assert server.url == f"https://127.0.0.1:{server.port}/metrics"
+        assert fetch(server.url, context=caller) is not None
+        for stranger in ("other", ""):
+            with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
+                fetch(server.url, context=contexts(certificates, stranger)[1])
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            fetch(server.url.replace("https", "http"))
+
+
+def test_a_caller_that_never_shakes_hands_keeps_nobody_waiting(certificates):
+    server_context, caller = contexts(certificates, "ca")
+    with (
+        Metrics().serve(0, context=server_context) as server,
+        socket.create_connection(("127.0.0.1", server.port)),
+    ):
+        assert fetch(server.url, context=caller) is not None
+
+
+def test_metrics_can_be_served_on_ipv6():
+    try:
+        server = Metrics().serve(0, "::1")
+    except ListenError:
+        pytest.skip("this machine has no ::1")
+    with server:
+        assert server.url == f"http://[::1]:{server.port}/metrics"
+        assert fetch(server.url) is not None

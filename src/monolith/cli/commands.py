@@ -141,6 +141,30 @@ class BenchTrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchStoreOptions:
+    """Measure rows on parameter servers: beside rows in this process, and beside the wire alone."""
+
+    ids: tuple[int, ...] = (1_000, 10_000)
+    """Distinct ids in a batch."""
+    rows: int = 200_000
+    """Rows in the table."""
+    dim: int = 16
+    """Floats per embedding."""
+    servers: tuple[int, ...] = (1, 2)
+    """Numbers of servers, each a process on this machine."""
+    dense_bytes: int = 1_000_000
+    """Size of the dense weights that are pushed."""
+    repeats: int = 5
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDataOptions:
     """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
 
@@ -260,6 +284,8 @@ class Command:
     """Another name for that function, where a module has several commands."""
     positional: bool = False
     """Whether options without a default are given without their flag: `data head FILE`."""
+    run_flags: bool = False
+    """Whether fields of a run's config are flags of it, too. Its options have `run_flags` and `words`."""
 
     @property
     def summary(self) -> str:
@@ -269,13 +295,14 @@ class Command:
 COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
-    "train": Command(TrainOptions, "monolith.cli.train", positional=True),
-    "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate", positional=True),
-    "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict", positional=True),
+    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True),
+    "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
+    "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.cli.bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.cli.bench.checkpoint"),
     "bench train": Command(BenchTrainOptions, "monolith.cli.bench.train"),
+    "bench store": Command(BenchStoreOptions, "monolith.cli.bench.store"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
     "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),

@@ -8,6 +8,7 @@ SIGTERM, and has saved, exits with 130 or 143.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import importlib
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from monolith import __version__
 from monolith.cli.commands import COMMANDS
+from monolith.cli.run_flags import split_run_flags
 from monolith.errors import ConfigError, MonolithError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -46,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
     name, flags = split_command(rest)
-    options = parse_options(name, flags)
+    options = parse_options(name, flags, argv)
 
     from monolith import observe
 
@@ -101,12 +103,23 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     raise ConfigError(f"unknown command {word!r}. {hint}The commands are: {', '.join(COMMANDS)}")
 
 
-def parse_options(name: str, flags: Sequence[str]) -> Any:
-    """Return the options dataclass of a command, filled from its flags."""
+def parse_options(name: str, flags: Sequence[str], words: Sequence[str] = ()) -> Any:
+    """Return the options dataclass of a command, filled from its flags.
+
+    Args:
+        words: The whole command line, for a command that starts others by it.
+    """
     import tyro
 
     command = COMMANDS[name]
     config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff,)
     if command.positional:
         config += (tyro.conf.PositionalRequiredArgs,)
-    return tyro.cli(command.options, prog=f"monolith {name}", args=flags, config=config)
+    run_flags: list[str] = []
+    if command.run_flags:
+        own = {field.name for field in dataclasses.fields(command.options)}
+        flags, run_flags = split_run_flags(flags, own | {"help"})
+    options: Any = tyro.cli(command.options, prog=f"monolith {name}", args=flags, config=config)
+    if command.run_flags:
+        options = dataclasses.replace(options, run_flags=tuple(run_flags), words=tuple(words))
+    return options

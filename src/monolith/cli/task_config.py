@@ -1,19 +1,32 @@
-"""What `monolith train | evaluate | predict` run: a task and its config, of a file and of flags."""
+"""What `monolith train | evaluate | predict` run: a task and its config, of a file, variables and flags."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import json
+import os
 import sys
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from monolith.cli.run_settings import (
+    RunSettings,
+    misplaced,
+    read_settings,
+    refused,
+    settings_of,
+    train_values,
+)
 from monolith.cli.train_options import EvaluateOptions, PredictOptions, TrainOptions
-from monolith.config import load_config, parse_duration
+from monolith.cluster.run_config import RunConfig, read_tables
+from monolith.config import parse_duration
+from monolith.config.reading import Reader
+from monolith.config.tree import Node, grow, overlay, plant
 from monolith.errors import ConfigError
 from monolith.train import Task, TrainConfig, load_task
 
@@ -48,14 +61,30 @@ _SWITCHES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainFile(TrainConfig):
-    """What a config file of a run in one process may hold."""
+    """What a config file with TrainConfig's fields may hold."""
 
     task: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the task, by name."""
 
 
-def load_training(options: TrainOptions) -> tuple[Task, TrainConfig]:
-    """Return what to train, and how."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """A task, how it is trained, and the run that this is part of."""
+
+    task: Task
+    config: TrainConfig
+    settings: RunSettings
+
+
+def load_training(options: TrainOptions, environ: Mapping[str, str] | None = None) -> Training:
+    """Return what to train, and how.
+
+    Args:
+        environ: By default that of this process.
+
+    Raises:
+        ConfigError: Lists every problem found.
+    """
     for one, other in (("save_steps", "save_secs"), ("summaries", "no_summaries")):
         if getattr(options, one) and getattr(options, other):
             flags = " and ".join("--" + name.replace("_", "-") for name in (one, other))
@@ -68,10 +97,15 @@ def load_training(options: TrainOptions) -> tuple[Task, TrainConfig]:
         code |= {"save.steps": options.save_steps, "save.secs": options.save_secs}
     if options.max_time is not None:
         code["max_time"] = _duration("--max-time", options.max_time)
-    task, config = _load(options, code)
+    try:
+        settings = settings_of(options, os.environ if environ is None else environ)
+    except ConfigError as error:
+        raise _with_training(error, options, code) from error
+    config, task = _typed(settings, code, [*refused(settings)])
     if options.summaries and config.summary_every_steps is None:
         config = dataclasses.replace(config, summary_every_steps=TrainConfig().summary_every_steps)
-    return task, config
+    _set_threads(options, settings)
+    return Training(task=_task(options, settings, task), config=config, settings=settings)
 
 
 def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, TrainConfig]:
@@ -81,39 +115,121 @@ def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, Train
     code: dict[str, Any] = {"restore.checkpoint": options.checkpoint}
     if options.model_dir is not None:
         code["model_dir"] = options.model_dir
-    task, config = _load(options, code)
+    # One process reads, wherever the run had others.
+    run = {"job.task": options.task, "job.model_dir": options.model_dir, "job.local": True}
+    settings = read_settings(options.config, os.environ, code=run)
+    config, given = _typed(settings, code, [])
+    _set_threads(options, settings)
+    task = _task(options, settings, given)
     if not config.model_dir:
         raise ConfigError("say with --model-dir where the training left its checkpoints")
     return task, config
 
 
 def say(line: str) -> None:
-    """Tell a person something that is no result."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Tell a person something that is no result. That nobody listens any more is no reason to fail."""
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
-def _load(options: Options, code: Mapping[str, Any]) -> tuple[Task, TrainConfig]:
-    if options.threads is not None:
-        if options.threads < 1:
-            raise ConfigError(f"--threads must be at least 1, got {options.threads}")
-        torch.set_num_threads(options.threads)
-    file = load_config(TrainFile, file=options.config, code=code, defaults=_defaults(options.config))
-    names = [one.name for one in dataclasses.fields(TrainConfig)]
-    config = TrainConfig(**{name: getattr(file, name) for name in names})
-    task = load_task(options.task, file.task, texts=options.set, source=f"[task] of {options.config}")
-    return task, config
-
-
-def _defaults(file: Path | None) -> dict[str, Any]:
-    """Saving by the clock takes the place of saving by the step, also where a file says nothing of that."""
-    if file is None or file.suffix != ".toml":
-        return {}
+def _with_training(error: ConfigError, options: TrainOptions, code: Mapping[str, Any]) -> ConfigError:
+    """Return an error of the run with what is wrong with [train] added to it."""
+    train = (read_tables(options.config) or {}).get("train")
+    if not isinstance(train, dict):
+        return error
+    bare = RunSettings(run=RunConfig(train=train), said=frozenset(), file=options.config, tables={})
     try:
-        save = tomllib.loads(file.read_text(encoding="utf-8")).get("save")
-    except (OSError, ValueError):
-        return {}  # whoever reads all of it says what is wrong
-    return {"save.steps": None} if isinstance(save, dict) and "secs" in save else {}
+        _typed(bare, code, ())
+    except ConfigError as more:
+        _, *problems = str(more).split("\n")
+        return ConfigError("\n".join([f"{error}", *problems]))
+    return error
+
+
+def _typed(
+    settings: RunSettings, code: Mapping[str, Any], problems: Sequence[str]
+) -> tuple[TrainConfig, Mapping[str, Any]]:
+    """Return the config of the training, and the settings of the task, of all layers.
+
+    Raises:
+        ConfigError: Lists every problem, those given first.
+    """
+    found = [*problems, *misplaced(settings.run.train)]
+    values: Mapping[str, Any] = {}
+    try:
+        values = train_values(settings)
+    except ConfigError as error:
+        found.append(str(error))
+    layers: list[Node] = [
+        grow(_beginnings(settings.tables), "defaults"),
+        grow(settings.tables, str(settings.file)),
+        *_planted(values, "the run's config"),
+        grow(_plain(settings.run.train), f"[train] of {settings.file}" if settings.file else "train"),
+        *_planted(code, "flags"),
+    ]
+    reader = Reader()
+    file = reader.read(TrainFile, functools.reduce(overlay, layers), "")
+    found += [problem.text for problem in reader.problems]
+    if found:
+        count = "one problem" if len(found) == 1 else f"{len(found)} problems"
+        listed = "".join(f"\n  - {problem}" for problem in found)
+        raise ConfigError(f"cannot train as the config says: {count}{listed}") from reader.cause
+    names = [one.name for one in dataclasses.fields(TrainConfig)]
+    return TrainConfig(**{name: getattr(file, name) for name in names}), file.task
+
+
+def _task(options: Options, settings: RunSettings, given: Mapping[str, Any]) -> Task:
+    name = options.task or settings.run.job.task
+    if not name:
+        raise ConfigError(
+            "say which task: package.module:Name or path/to/file.py:Name, or job.task in the config"
+        )
+    source = f"[task] of {settings.file}" if settings.file else "job.params"
+    changes: dict[str, Any] = dict(given)
+    for path, value in settings.run.job.params.items():
+        *above, last = path.split(".")
+        table = changes
+        for key in above:
+            inner = table.get(key)
+            table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+            table = table[key]
+        table[last] = value
+    return load_task(name, changes, texts=options.set, source=source)
+
+
+def _set_threads(options: Options, settings: RunSettings) -> None:
+    training, said = settings.run.training, settings.said
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {options.threads}")
+    if options.threads is not None or "training.intra_op_threads" in said:
+        torch.set_num_threads(options.threads or training.intra_op_threads)
+    if "training.inter_op_threads" in said and torch.get_num_interop_threads() != training.inter_op_threads:
+        torch.set_num_interop_threads(training.inter_op_threads)
+
+
+def _planted(values: Mapping[str, Any], source: str) -> list[Node]:
+    return [plant(tuple(path.split(".")), grow(value, source)) for path, value in values.items()]
+
+
+def _beginnings(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Saving by the clock takes the place of saving by the step, also where a file says nothing of that."""
+    save = tables.get("save")
+    return {"save": {"steps": None}} if isinstance(save, dict) and "secs" in save else {}
+
+
+def _plain(train: Mapping[str, Any]) -> dict[str, Any]:
+    """What [train] says, with numbers and truths for the text that variables and flags have for them."""
+    found: dict[str, Any] = {}
+    for key, value in train.items():
+        if isinstance(value, Mapping):
+            found[key] = _plain(value)
+            continue
+        try:
+            found[key] = json.loads(value) if isinstance(value, str) else value
+        except ValueError:
+            found[key] = value
+    return found
 
 
 def _duration(flag: str, text: str) -> Any:

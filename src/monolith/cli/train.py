@@ -1,4 +1,4 @@
-"""`monolith train TASK`: one process trains a task, from its data to checkpoints.
+"""`monolith train TASK`: this process trains, alone or as one of those that train a model together.
 
 SIGINT and SIGTERM end a run after its current step. It saves, says what it did, and exits with
 130 or 143, so that whoever started it can tell that there was more to do. A second one aborts.
@@ -6,26 +6,30 @@ SIGINT and SIGTERM end a run after its current step. It saves, says what it did,
 
 from __future__ import annotations
 
-import json
-import math
-import shlex
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
-
 from monolith import filesystem
 from monolith.cli.stop_signals import StopSignals
-from monolith.cli.task_config import load_training, say
+from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_options import TrainOptions
-from monolith.errors import ConfigError
+from monolith.cli.train_report import to_json, write_report
+from monolith.cluster import Discovery, Waiting
+from monolith.cluster.run_config import RunConfig
+from monolith.cluster.runtime import listen_address, open_discovery
+from monolith.cluster.security import guard_caller, guard_listener, ssl_context
+from monolith.cluster.yarn import ApplicationMaster, application_master_address
+from monolith.errors import ConfigError, RetryableError
 from monolith.observe import Metrics
 from monolith.observe.logs import logs_json
-from monolith.observe.progress import describe_rate, describe_seconds
+from monolith.observe.metrics import MetricsServer
+from monolith.observe.progress import describe_seconds
 from monolith.train import Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
 from monolith.train.hooks import (
     ActionFileHook,
@@ -33,7 +37,6 @@ from monolith.train.hooks import (
     ControllerHook,
     ControlServerHook,
     LiveLineHook,
-    LocalBarrier,
     ProfilerHook,
     Standing,
 )
@@ -43,41 +46,275 @@ from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
 
 DRAW_EVERY = timedelta(seconds=0.2)
 GAUGE_EVERY = timedelta(seconds=1)
+SAY_EVERY = timedelta(seconds=15)
+"""How often somebody is told that others are waited for, while nothing changes."""
 
 Show = Callable[[Standing], None]
 
 
-def run(options: TrainOptions) -> int:
-    """Train, and say what came of it."""
-    task, config = load_training(options)
-    for flag in ("profile", "control"):
-        if getattr(options, flag) and not config.model_dir:
-            raise ConfigError(f"train: --{flag} leaves files in the model_dir; give one with --model-dir")
-    metrics = Metrics()
-    lines: list[tuple[Show, timedelta]] = []
+def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
+    """Do what this process is to do of a run, and say what came of it.
+
+    Args:
+        environ: By default that of this process.
+    """
+    environ = os.environ if environ is None else environ
+    training = load_training(options, environ)
+    run = training.settings.run
+    asked = {
+        "--profile": options.profile or run.profile.from_step is not None,
+        "--control": options.control,
+    }
+    for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
+        raise ConfigError(f"train: {flag} leaves files in the model_dir; give one with --model-dir")
+    metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
     with ExitStack() as open_things:
-        if options.metrics_port is not None:
-            server = open_things.enter_context(metrics.serve(options.metrics_port))
-            say(f"metrics on http://{server.address}:{server.port}/metrics")
-            lines.append((gauge_standing(metrics), GAUGE_EVERY))
+        served = serve_metrics(metrics, run)
+        if served is not None:
+            open_things.enter_context(served)
+            say(f"metrics on {served.url}")
+        if run.data.dump_features_only:
+            return dump_features(training)
+        if not run.distributed:
+            return train(options, training, metrics, environ, shown=served is not None)
+        with open_discovery(run, environ) as discovery:
+            assert discovery is not None  # the run is not local
+            if run.cluster.role == "ps":
+                return serve(training, discovery, environ)
+            with reported_to_yarn(run, environ) as outcome:
+                status = train(
+                    options, training, metrics, environ, shown=served is not None, discovery=discovery
+                )
+                if status:
+                    outcome.problem = f"the chief was stopped, with status {status}"
+                return status
+
+
+def dump_features(training: Training) -> int:
+    """Write features instead of training."""
+    written = Trainer(training.task, training.config).dump_features(steps=training.config.steps)
+    say(f"{written:,} batches of features in {filesystem.join(training.config.model_dir, 'features')}")
+    return 0
+
+
+# A parameter server
+
+
+def serve(training: Training, discovery: Discovery, environ: Mapping[str, str]) -> int:
+    """Hold a share of the model until the run is over, or a signal ends this process."""
+    from monolith.train import serve_parameters
+
+    run = training.settings.run
+    host, port = listen_address(run, environ)
+    guard = guard_listener(host, run.security)
+    stop = threading.Event()
+    with StopSignals(lambda _: stop.set(), say) as signals:
+        why = serve_parameters(
+            training.task,
+            training.config,
+            discovery,
+            index=run.cluster.index,
+            num_ps=run.cluster.num_ps,
+            num_workers=run.cluster.num_workers,
+            host=host,
+            port=port,
+            guard=guard,
+            stop=stop,
+            say=say,
+        )
+    say(f"parameter server {run.cluster.index} ended: {why}")
+    return 0 if signals.received is None else 128 + signals.received
+
+
+# A worker, or the one process of a run
+
+
+class Stopper:
+    """Where a request to stop goes: to whoever trains now, or to who waits for others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the two below
+        self._trainer: Trainer | None = None
+        self._reason: str | None = None
+        self.asked = threading.Event()
+        self._said = (-1, timedelta(0))
+        """How many were there, and after how long, when somebody was last told who is waited for."""
+
+    def __call__(self, reason: str) -> None:
+        with self._lock:
+            self._reason = reason
+            self.asked.set()
+            if self._trainer is not None:
+                self._trainer.stop(reason)
+
+    def use(self, trainer: Trainer) -> None:
+        """Tell this trainer from now on, and now what was asked before."""
+        with self._lock:
+            self._trainer = trainer
+            if self._reason is not None:
+                trainer.stop(self._reason)
+
+    def check(self, waiting: Waiting) -> None:
+        """Say now and then who is waited for; end the wait when somebody asked to stop.
+
+        Raises:
+            SystemExit: With the status of whoever the signal ended.
+        """
+        if self.asked.is_set():
+            raise SystemExit(143 if self._reason == "SIGTERM" else 130)
+        found, at = self._said
+        if waiting.found != found or waiting.elapsed - at >= SAY_EVERY:
+            self._said = (waiting.found, waiting.elapsed)
+            seconds = describe_seconds(waiting.elapsed.total_seconds())
+            say(f"waiting for {waiting.what}: {waiting.found} of {waiting.needed} are there after {seconds}")
+
+
+def train(
+    options: TrainOptions,
+    training: Training,
+    metrics: Metrics,
+    environ: Mapping[str, str],
+    *,
+    shown: bool,
+    discovery: Discovery | None = None,
+) -> int:
+    """Train, and write the report; among others only the chief does.
+
+    Args:
+        shown: Whether metrics are served.
+        discovery: Where the others are; None trains in this process alone.
+    """
+    task, config, run = training.task, training.config, training.settings.run
+    chief = run.cluster.index == 0
+    lines: list[tuple[Show, timedelta]] = [(gauge_standing(metrics), GAUGE_EVERY)] if shown else []
+    stopper = Stopper()
+    with ExitStack() as open_things:
         if not options.quiet:
             lines.append(live_line(task, config, sys.stderr, open_things))
 
-        def hooks(run: LocalRun) -> list[Hook]:
+        first = run.profile.from_step
+        profiled = options.profile or first is not None
+
+        def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *(control_hooks(run) if options.control else []),
-                *([ProfilerHook(profiled_steps(config))] if options.profile else []),
-                *(line_hook(run, config, show, every) for show, every in lines),
+                *(control_hooks(local) if options.control and chief else []),
+                *([ProfilerHook(profiled_steps(config, first))] if profiled else []),
+                *(line_hook(local, config, show, every) for show, every in lines),
             ]
 
-        trainer = Trainer(task, config, hooks=hooks, metrics=metrics)
-        signals = open_things.enter_context(StopSignals(trainer.stop, say))
-        report = trainer.train()
-    if options.json:
-        sys.stdout.write(json.dumps(to_json(report, task, config)) + "\n")
+        signals = open_things.enter_context(StopSignals(stopper, say))
+
+        def attempt() -> TrainReport:
+            with fleet_of(run, discovery, metrics, stopper) as others:
+                trainer = Trainer(task, config, hooks=hooks, metrics=metrics, **others)
+                stopper.use(trainer)
+                return trainer.train()
+
+        report = attempt() if discovery is None else with_failover(attempt, run, metrics, stopper)
+    if chief:
+        write_report(to_json(report, task, config), options, environ)
     else:
-        print_report(report, options, task, config)
+        say(f"worker {run.cluster.index} ended at step {report.step:,}: {report.stop_reason}")
     return signals.status(report.stop_reason)
+
+
+@contextmanager
+def fleet_of(
+    run: RunConfig, discovery: Discovery | None, metrics: Metrics, stopper: Stopper
+) -> Iterator[dict[str, Any]]:
+    """Give what a trainer needs to train with others; nothing for one that is alone."""
+    if discovery is None:
+        yield {}
+        return
+    from monolith.train import join_fleet
+
+    cluster, timeouts = run.cluster, run.timeouts
+    with join_fleet(
+        discovery,
+        index=cluster.index,
+        num_ps=cluster.num_ps,
+        num_workers=cluster.num_workers,
+        model_dir=run.job.model_dir,
+        run_id=run.job.id,
+        num_redundant_ps=cluster.num_redundant_ps,
+        guard=guard_caller(run.security),
+        start_timeout=timeouts.start,
+        finish_timeout=timeouts.finish,
+        call_timeout=timeouts.operation,
+        on_waiting=stopper.check,
+    ) as fleet:
+        if run.job.submitted_at is not None:
+            ready = metrics.gauge(
+                "container_ready_seconds", "From the job's submission to its servers' being there."
+            )
+            ready.set(time.time() - run.job.submitted_at)
+        yield {"fleet": fleet}
+
+
+def with_failover(
+    attempt: Callable[[], TrainReport], run: RunConfig, metrics: Metrics, stopper: Stopper
+) -> TrainReport:
+    """Train; where others were lost, wait and go on from the last checkpoint, as often as is allowed."""
+    retries = run.failover.max_retries or 0
+    for number in range(1, retries + 2):
+        try:
+            return attempt()
+        except RetryableError as error:
+            if number > retries or stopper.asked.is_set():
+                raise
+            metrics.counter("worker_failovers", "How often this worker began again.").inc()
+            say(f"{error}\nbeginning again in {run.failover.wait} ({number} of {retries})")
+            stopper.asked.wait(run.failover.wait.total_seconds())
+    raise AssertionError("the last attempt returns or raises")
+
+
+# Whom it tells
+
+
+def serve_metrics(metrics: Metrics, run: RunConfig) -> MetricsServer | None:
+    """Let Prometheus ask for metrics, where the config says so.
+
+    Raises:
+        ConfigError: Others can reach the address, and nothing is demanded of them.
+        ListenError: The port is taken.
+    """
+    if run.metrics.port is None:
+        return None
+    guard = guard_listener(run.metrics.host, run.security)
+    labels = {"model_name": run.job.model_name, "role": run.cluster.role, "cluster_type": run.cluster.kind}
+    metrics.gauge("run_info", "What this process is; always 1.", list(labels)).set(1, **labels)
+    return metrics.serve(
+        run.metrics.port,
+        run.metrics.host,
+        context=ssl_context(run.security, server=True),
+        admits=None if guard.token is None else guard.admits,
+    )
+
+
+class Outcome:
+    """How a job ended: well, unless there is a problem."""
+
+    problem: str | None = None
+
+
+@contextmanager
+def reported_to_yarn(run: RunConfig, environ: Mapping[str, str]) -> Iterator[Outcome]:
+    """Tell the application master how the block ended, as the chief; no end but a clean one is a success."""
+    outcome = Outcome()
+    if run.cluster.index != 0 or application_master_address(environ) is None:
+        yield outcome
+        return
+    with ApplicationMaster(environ) as master:
+        try:
+            yield outcome
+        except BaseException as error:
+            outcome.problem = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if outcome.problem is None:
+                master.finish()
+            else:
+                master.kill(outcome.problem)
 
 
 # While it runs
@@ -111,11 +348,10 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
 def control_hooks(run: LocalRun) -> list[Hook]:
     """Return what lets an operator halt, resume, save and stop the run."""
     assert run.save is not None  # there is a model_dir
-    barrier = LocalBarrier(1)
     controller = ControllerHook(run.save.trigger_save)
-    server = ControlServerHook(barrier, run.save.trigger_save)
+    server = ControlServerHook(run.barrier, run.save.trigger_save)
     return [
-        BarrierHook(barrier, 0, idle=[run.save.before_step]),
+        BarrierHook(run.barrier, 0, idle=[run.save.before_step]),
         controller,
         ActionFileHook(controller),
         server,
@@ -132,71 +368,9 @@ class _SayAddress(Hook):
         say(f"control on {self._server.address}, and by the file {path}")
 
 
-def profiled_steps(config: TrainConfig) -> tuple[int, int]:
-    """Return the steps to profile: late enough for caches to be warm, and inside of a run that is short."""
-    given = [limit for limit in (config.steps, config.max_steps) if limit is not None]
-    begin = min([FIRST_STEP, *(max(limit - WINDOW_STEPS, 0) // 2 for limit in given)])
-    return begin, begin + WINDOW_STEPS
-
-
-# When it has ended
-
-
-def last_values(report: TrainReport) -> dict[str, float]:
-    """Return each metric over the last window that ended."""
-    return {name: rows[-1].value for name, rows in report.windows.items() if rows}
-
-
-def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:
-    return {
-        "task": task.name,
-        "model_dir": config.model_dir or None,
-        "step": report.step,
-        "steps": report.steps,
-        "examples": report.examples,
-        "seconds": round(report.seconds, 3),
-        "examples_per_s": round(speed_of(report), 1),
-        "stop_reason": report.stop_reason,
-        "restored_from": report.restored_from,
-        "checkpoint": report.checkpoint,
-        "metrics": {n: None if math.isnan(v) else v for n, v in last_values(report).items()},
-    }
-
-
-def print_report(report: TrainReport, options: TrainOptions, task: Task, config: TrainConfig) -> None:
-    facts = {
-        "ended": report.stop_reason,
-        "steps": f"{report.steps:,} in {describe_seconds(report.seconds)}, {report.step:,} in all",
-        "examples": f"{report.examples:,}, {describe_rate(speed_of(report), 'examples')}",
-        **{
-            name.replace("/", " "): f"{value:.4f}" for name, value in last_values(report).items() if auc(name)
-        },
-    }
-    if report.restored_from is not None:
-        facts["went on from"] = report.restored_from
-    if not config.model_dir:
-        facts["kept"] = "nothing; give --model-dir to keep what was learned"
-    elif report.checkpoint is not None:
-        facts["checkpoint"] = report.checkpoint
-        facts["evaluate with"] = evaluate_command(options, config)
-    console = Console(highlight=False)
-    console.print(f"[bold]{escape(task.name)}[/]")
-    for name, value in facts.items():
-        console.print(f"  [cyan]{escape(name):<14}[/]{escape(value)}", soft_wrap=True)
-
-
-def evaluate_command(options: TrainOptions, config: TrainConfig) -> str:
-    words: Sequence[str] = ["monolith", "evaluate", options.task, "--model-dir", config.model_dir]
-    if options.config is not None:
-        words = [*words, "--config", str(options.config)]
-    for text in options.set:
-        words = [*words, "--set", text]
-    return shlex.join(words)
-
-
-def auc(name: str) -> bool:
-    return name.endswith("auc")
-
-
-def speed_of(report: TrainReport) -> float:
-    return report.examples / report.seconds if report.seconds > 0 else 0.0
+def profiled_steps(config: TrainConfig, first: int | None = None) -> tuple[int, int]:
+    """Return the steps to profile: by default when caches are warm, but inside of a run that is short."""
+    if first is None:
+        given = [limit for limit in (config.steps, config.max_steps) if limit is not None]
+        first = min([FIRST_STEP, *(max(limit - WINDOW_STEPS, 0) // 2 for limit in given)])
+    return first, first + WINDOW_STEPS

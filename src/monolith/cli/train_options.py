@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 Settings = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+Unparsed = Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +21,27 @@ class TrainOptions:
     """Train a task, from its data to checkpoints; started again, it goes on where it was.
 
     Ctrl-C or SIGTERM ends a run after its current step, saved, with status 130 or 143; a second one
-    aborts it. In the config file, [task] has settings of the task and all else is as in TrainConfig.
+    aborts it. A config file is one that `monolith config init` writes; or it has the fields of
+    TrainConfig, and [task] for settings of the task. Fields of the former are flags, too, and variables:
+    --cluster.num-ps, MONOLITH_CLUSTER__NUM_PS. `monolith config explain all` lists them.
     """
 
-    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
+    default what job.task of the config says."""
+    launch: Literal["local", "ray"] | None = None
+    """Start all processes of the run: as children of this one, or on a Ray cluster."""
+    num_ps: int | None = None
+    """Parameter servers, which hold rows and weights; with 0, the default, the one worker does."""
+    num_workers: int | None = None
+    """Processes that train, each on its share of the data; by default 1."""
+    ray_address: str | None = None
+    """With --launch ray: the cluster, as auto, host:port or ray://host:port; by default one is started here
+    for as long as the run lasts."""
     model_dir: str | None = None
     """Where checkpoints, summaries and the run's manifest go; without it nothing is kept."""
     config: Path | None = None
-    """A TOML file with the settings of the run; flags win over it."""
+    """A TOML file with the settings of the run; flags and variables win over it."""
     set: Settings = ()
     """key=value for a setting of the task; may be given several times."""
     steps: int | None = None
@@ -78,19 +91,27 @@ class TrainOptions:
     control: bool = False
     """Serve the controller, and obey the file monolith_action in the model_dir: halt, resume, save, stop."""
     metrics_port: int | None = None
-    """Serve Prometheus metrics on this port of this machine; 0 chooses a free one."""
+    """Serve Prometheus metrics on this port; 0 chooses a free one."""
+    metrics_host: str | None = None
+    """The address of that port, by default 127.0.0.1. Another one needs certificates or a token: see the
+    group security of the config."""
     quiet: bool = False
     """Show no progress."""
     json: bool = False
     """Print the report as one JSON object on standard output."""
+    run_flags: Unparsed = ()
+    """Flags that are fields of the run's config."""
+    words: Unparsed = ()
+    """The whole command line after the program's name, for who starts others by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateOptions:
     """Measure a checkpoint of a task on its evaluation data."""
 
-    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
+    default what job.task of the config says."""
     model_dir: str | None = None
     """Where its training left checkpoints."""
     config: Path | None = None
@@ -117,8 +138,9 @@ class PredictOptions:
     them as features.
     """
 
-    task: Annotated[str, tyro.conf.arg(metavar="TASK")]
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one."""
+    task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
+    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
+    default what job.task of the config says."""
     to: str | None = None
     """The file to write (.parquet, .csv, .tsv, .jsonl, .tfrecord); it appears when all is written."""
     to_format: str | None = None

@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from monolith.cluster.addresses import Address, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery, MLPEnv
 from monolith.cluster.mpi import world_from_environment
+from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
 from monolith.cluster.run_config import RunConfig, for_rank
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.yarn import application_master_address
@@ -68,6 +70,13 @@ def role_from_environment(environ: Mapping[str, str]) -> Role | None:
         num_workers=world.size,
         on_yarn=application_master_address(environ) is not None,
     )
+
+
+def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
+    """Return the `defaults` of a config: a scheduler that named all processes is the registry."""
+    if environ.get("TF_CONFIG"):
+        return {"discovery.kind": "tf_config"}
+    return {"discovery.kind": "mlp"} if environ.get("MLP_ROLE", "").strip() else {}
 
 
 def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
@@ -126,6 +135,13 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
         return MLPDiscovery(MLPEnv(environ))
     if discovery.kind == "files":
         return FilesDiscovery(FilesConfig(folder=discovery.folder or ""))
+    if discovery.kind == "ray":
+        name = config.job.id or config.job.name
+        if not name:
+            raise ConfigError(
+                "discovery through Ray needs job.id, or job.name: processes of a job meet under it"
+            )
+        return RayDiscovery(name, RayDiscoveryConfig(address=discovery.ray))
     if discovery.kind == "consul":
         if not config.job.id:
             raise ConfigError("discovery by Consul needs job.id: processes of a job meet under it")
@@ -135,6 +151,28 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
     servers = discovery.zookeeper or environ.get("zk_servers") or ""
     auth = (("digest", discovery.zookeeper_auth.reveal()),) if discovery.zookeeper_auth else ()
     return ZooKeeperDiscovery(config.job.name, ZooKeeperConfig(servers=servers, auth=auth))
+
+
+def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return host and port that this process is to listen on; port 0 is any free one.
+
+    What the config says counts most. Then where the registry says that others look for this
+    process, if it is one that a scheduler wrote; then the machine's own address.
+
+    Raises:
+        ConfigError: The registry says nothing of this process.
+        ClusterError: This machine's address cannot be found.
+    """
+    cluster, kind = config.cluster, config.discovery.kind
+    given: str | None = None
+    if kind == "tf_config":
+        given = _from_tf_config(config.discovery.tf_config or "", environ).address
+    elif kind == "mlp":
+        given = _from_mlp(environ).address
+    if given is None:
+        return cluster.listen or get_local_host(environ), cluster.port
+    address = Address.parse(given)
+    return cluster.listen or address.host, cluster.port or address.port
 
 
 def _from_tf_config(text: str, environ: Mapping[str, str]) -> Role:

@@ -8,22 +8,30 @@ parameter server) do not meet.
 from __future__ import annotations
 
 import errno
+import logging
 import re
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from socketserver import TCPServer
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from monolith.errors import ConfigError, ListenError
 
 if TYPE_CHECKING:
+    import ssl
     from wsgiref.simple_server import WSGIServer
 
     import prometheus_client
 
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds that suit most durations, from a lookup to a slow step."""
+CALLER_SECONDS = 10
+"""How long a caller of /metrics may keep silent before it is hung up on."""
 
 
 class _Metric:
@@ -129,23 +137,38 @@ class Metrics:
 
         return generate_latest(self._registry)
 
-    def serve(self, port: int, address: str = "127.0.0.1") -> MetricsServer:
-        """Answer `/metrics` from a background thread until the server is closed.
+    def serve(
+        self,
+        port: int,
+        address: str = "127.0.0.1",
+        *,
+        context: ssl.SSLContext | None = None,
+        admits: Callable[[str], bool] | None = None,
+    ) -> MetricsServer:
+        """Answer `/metrics` from background threads until the server is closed.
 
         Args:
             port: 0 lets the system choose; the server knows which.
-            address: Only this machine by default.
+            address: Only this machine by default. Whoever names another one says who may come in:
+            context: Of a server, for TLS; it may ask callers for a certificate.
+            admits: Whether a caller with this "authorization" header, "" for none, is answered.
 
         Raises:
             ListenError: The port is taken, or this process may not have it.
         """
-        from prometheus_client import start_http_server
+        from prometheus_client import make_wsgi_app
 
+        answer = make_wsgi_app(self._registry)
         try:
-            server, thread = start_http_server(port, address, self._registry)
+            server = _server(port, address, answer if admits is None else _guarded(answer, admits))
         except (OSError, OverflowError) as cause:
             raise _listen_error(port, address, cause) from cause
-        return MetricsServer(server, thread)
+        if context is not None:
+            # Shaking hands is left to the thread of each caller: one that is slow keeps nobody waiting.
+            server.socket = context.wrap_socket(
+                server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        return MetricsServer(server, "http" if context is None else "https")
 
     def _get(
         self,
@@ -185,11 +208,14 @@ class Metrics:
 class MetricsServer:
     """A running `/metrics` endpoint; close it, or use it in a `with`."""
 
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+    def __init__(self, server: WSGIServer, scheme: str) -> None:
         self._server = server
-        self._thread = thread
         self.address = str(server.server_address[0])
         self.port = int(server.server_address[1])
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        self.url = f"{scheme}://{host}:{self.port}/metrics"
+        self._thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop answering and free the port; closing again does nothing."""
@@ -204,6 +230,52 @@ class MetricsServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+"""As WSGI has it."""
+
+
+def _guarded(answer: App, admits: Callable[[str], bool]) -> App:
+    """Answer only who is admitted."""
+
+    def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if admits(environ.get("HTTP_AUTHORIZATION", "")):
+            return answer(environ, start)
+        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"the shared token is missing or wrong\n"]
+
+    return app
+
+
+def _server(port: int, address: str, app: App) -> WSGIServer:
+    from socketserver import ThreadingMixIn
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+    family, _, _, _, place = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+
+    class Server(ThreadingMixIn, WSGIServer):
+        address_family = family
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            # As WSGIServer does, less a question to DNS for the name of the address.
+            TCPServer.server_bind(self)
+            self.server_name, self.server_port = str(place[0]), int(self.server_address[1])
+            self.setup_environ()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
+            _log.debug("a caller of /metrics was not answered", exc_info=True)
+
+    class Handler(WSGIRequestHandler):
+        timeout = CALLER_SECONDS
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            """Say nothing: a log has no use for every scrape."""
+
+    return make_server(str(place[0]), port, app, Server, Handler)
 
 
 def _listen_error(port: int, address: str, cause: OSError | OverflowError) -> ListenError:

@@ -3,11 +3,16 @@
 import importlib.util
 import json
 import re
+import shlex
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from monolith.cli.commands import COMMANDS
+from monolith.cli.launching import check
+from monolith.cli.main import parse_options, split_command
+from monolith.cli.run_settings import read_settings, refused, settings_of
 from monolith.cluster.launch.ray import RayPlacement
 from monolith.cluster.run_config import load_run_config
 from monolith.cluster.runtime import place
@@ -69,8 +74,6 @@ def test_the_manifests_are_yaml():
     words = job["entrypoint"].split()
     members = [int(words[words.index(flag) + 1]) for flag in ("--num-ps", "--num-workers")]
     assert sum(members) * RayPlacement().cpus <= room
-    config = load_run_config(environ={each["name"]: each["value"] for each in container["env"]})
-    assert str(config.security.token_file) == f"{container['volumeMounts'][0]['mountPath']}/token"
 
 
 def test_the_job_of_ray_is_the_one_of_the_readme():
@@ -122,3 +125,57 @@ def test_the_job_of_primus_trains_with_a_config_for_each_role():
         placed = place(config, {})
         assert (placed.cluster.num_ps, placed.cluster.num_workers) == (2, 2)
         assert placed.cluster.role == ("ps" if role["roleName"] == "ps" else "worker")
+
+
+# Every command line, by the parser that will read it
+
+
+def command_lines() -> dict[str, list[str]]:
+    """What stands behind `monolith` in the files, by where it was found."""
+    found = {}
+    for file in sorted(path for path in DEPLOY.rglob("*") if path.is_file()):
+        text = file.read_text()
+        lists = [
+            ", ".join(re.findall(r"[^,\s\[\]]+", words)) for words in re.findall(r"command: \[(.*)\]", text)
+        ]
+        lines = re.findall(
+            r"(?:entrypoint: |\"command\": \"|-- |^    )(monolith [^\"\n]*)", text, re.MULTILINE
+        )
+        inline = re.findall(r"`(monolith [^`]*)`", text)
+        for number, line in enumerate([each.replace(", ", " ") for each in lists] + lines + inline):
+            found[f"{file.relative_to(DEPLOY)}, {number}"] = shlex.split(line)[1:]
+    return found
+
+
+LINES = command_lines()
+
+
+def test_there_are_command_lines_to_check_in_every_file():
+    assert {where.partition(",")[0] for where in LINES} == {
+        *("README.md", "kubernetes/parameter-servers.yaml", "ray/rayjob.yaml", "yarn/primus.json")
+    }
+    assert len(LINES) == 11
+
+
+@pytest.mark.parametrize("where", LINES)
+def test_each_command_line_is_one_that_can_be_given(where):
+    words = LINES[where]
+    if words == ["train"]:
+        assert words[0] in COMMANDS
+        return
+    name, flags = split_command(words)
+    options = parse_options(name, flags, words)
+    if name == "train" and options.launch is not None:
+        check(options, settings_of(options, {}, {"discovery.kind": "ray"}))
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_nothing_in_a_config_asks_for_what_cannot_be_done(run_toml, role):
+    tf_config = {"cluster": {"chief": ["a:1"], "ps": ["b:1", "c:1"], "worker": ["d:1"]}}
+    primus = json.dumps({**tf_config, "task": {"type": role, "index": 0}})
+    kubernetes = {"MONOLITH_CLUSTER__ROLE": role}
+    for file, environ in ((run_toml, kubernetes), (PRIMUS.parent / "run.toml", {"TF_CONFIG": primus})):
+        settings = read_settings(file, environ)
+        assert list(refused(settings)) == []
+        assert settings.run.cluster.role == role
+        assert settings.run.failover.max_retries == 6

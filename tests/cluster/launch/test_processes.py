@@ -84,6 +84,19 @@ def test_members_have_their_own_variables():
     assert run(own)[1] == ["[worker 0] me"]
 
 
+def test_a_line_that_is_tapped_is_not_shown():
+    seen: list[tuple[str, str]] = []
+
+    def tap(name: str, line: str) -> bool:
+        seen.append((name, line))
+        return line.startswith("mark ")
+
+    output = io.StringIO()
+    run_members([shell("worker", 0, "echo mark one; echo two")], output=output, tap=tap)
+    assert seen == [("worker 0", "mark one"), ("worker 0", "two")]
+    assert output.getvalue() == "[worker 0] two\n"
+
+
 # Ends
 
 
@@ -160,6 +173,39 @@ def test_a_stop_request_stops_all_and_a_second_one_at_once():
     outcome = run_members([stubborn], output=Watched(), grace=timedelta(seconds=60), events=events)
     assert (outcome.status, outcome.failed) == (130, None)
     assert time.monotonic() - begun < 20
+
+
+SAVES = "trap 'sleep 0.3; [ -e {0}/served ] && echo saved; exit 0' TERM; touch {0}/up; {1}"
+SERVES = "trap 'rm {0}/served; exit 0' TERM; touch {0}/served; echo up; {1}"
+FOREVER = "while :; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize("why", ["stopped", "failed"])
+def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved(tmp_path, why):
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    ends = "exit 3" if why == "failed" else FOREVER
+    watch = f"until [ -e {tmp_path}/up ] && [ -e {tmp_path}/served ]; do sleep 0.02; done; echo ready; {ends}"
+
+    class Watched(io.StringIO):
+        def write(self, text: str) -> int:
+            if "ready" in text and why == "stopped":
+                events.put(StopRequest(signal.SIGINT))
+            return super().write(text)
+
+    output = Watched()
+    outcome = run_members(
+        [
+            shell("ps", 0, SERVES.format(tmp_path, FOREVER)),
+            shell("worker", 0, SAVES.format(tmp_path, FOREVER)),
+            shell("worker", 1, watch),
+        ],
+        output=output,
+        grace=GRACE,
+        events=events,
+    )
+    assert outcome.status == (3 if why == "failed" else 130)
+    assert "[worker 0] saved" in output.getvalue()
+    assert not (tmp_path / "served").exists()  # it was asked in the end
 
 
 def test_there_must_be_members_with_different_names():
@@ -287,5 +333,8 @@ def test_a_job_has_its_servers_first_and_each_knows_its_place():
     configs = [load_run_config(args=each.command[3:]) for each in members]
     assert [(c.cluster.role, c.cluster.index) for c in configs] == [("ps", 0), ("worker", 0), ("worker", 1)]
     assert {(c.cluster.num_ps, c.cluster.num_workers, c.discovery.folder) for c in configs} == {(1, 2, "/d")}
+    elsewhere = job_members(("monolith",), num_ps=0, num_workers=1, folder=None, environment={"A": "b"})
+    assert [each.environment for each in elsewhere] == [{"A": "b"}]
+    assert not any("discovery" in word for word in elsewhere[0].command)
     with pytest.raises(ConfigError, match="needs workers"):
         job_members(("monolith",), num_ps=1, num_workers=0, folder="/d")

@@ -105,6 +105,36 @@ def test_members_run_each_line_has_a_name_and_followers_stop_in_the_end(run):
     ]
 
 
+def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved_and_lines_can_be_tapped(run, tmp_path):
+    events = queue.SimpleQueue()
+    forever = "while :; do sleep 0.02; done"
+    served = f"{tmp_path}/served"
+    saves = f"sleep 0.3; [ -e {served} ] && echo mark saved; exit 0"
+    taken = []
+
+    def tap(name: str, line: str) -> bool:
+        if line == "up":
+            events.put(StopRequest(signal.SIGINT))
+        if line.startswith("mark"):
+            taken.append((name, line))
+        return line.startswith("mark")
+
+    outcome, lines = run(
+        shell("ps", 0, f"trap 'rm {served}; exit 0' TERM; touch {served}; {forever}"),
+        shell(
+            "worker",
+            0,
+            f"trap '{saves}' TERM; until [ -e {served} ]; do sleep 0.02; done; echo up; {forever}",
+        ),
+        tap=tap,
+        events=events,
+    )
+    assert outcome.status == 130
+    assert taken == [("worker 0", "mark saved")]
+    assert not any("mark" in line for line in lines)
+    assert not Path(served).exists()
+
+
 @pytest.mark.soak
 def test_much_output_comes_whole_and_in_order(run):
     _, lines = run(shell("worker", 0, "i=0; while [ $i -lt 20000 ]; do echo line $i; i=$((i+1)); done"))

@@ -13,6 +13,8 @@ from monolith.cluster.run_config import (
     JobConfig,
     RunConfig,
     load_run_config,
+    read_tables,
+    said_fields,
 )
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Secret, to_toml
@@ -163,3 +165,73 @@ def test_parts_check_themselves_too():
         SecurityConfig(cert=Path("c"))
     with pytest.raises(ConfigError, match="every and every_steps: only one of them"):
         CheckpointConfig(every_steps=1, every=timedelta(seconds=1))
+
+
+# Tables for the task and the training
+
+
+def test_a_table_for_the_task_adds_to_its_parameters_and_wins_over_them(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[job]\nparams = { a = 1, b = 2 }\n[task]\nb = 3\n[train]\nseed = 4\n")
+    config = load_run_config(file=file)
+    assert type(config) is RunConfig
+    assert config.job.params == {"a": 1, "b": 3}
+    assert config.train == {"seed": 4}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"environ": {"MONOLITH_TASK": "m:T"}},
+        {"args": ["--task", "m:T"]},
+        {"args": ["--task=m:T"]},
+        {"code": {"task": "m:T"}},
+    ],
+)
+def test_beside_such_a_table_the_old_name_still_names_the_task(tmp_path, source):
+    file = tmp_path / "run.toml"
+    file.write_text("[task]\nb = 3\n")
+    config = load_run_config(file=file, **source)
+    assert (config.job.task, config.job.params) == ("m:T", {"b": 3})
+
+
+def test_a_file_with_a_table_for_the_task_is_read_as_strictly(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[task]\nb = 3\n[clustr]\nnum_ps = 1\n")
+    with pytest.raises(
+        ConfigError, match=f"unknown key clustr .from {file}.; the nearest known key is cluster"
+    ):
+        load_run_config(file=file)
+
+
+def test_what_was_said_is_known_even_where_it_is_the_default(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "num_workers = 1\n[checkpoint]\nkeep = 10\nkep = 3\n[task]\nx = 1\n[restore.renamed]\na = 'b'\n"
+    )
+    said = said_fields(
+        file=file,
+        environ={
+            "MONOLITH_EMBEDDING__PREFETCH": "0",
+            "TF_CONFIG": "{}",
+            "MONOLITH_VECTORS": "x",
+            "HOME": "/",
+        },
+        args=["--num_ps=0", "--job.no-local", "--nois_hourly", "--kafka.topics", "a", "--unheard-of", "1"],
+    )
+    assert said == {
+        *("cluster.num_workers", "checkpoint.keep", "job.params", "restore.renamed"),
+        *("embedding.prefetch", "discovery.tf_config"),
+        *("cluster.num_ps", "job.local", "data.hourly", "kafka.topics"),
+    }
+    assert said_fields() == frozenset()
+
+
+def test_tables_of_a_file_that_cannot_be_read_are_none(tmp_path):
+    assert read_tables(None) is None
+    assert read_tables(tmp_path / "none.toml") is None
+    for name, text in (("a.toml", "[["), ("a.json", "[1]"), ("a.yaml", "a: 1")):
+        (tmp_path / name).write_text(text)
+        assert read_tables(tmp_path / name) is None
+    (tmp_path / "b.json").write_text('{"a": 1}')
+    assert read_tables(tmp_path / "b.json") == {"a": 1}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,14 +62,21 @@ class Outcome:
 
 
 def job_members(
-    command: Sequence[str], *, num_ps: int, num_workers: int, folder: str, flags: Sequence[str] = ()
+    command: Sequence[str],
+    *,
+    num_ps: int,
+    num_workers: int,
+    folder: str | None,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Member, ...]:
-    """Return the members of a run on this machine, parameter servers first, who meet in a folder.
+    """Return the members of a run, parameter servers first.
 
     Args:
         command: Trains, given the flags of a RunConfig after it: ("monolith", "train", "tasks:MyTask").
-        folder: An empty one, in which they register.
+        folder: An empty one, in which they register; None where `flags` say how they find each other.
         flags: For all of them.
+        environment: For all of them.
 
     Raises:
         ConfigError: There is nobody to run.
@@ -79,7 +86,7 @@ def job_members(
     shared = [
         *flags,
         *("--cluster.num-ps", str(num_ps), "--cluster.num-workers", str(num_workers)),
-        *("--discovery.kind", "files", "--discovery.folder", folder),
+        *(("--discovery.kind", "files", "--discovery.folder", folder) if folder is not None else ()),
     ]
     places = [("ps", index) for index in range(num_ps)] + [("worker", index) for index in range(num_workers)]
     return tuple(
@@ -87,6 +94,7 @@ def job_members(
             role=role,
             index=index,
             command=(*command, *shared, "--cluster.role", role, "--cluster.index", str(index)),
+            environment=dict(environment or {}),
         )
         for role, index in places
     )
@@ -99,6 +107,7 @@ def launch(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    tap: Tap | None = None,
 ) -> Outcome:
     """Run all members until they are done, one fails, or Ctrl-C or SIGTERM says to stop; again, at once.
 
@@ -112,7 +121,7 @@ def launch(
     events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members(
-            members, output=output, color=color, grace=grace, followers=followers, events=events
+            members, output=output, color=color, grace=grace, followers=followers, tap=tap, events=events
         )
 
 
@@ -133,6 +142,9 @@ class Ended:
 
 Events = queue.SimpleQueue["StopRequest | Ended"]
 
+Tap = Callable[[str, str], bool]
+"""Is given each line after the name of its member; one that it takes, by returning True, is not shown."""
+
 
 def run_members(
     members: Sequence[Member],
@@ -141,16 +153,21 @@ def run_members(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    tap: Tap | None = None,
     events: Events | None = None,
 ) -> Outcome:
     """Run all members until they are done, or one fails. When it returns, none of them runs.
+
+    Who is asked to stop may need the followers for its last checkpoint, so they are asked after all others
+    have ended.
 
     Args:
         output: Where their lines go, each after its member's name; by default standard output.
         color: Whether names have colours; by default where `output` is a terminal.
         grace: From asking to stop (SIGTERM) to making (SIGKILL).
         followers: Roles that have nothing to do once the others are done: they are then asked to stop.
-        events: A StopRequest put here stops the run.
+        tap: Sees all lines before they are shown.
+        events: A StopRequest put here stops the run; a second one, at once.
 
     Raises:
         ConfigError: No members, or two of one name.
@@ -159,7 +176,7 @@ def run_members(
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"cannot launch: members must be some, with different names; got {names}")
     stream = sys.stdout if output is None else output
-    lines = Lines(stream, names, stream.isatty() if color is None else color)
+    lines = Lines(stream, names, stream.isatty() if color is None else color, tap)
     running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace)
     try:
         return running.until_done(followers)
@@ -190,25 +207,30 @@ class _Running:
         leaders = leaders or set(self._alive)
         outcome: Outcome | None = None
         deadline: float | None = None
+        stopping = False
         while self._alive:
             try:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 event = self._events.get(timeout=left)
             except queue.Empty:
-                self._ask_all()
+                self._ask(self._alive)
                 deadline = None
                 continue
             if isinstance(event, StopRequest):
                 text = f"stopped by {signal.Signals(event.signal).name}"
                 outcome = outcome or Outcome(status=128 + event.signal, text=text)
-                self._ask_all()
+                self._ask(self._alive if stopping or not leaders else leaders)
+                stopping = True
                 continue
             self._alive.pop(event.member.name, None)
             leaders.discard(event.member.name)
             if event.status != 0 and outcome is None:
                 outcome = failure_of(event)
                 _log.error("%s; stopping the others", outcome.text)
-                self._ask_all()
+                self._ask(leaders or self._alive)
+                stopping = True
+            elif not leaders and stopping and event.member.role not in followers:
+                self._ask(self._alive)
             elif not leaders and outcome is None and deadline is None:
                 # Leaders tell followers to end; those that were not told hear it from us.
                 deadline = time.monotonic() + self._grace.total_seconds()
@@ -217,7 +239,7 @@ class _Running:
 
     def close(self) -> None:
         """End whoever still runs."""
-        self._ask_all()
+        self._ask(self._alive)
         for child in self._alive.values():
             try:
                 child.wait((self._grace + LATE).total_seconds())
@@ -229,9 +251,9 @@ class _Running:
         os.close(self._lifeline)
         os.close(self._pipe)
 
-    def _ask_all(self) -> None:
-        for child in self._alive.values():
-            child.terminate()
+    def _ask(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._alive[name].terminate()
 
     def _start(self, member: Member) -> None:
         guard = GUARD.format(folder=str(Path(__file__).parent))
@@ -266,9 +288,10 @@ class _Running:
 class Lines:
     """Lines of many processes on one stream, whole, each after a name."""
 
-    def __init__(self, stream: TextIO, names: Sequence[str], color: bool) -> None:
+    def __init__(self, stream: TextIO, names: Sequence[str], color: bool, tap: Tap | None = None) -> None:
         width = max(map(len, names))
         self._stream = stream
+        self._tap = tap
         self._lock = threading.Lock()  # one line at a time
         self._prefixes: dict[str, str] = {}
         for position, name in enumerate(names):
@@ -292,6 +315,8 @@ class Lines:
     def _write(self, name: str, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         with self._lock:
+            if self._tap is not None and self._tap(name, text):
+                return
             self._stream.write(f"{self._prefixes[name]} {text}\n")
             self._stream.flush()
 

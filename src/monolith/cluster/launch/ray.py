@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -36,6 +36,7 @@ from monolith.cluster.launch.processes import (
     Member,
     Outcome,
     StopRequest,
+    Tap,
     failure_of,
     signals_into,
 )
@@ -100,6 +101,7 @@ def launch_on_ray(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    tap: Tap | None = None,
     room_timeout: timedelta = timedelta(minutes=10),
 ) -> Outcome:
     """Run all members on Ray until they are done, one fails for good, or Ctrl-C or SIGTERM says to stop.
@@ -122,6 +124,7 @@ def launch_on_ray(
             color=color,
             grace=grace,
             followers=followers,
+            tap=tap,
             room_timeout=room_timeout,
             events=events,
         )
@@ -137,6 +140,7 @@ def run_members_on_ray(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    tap: Tap | None = None,
     room_timeout: timedelta = timedelta(minutes=10),
     events: Events | None = None,
 ) -> Outcome:
@@ -158,6 +162,7 @@ def run_members_on_ray(
         color: Whether names have colours; by default where `output` is a terminal.
         grace: From asking a command to stop (SIGTERM) to making it (SIGKILL).
         followers: Roles that have nothing to do once the others are done: they are then asked to stop.
+        tap: Sees all lines before they are shown.
         room_timeout: How long to wait until the cluster has room for all members.
         events: A StopRequest put here stops the run; a second one, at once.
 
@@ -174,7 +179,7 @@ def run_members_on_ray(
     by_role = {member.role: wanted.get(member.role) or RayPlacement() for member in members}
     cpus = math.ceil(sum(by_role[member.role].cpus for member in members))
     stream = sys.stdout if output is None else output
-    lines = Lines(stream, names, stream.isatty() if color is None else color)
+    lines = Lines(stream, names, stream.isatty() if color is None else color, tap)
     with connected(
         _PURPOSE,
         LOCAL if address is None else address,
@@ -282,6 +287,7 @@ class _RayRun:
         leaders = {member.name for member in self._members if member.role not in followers}
         leaders = leaders or set(self._alive)
         outcome: Outcome | None = None
+        stopping = False
         while self._alive:
             due, late = self._due
             try:
@@ -290,8 +296,9 @@ class _RayRun:
                 late()
                 continue
             if isinstance(event, StopRequest):
-                self._ask_all(at_once=outcome is not None)
+                self._ask(self._alive if outcome or not leaders else leaders, at_once=outcome is not None)
                 outcome = outcome or _stopped(event)
+                stopping = True
                 continue
             life = self._alive.pop(event.member.name)
             self._ray.kill(life.actor)  # it has nothing more to do, and holds the member's place
@@ -303,7 +310,10 @@ class _RayRun:
             if event.status != 0 and outcome is None:
                 outcome = _failed(event, self._restarts[event.member.name])
                 _log.error("%s; stopping the others", outcome.text)
-                self._ask_all()
+                self._ask(leaders or self._alive)
+                stopping = True
+            elif not leaders and stopping and event.member.role not in followers:
+                self._ask(self._alive)
             elif not leaders and outcome is None:
                 # Leaders tell followers to end; those that were not told hear it from us.
                 self._due = (time.monotonic() + self._grace.total_seconds(), self._ask_all)
@@ -315,7 +325,7 @@ class _RayRun:
         from ray.util import remove_placement_group
 
         if self._alive:
-            self._ask_all(at_once=True)
+            self._ask(self._alive, at_once=True)
             end = time.monotonic() + LATE.total_seconds()
             for life in self._alive.values():
                 life.thread.join(max(0.0, end - time.monotonic()))
@@ -333,8 +343,11 @@ class _RayRun:
         _log.warning("%s; starting it again (%d of %d)", text, self._restarts[name], allowed)
         return True
 
-    def _ask_all(self, at_once: bool = False) -> None:
-        for life in self._alive.values():
+    def _ask_all(self) -> None:
+        self._ask(self._alive)
+
+    def _ask(self, names: Iterable[str], at_once: bool = False) -> None:
+        for life in [self._alive[name] for name in names]:
             life.actor.stop.remote(at_once)
             if at_once and life.home is None:  # it may be waiting for a machine
                 self._ray.kill(life.actor)

@@ -10,7 +10,7 @@ from monolith.cluster.run_config.learning import (
     TideConfig,
     TrainingConfig,
 )
-from monolith.cluster.run_config.loading import USER_DEFAULTS, load_run_config
+from monolith.cluster.run_config.loading import USER_DEFAULTS, load_run_config, read_tables, said_fields
 from monolith.cluster.run_config.processes import (
     ClusterConfig,
     DiscoveryConfig,
@@ -60,6 +60,8 @@ __all__ = [
     "TrainingConfig",
     "for_rank",
     "load_run_config",
+    "read_tables",
+    "said_fields",
     "settle",
     "settle_for_user",
 ]

@@ -63,6 +63,10 @@ class ClusterConfig(Checked):
     """Stop the servers at the end of training in real time, too, where they otherwise go on serving."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
     """Whose machines these are; a tag of metrics."""
+    listen: str = ""
+    """Host that this process listens on, by which others reach it; empty takes the machine's own address."""
+    port: int = 0
+    """Port that it listens on; 0 takes a free one."""
 
     @property
     def total_ps(self) -> int:
@@ -83,13 +87,19 @@ class ClusterConfig(Checked):
         for name in ("num_extra_ps", "num_redundant_ps"):
             if getattr(self, name) > 0 and not self.num_ps:
                 yield Problem((name, "num_ps"), "there is nothing to add servers to while num_ps is 0")
+        if self.listen in ("0.0.0.0", "::", "[::]", "*"):
+            yield Problem(
+                ("listen",), f"others are told to come here, and {self.listen} is nowhere; name one address"
+            )
+        if not 0 <= self.port <= 65535:
+            yield Problem(("port",), f"must be from 0 to 65535, got {self.port}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiscoveryConfig(Checked):
     """How the processes of a run find each other."""
 
-    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "files"] = "consul"
+    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "files", "ray"] = "consul"
     """Which registry they use."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
@@ -101,6 +111,8 @@ class DiscoveryConfig(Checked):
     """JSON with all addresses and the task of this process, as the variable TF_CONFIG has it."""
     folder: str | None = None
     """With files: a folder that all processes share."""
+    ray: str = "auto"
+    """With Ray: host:port of the cluster's head; auto is the one of RAY_ADDRESS, or of this machine."""
 
     def problems(self) -> Iterator[Problem]:
         if self.kind == "tf_config" and not self.tf_config:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from monolith.cluster.run_config.learning import (
     CheckpointConfig,
@@ -58,6 +59,8 @@ class RunConfig(Checked):
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     tide: TideConfig = field(default_factory=TideConfig)
     candidates: CandidatesConfig = field(default_factory=CandidatesConfig)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    """What else TrainConfig has and no group above: steps, max_steps, seed, metric_window, alert, ..."""
 
     @property
     def distributed(self) -> bool:
@@ -69,7 +72,7 @@ class RunConfig(Checked):
         if self.distributed and not self.job.model_dir:
             yield Problem(
                 ("job.model_dir", *several),
-                "model dir can't be empty: the processes share their files there",
+                "model dir can't be empty: the processes share their files there; give one with --model-dir",
             )
         if self.distributed and self.discovery.kind == "zookeeper" and not self.job.name:
             yield Problem(

@@ -164,7 +164,7 @@ class MetricsConfig(Checked):
     """What a run says about itself, and how often."""
 
     prefix: str | None = None
-    """What names of metrics begin with; None means monolith.training and the job's name."""
+    """What names of metrics begin with; None means monolith."""
     targets: tuple[str, ...] = ()
     """Heads whose predictions are reported."""
     sample_ratio: float | None = None
@@ -177,9 +177,15 @@ class MetricsConfig(Checked):
     """Steps between lines of the log."""
     tensorboard_dir: str = ""
     """Folder of the summaries; empty means model_dir."""
+    port: int | None = None
+    """Where Prometheus may ask for metrics; 0 takes a free port, None serves none."""
+    host: str = "127.0.0.1"
+    """The address of that port. One that others can reach asks for a certificate or the token, as security
+    says."""
 
     def problems(self) -> Iterator[Problem]:
         yield from at_least(1, self, "summary_every_steps", "log_every_steps")
+        yield from not_negative(self, "port")
         if self.sample_ratio is not None and not 0 <= self.sample_ratio <= 1:
             yield Problem(("sample_ratio",), f"must be from 0 to 1, got {self.sample_ratio}")
 

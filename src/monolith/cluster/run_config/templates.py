@@ -26,17 +26,9 @@ _JOB: Mapping[str, object] = {
     "job.model_dir": "runs/my_model",
     "job.mode": Suggested("train"),
 }
-_DATA: Mapping[str, object] = {
-    "data.path": Suggested("data/"),
-    "data.pattern": Suggested("*.tfrecord"),
-    "data.record": Suggested("example"),
-    "kafka.servers": Suggested(["broker:9092"]),
-    "kafka.topics": Suggested(["clicks"]),
-    "kafka.group": Suggested("my_model"),
-}
 _REPORTS: Mapping[str, object] = {
-    "metrics.log_every_steps": Suggested(100),
     "metrics.summary_every_steps": Suggested(100),
+    "metrics.port": Suggested(9100),
 }
 _SECURITY: Mapping[str, object] = {
     "security.token_file": Suggested("/etc/monolith/token"),
@@ -45,17 +37,20 @@ _SECURITY: Mapping[str, object] = {
     "security.ca": Suggested("/etc/monolith/ca.crt"),
 }
 
+_SETTINGS = (
+    "# Settings of the task, such as where its data is: [task]. What else TrainConfig has, such as",
+    "# max_steps, seed or metric_window: [train].",
+)
+
 KINDS: Mapping[str, Mapping[str, object]] = {
     "local": {
         **_JOB,
         "job.local": True,
-        "training.gpu": Suggested(False),
         "training.intra_op_threads": Suggested(8),
         "embedding.prefetch": Suggested(1),
         "checkpoint.every_steps": 1000,
         "checkpoint.keep": Suggested(10),
         "restore.folder": Suggested("runs/older_model"),
-        **_DATA,
         **_REPORTS,
     },
     "ps": {
@@ -64,23 +59,17 @@ KINDS: Mapping[str, Mapping[str, object]] = {
         "job.id": Suggested("2024-01-31-1"),
         "cluster.num_ps": 2,
         "cluster.num_workers": 2,
-        "cluster.num_extra_ps": Suggested(0),
-        "cluster.num_redundant_ps": Suggested(0),
         "discovery.kind": "zookeeper",
         "discovery.zookeeper": "zookeeper:2181",
         **_SECURITY,
-        "failover.partial_recovery": True,
-        "failover.max_retries": Suggested(6),
+        "failover.max_retries": 6,
         "failover.wait": Suggested("30s"),
         "timeouts.operation": Suggested("5m"),
         "timeouts.finish": Suggested("30m"),
-        "training.realtime": Suggested(False),
         "embedding.prefetch": 1,
         "embedding.postpush": True,
-        "dense.prefetch": Suggested(True),
         "checkpoint.every": "10m",
         "checkpoint.keep": Suggested(10),
-        **_DATA,
         **_REPORTS,
     },
     "sync": {
@@ -96,7 +85,6 @@ KINDS: Mapping[str, Mapping[str, object]] = {
         "checkpoint.every_steps": 10_000,
         "checkpoint.merge_ranks": Suggested(True),
         "checkpoint.keep": Suggested(10),
-        **_DATA,
         **_REPORTS,
     },
     "serve": {
@@ -137,6 +125,8 @@ def template(kind: str) -> str:
             lines += ["", f"[{above}]"]
             table = above
         lines += ["", *_lines(info, name, KINDS[kind][info.path])]
+    if kind != "serve":
+        lines += ["", *_SETTINGS]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,93 @@
+"""What a training came to, as plain data: printed for a person, or as JSON.
+
+A process that was launched by another hands it over marked, in a line of its output, and prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from monolith.cli.train_options import TrainOptions
+from monolith.observe.progress import describe_rate, describe_seconds
+
+if TYPE_CHECKING:
+    from monolith.train import Task, TrainConfig, TrainReport
+
+MARK = "MONOLITH_REPORT_MARK"
+"""The variable with the word that a report begins with, for who launched the process that writes it."""
+
+
+def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:
+    """Return what a run did, as JSON can hold it."""
+    return {
+        "task": task.name,
+        "model_dir": config.model_dir or None,
+        "step": report.step,
+        "steps": report.steps,
+        "examples": report.examples,
+        "seconds": round(report.seconds, 3),
+        "examples_per_s": round(report.examples / report.seconds if report.seconds > 0 else 0.0, 1),
+        "stop_reason": report.stop_reason,
+        "restored_from": report.restored_from,
+        "checkpoint": report.checkpoint,
+        "metrics": {
+            name: None if math.isnan(rows[-1].value) else rows[-1].value
+            for name, rows in report.windows.items()
+            if rows
+        },
+    }
+
+
+def write_report(report: Mapping[str, Any], options: TrainOptions, environ: Mapping[str, str]) -> None:
+    """Hand a report to the launcher, if there is one; or print it, as JSON if so asked."""
+    if environ.get(MARK):
+        sys.stdout.write(f"{environ[MARK]} {json.dumps(report)}\n")
+        sys.stdout.flush()
+    elif options.json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        print_report(report, options)
+
+
+def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
+    """Print what a run did for a person."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    facts = {
+        "ended": report["stop_reason"],
+        "steps": f"{report['steps']:,} in {describe_seconds(report['seconds'])}, {report['step']:,} in all",
+        "examples": f"{report['examples']:,}, {describe_rate(report['examples_per_s'], 'examples')}",
+        **{
+            name.replace("/", " "): f"{value:.4f}"
+            for name, value in report["metrics"].items()
+            if name.endswith("auc") and value is not None
+        },
+    }
+    if report["restored_from"] is not None:
+        facts["went on from"] = report["restored_from"]
+    if not report["model_dir"]:
+        facts["kept"] = "nothing; give --model-dir to keep what was learned"
+    elif report["checkpoint"] is not None:
+        facts["checkpoint"] = report["checkpoint"]
+        facts["evaluate with"] = evaluate_command(options, report["model_dir"])
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(report['task'])}[/]")
+    for name, value in facts.items():
+        console.print(f"  [cyan]{escape(name):<14}[/]{escape(value)}", soft_wrap=True)
+
+
+def evaluate_command(options: TrainOptions, model_dir: str) -> str:
+    """Return the command that measures what was trained."""
+    words: Sequence[str] = ["monolith", "evaluate", *([] if options.task is None else [options.task])]
+    words = [*words, "--model-dir", model_dir]
+    if options.config is not None:
+        words = [*words, "--config", str(options.config)]
+    for text in options.set:
+        words = [*words, "--set", text]
+    return shlex.join(words)
