@@ -35,6 +35,7 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
+from monolith.train.fleet import LOST_AFTER, NEWS_EVERY
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.session import Model as TrainedModel
 
@@ -142,6 +143,9 @@ def run_fleet(
     hooks: HooksOf = lambda _: (),
     trainers: Callable[[int, Trainer], object] = lambda *_: None,
     task_of: Callable[[int], Task] | None = None,
+    finish_timeout: timedelta = timedelta(seconds=PATIENT),
+    lost_after: timedelta = LOST_AFTER,
+    news_every: timedelta = NEWS_EVERY,
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
@@ -175,7 +179,9 @@ def run_fleet(
             num_ps=num_ps,
             num_workers=num_workers,
             start_timeout=timedelta(seconds=PATIENT),
-            finish_timeout=timedelta(seconds=PATIENT),
+            finish_timeout=finish_timeout,
+            lost_after=lost_after,
+            news_every=news_every,
         ) as fleet:
             trainer = Trainer(
                 task if task_of is None else task_of(index), settings, hooks=hooks(index), fleet=fleet

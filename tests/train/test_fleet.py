@@ -15,7 +15,13 @@ from train.fleets import PATIENT, Outcome, Tallied, TalliedModel, read_model, ru
 from monolith.checkpoint import read_manifest
 from monolith.cluster import MemoryDiscovery
 from monolith.data import ClickLog, ClickLogConfig, Stream
-from monolith.errors import BarrierAlreadyPlacedError, ClusterError, ConfigError, RestoreError
+from monolith.errors import (
+    BarrierAlreadyPlacedError,
+    ClusterError,
+    ConfigError,
+    RestoreError,
+    UnavailableError,
+)
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.store import LocalStore
@@ -411,3 +417,66 @@ def test_what_is_not_counted_is_refused() -> None:
         serve_parameters(TASK, TrainConfig(), MemoryDiscovery(), index=2, num_ps=2, num_workers=1)
     with pytest.raises(ConfigError, match="num_redundant_ps"):
         join_fleet(MemoryDiscovery(), index=0, num_ps=1, num_workers=1, num_redundant_ps=1)
+
+
+# Workers that are slow, or gone
+
+
+class Slow(Hook):
+    """Takes its time until it is told to stop."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        for _ in range(int(PATIENT / 0.01)):
+            if self._run.session._fleet.stop_reason is not None or self._run.session._fleet.is_halted:
+                return
+            threading.Event().wait(0.01)
+
+
+def test_a_chief_who_is_done_asks_the_others_to_stop_after_a_while_and_saves_what_they_did(
+    tmp_path: Path,
+) -> None:
+    outcome = run_fleet(
+        TASK,
+        tmp_path,
+        hooks=lambda worker: (lambda run: [Slow(run)]) if worker == 1 else [],
+        finish_timeout=timedelta(seconds=1),
+        save=SaveConfig(steps=1000),
+    )
+    assert "the chief has waited 0:00:01" in outcome.report(1).stop_reason
+    saved = read_model(TASK, tmp_path)
+    assert 10 < saved.step == outcome.chief.step < TASK.batches
+    assert sum(saved.tally.values()) == 8 * saved.step
+
+
+class Gone(Hook):
+    """Is silent from its second step on, as if its process were killed, until the other has noticed."""
+
+    def __init__(self, run: Any, noticed: threading.Event) -> None:
+        self._run, self._noticed = run, noticed
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self._run.session._fleet._close_listener()
+        assert self._noticed.wait(PATIENT)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_worker_that_is_not_heard_of_any_more_ends_the_run(tmp_path: Path, gone: int) -> None:
+    noticed = threading.Event()
+
+    class Notice(Hook):
+        def close(self) -> None:
+            noticed.set()
+
+    outcome = run_fleet(
+        TASK,
+        tmp_path,
+        hooks=lambda worker: (lambda run: [Gone(run, noticed)]) if worker == gone else [Notice()],
+        lost_after=timedelta(seconds=1),
+        news_every=timedelta(seconds=0.1),
+        save=SaveConfig(steps=4),
+    )
+    with pytest.raises(UnavailableError, match=rf"worker {gone}.* was not heard of for"):
+        outcome.report(1 - gone)

@@ -28,10 +28,10 @@ from monolith.table import TableConfig
 _log = logging.getLogger(__name__)
 
 POLL = 10.0
-"""Seconds that a worker waits for news at a time; they come at once when there are any."""
+"""Seconds that one call waits for something to happen."""
+NEWS_EVERY = timedelta(seconds=POLL)
 LOST_AFTER = timedelta(seconds=60)
 """A worker that was not heard of for so long is lost."""
-WORK_POLL = 10.0
 FAREWELL = 5.0
 """Seconds that the others have to hear that the run is over."""
 
@@ -60,6 +60,8 @@ def join_fleet(
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta | None = None,
+    lost_after: timedelta = LOST_AFTER,
+    news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
     """Wait for the servers of a run and return this worker's place among its processes.
@@ -70,6 +72,8 @@ def join_fleet(
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
+        lost_after: How long another worker may be silent.
+        news_every: How often each says that it lives; of news it hears at once.
         on_waiting: Told who is missing.
 
     Raises:
@@ -96,7 +100,15 @@ def join_fleet(
     addresses = manager.query_ps(num_ps)
     group = ServerGroup(addresses, guard=guard, **({} if call_timeout is None else {"timeout": call_timeout}))
     try:
-        return Fleet(group, index, num_workers, start_timeout=start_timeout, finish_timeout=finish_timeout)
+        return Fleet(
+            group,
+            index,
+            num_workers,
+            start_timeout=start_timeout,
+            finish_timeout=finish_timeout,
+            lost_after=lost_after,
+            news_every=news_every,
+        )
     except BaseException:
         group.close()
         raise
@@ -105,8 +117,7 @@ def join_fleet(
 class Fleet:
     """One worker's place in a fleet. Used by its training thread; closes the group in the end.
 
-    Args:
-        lost_after: How long another worker may be silent.
+    Args: see `join_fleet`.
     """
 
     def __init__(
@@ -118,6 +129,7 @@ class Fleet:
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
         lost_after: timedelta = LOST_AFTER,
+        news_every: timedelta = NEWS_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= index < num_workers:
@@ -128,6 +140,7 @@ class Fleet:
         self._start_timeout = start_timeout
         self._finish_timeout = finish_timeout
         self._lost_after = lost_after.total_seconds()
+        self._news_every = news_every.total_seconds()
         self._clock = clock
         self._stores = 0
         self._held = False
@@ -263,20 +276,29 @@ class Fleet:
     def wait_for_others(self, idle: Callable[[], None]) -> list[State]:
         """Wait, as the chief, until all others have left; return their last states, in order.
 
+        After `finish_timeout` they are asked to stop where they are.
+
         Args:
             idle: Called every second meanwhile.
 
         Raises:
-            DeadlineExceededError: They take longer than `finish_timeout`.
+            UnavailableError: One was not heard of any more.
+            DeadlineExceededError: One does not stop.
         """
+        asked_at: float | None = None
         limit = self._clock() + self._finish_timeout.total_seconds()
-        while self._missing(left=True, wait=1.0):
+        while missing := self._missing(left=True, wait=1.0):
+            self._check_heard(missing)
             idle()
-            if self._clock() >= limit:
-                missing = self._missing(left=True, wait=0.0)
+            now = self._clock()
+            if asked_at is None and now >= limit:
+                _log.warning("workers %s still train; asking them to stop", ", ".join(missing))
+                self.stop(f"the chief has waited {self._finish_timeout} for this worker")
+                asked_at = now
+            elif asked_at is not None and now - asked_at > self._lost_after:
                 raise DeadlineExceededError(
-                    f"the chief waited {self._finish_timeout} for workers {', '.join(missing)} to finish; "
-                    "what they trained since the last checkpoint is lost"
+                    f"workers {', '.join(missing)} were asked to stop and did not in {self._lost_after:g} s; "
+                    "what was trained since the last checkpoint is lost"
                 )
         return self._states()
 
@@ -297,11 +319,15 @@ class Fleet:
         """
         if well:
             self.group.call(0, "meeting.over", run=self._run, wait=FAREWELL)
-        for server in range(len(self.group)):
+
+        def tell(server: int, _: Mapping[str, Any]) -> dict[str, Any]:
             try:
-                self.group.call(server, "server.end", run=self._run)
+                return self.group.call(server, "server.end", run=self._run)
             except ClusterError as error:
                 _log.warning("could not tell server %d that the run is over: %s", server, error)
+                return {}
+
+        self._on_each(tell, [{}] * len(self.group))
 
     def close(self) -> None:
         """Let go of the servers. Closing again does nothing."""
@@ -327,11 +353,17 @@ class Fleet:
         Raises:
             MonolithError: What one of them raised.
         """
+        return self._on_each(lambda server, body: self._work(server, name, dict(body)), bodies)
+
+    def _on_each(
+        self, call: Callable[[int, Mapping[str, Any]], dict[str, Any]], bodies: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Call all servers at a time; return their answers in order, or raise the first error."""
         answers: list[dict[str, Any] | BaseException | None] = [None] * len(bodies)
 
         def ask(server: int, body: Mapping[str, Any]) -> None:
             try:
-                answers[server] = self._work(server, name, dict(body))
+                answers[server] = call(server, body)
             except BaseException as error:
                 answers[server] = error
 
@@ -352,7 +384,7 @@ class Fleet:
         job = secrets.token_hex(8)
         self.group.call(server, "job.start", work=name, body=body, job=job)
         while True:
-            answer = self.group.call(server, "job.wait", job=job, wait=WORK_POLL)
+            answer = self.group.call(server, "job.wait", job=job, wait=POLL)
             if answer["done"]:
                 return dict(answer["answer"])
 
@@ -366,10 +398,13 @@ class Fleet:
 
     def _gather(self) -> list[State]:
         while missing := self._missing(left=False, wait=1.0):
-            for worker, silent in missing.items():
-                if silent is not None and silent > self._lost_after:
-                    raise _lost(worker, silent)
+            self._check_heard(missing)
         return self._states()
+
+    def _check_heard(self, missing: Mapping[str, float | None]) -> None:
+        for worker, silent in missing.items():
+            if silent is not None and silent > self._lost_after:
+                raise _lost(worker, silent)
 
     def _states(self) -> list[State]:
         answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
@@ -382,7 +417,7 @@ class Fleet:
         return dict(answer["missing"])
 
     def _listen(self) -> None:
-        self._listener = _Listener(self.group, self._run, self.index)
+        self._listener = _Listener(self.group, self._run, self.index, self._news_every)
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -393,8 +428,9 @@ class Fleet:
 class _Listener:
     """Asks for news on a thread of its own, so that a worker hears of a halt without asking at every step."""
 
-    def __init__(self, group: ServerGroup, run: str, worker: int) -> None:
+    def __init__(self, group: ServerGroup, run: str, worker: int, every: float) -> None:
         self._group = group
+        self._every = every
         self._body = {"run": run, "worker": worker}
         self._changed = threading.Condition()  # guards what follows
         self.halt: int | None = None
@@ -445,7 +481,7 @@ class _Listener:
         seen = -1
         while not self._closed and not self._over:
             try:
-                news = self._group.call(0, "meeting.news", **self._body, seen=seen, wait=POLL)
+                news = self._group.call(0, "meeting.news", **self._body, seen=seen, wait=self._every)
             except Exception as error:
                 self._note(error=error)
                 return
