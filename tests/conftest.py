@@ -1,4 +1,4 @@
-"""For all tests: real servers, started when first asked for, and logging as each test found it."""
+"""For all tests: real servers, started when first asked for, logging as each test found it, and no hurry."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 pytest_plugins = ("services.fixtures",)
+
+settings.register_profile("unhurried", settings.default, deadline=None)  # machines are slow at times
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 text=True,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(TESTS),
+                    "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
                     "OMP_NUM_THREADS": "1",
                     "TMPDIR": str(tmp_path),
                 },

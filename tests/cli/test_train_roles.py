@@ -132,7 +132,7 @@ def test_a_signal_ends_a_worker_that_waits_for_servers(tmp_path: Path) -> None:
         [sys.executable, "-m", "monolith", "train", *words(tmp_path)],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     ) as process:
         assert process.stderr is not None
         try:
@@ -251,7 +251,11 @@ def test_one_server_and_one_worker_train_in_two_processes(
             *(sys.executable, "-m", "monolith", "train", *words(tmp_path)),
             *("--cluster.role", "ps", "--cluster.listen", "127.0.0.1"),
         ],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
     ) as server:
         try:
             assert run(tmp_path, "--json", "--set", "batches=4", "--job.submitted-at", "1") == 0

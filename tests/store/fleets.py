@@ -43,7 +43,7 @@ def start(stack: ExitStack, port: int, number: int, count: int) -> tuple[subproc
         [sys.executable, "-m", "store.fleets", str(port), str(number), str(count)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -88,7 +88,7 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
         [sys.executable, "-m", "data.service.processes", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
     assert process.stdout is not None
     return process, process.stdout.readline().strip()
