@@ -58,7 +58,7 @@ def check_training(names: dict[str, Any]) -> None:
 def check_distributed(names: dict[str, Any]) -> None:
     model = names["folder"] / "model"
     steps = sorted(int(path.suffixes[0].split("-")[1]) for path in model.glob("model.ckpt-*.manifest"))
-    assert steps[0] in (40, 41)  # either of two workers may be the one that reaches it
+    assert 40 <= steps[0] <= 60  # the chief saves at its first step from 40 on; the other may be ahead
     assert steps[-1] == 80
     assert [start["from_step"] for start in read_run_manifest(str(model))] == [60, 0]
 
