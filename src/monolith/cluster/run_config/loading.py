@@ -45,7 +45,6 @@ NOT_CONFIG = (
     "MONOLITH_ZOOKEEPER",
     "MONOLITH_VECTORS",
     "MONOLITH_SERVICES",
-    "MONOLITH_REQUIRE_RAY",
     "MONOLITH_REPORT_MARK",
 )
 """Variables of ours that commands and tests read."""
