@@ -177,6 +177,11 @@ class Moment:
         self._cuts = cuts
         self._saved_at = saved_at
 
+    @property
+    def kind(self) -> str:
+        """What is written: all, or only what changed since the checkpoint before."""
+        return "full" if self.after is None else "incremental"
+
     def write(self) -> str:
         """Write the checkpoint and let the saver list it; return its prefix.
 
@@ -210,7 +215,7 @@ class Moment:
         parts = {name: cut.write(prefix, full=full) for name, cut in self._cuts.items()}
         manifest = Manifest(
             step=self.step,
-            kind="full" if full else "incremental",
+            kind=self.kind,
             parts=parts,
             saved_at=self._saved_at,
             after=None if self.after is None else filesystem.base_name(self.after.chain[-1]),

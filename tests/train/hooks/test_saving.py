@@ -53,6 +53,8 @@ class Checkpoints:
 
 
 class Moment:
+    kind = "incremental"
+
     def __init__(self, owner: Checkpoints, step: int) -> None:
         self.owner = owner
         self.step = step
@@ -119,6 +121,14 @@ def by_steps(steps: int, **options: object) -> SaveConfig:
 def test_one_step_then_the_end_saves_that_step_and_not_the_first(checkpoints):
     train([SaveHook(checkpoints)], 1)
     assert checkpoints.steps == [1]
+
+
+def test_the_log_says_whether_all_was_written_or_what_changed(checkpoints, caplog):
+    caplog.set_level("INFO")
+    train([SaveHook(checkpoints, SaveConfig(steps=100))], 1)
+    train([SaveHook(checkpoints, SaveConfig(steps=1), dense_only=True)], 1)
+    assert "saved step 1 (incremental)" in caplog.text
+    assert "saved step 1 (dense_only)" in caplog.text
 
 
 def test_the_first_state_is_saved_where_that_is_asked_for(checkpoints):

@@ -42,6 +42,10 @@ _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 36
 class Moment(Protocol):
     """The state of one step, held fast until it is closed."""
 
+    @property
+    def kind(self) -> str:
+        """What is written of it, in a word: all of it ("full"), or what changed ("incremental")."""
+
     def write(self) -> str | None:
         """Write it and return where: the prefix of its files. May be called again after a failure."""
 
@@ -396,7 +400,8 @@ class SaveHook(Hook):
         seconds = self._clock() - save.started
         self._count_saved.inc(mode=self._mode)
         self._time_saved.observe(seconds, mode=self._mode)
-        _log.info("saved step %d (%s) in %.1f s: %s", save.step, self._mode, seconds, prefix)
+        kind = self._mode if self._dense_only else moment.kind
+        _log.info("saved step %d (%s) in %.1f s: %s", save.step, kind, seconds, prefix)
         if self._on_saved is not None:
             try:
                 self._on_saved(save.step, prefix)
