@@ -217,8 +217,11 @@ def test_a_registration_that_the_agent_refuses_is_an_error_with_its_words(agent,
         client.deregister("job", 1)
 
 
-def test_deregistering_what_the_agent_does_not_know_is_no_error(client):
+def test_deregistering_what_the_agent_does_not_know_asks_it_and_is_no_error(agent, client):
+    client.register("job", 2)
     client.deregister("job", 1)
+    assert any("deregister" in path for _, path in agent.requests)
+    eventually(lambda: len(client.lookup("job")) == 1)
 
 
 def test_names_may_be_of_any_characters(client):
