@@ -33,7 +33,7 @@ demo: setup  ## Train a model and watch it learn
 	$(BIN)/monolith demo
 
 test: setup  ## The tests, without the slow ones
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not soak'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not soak'
 
 check: setup  ## Lint, format, types, import direction
 	$(BIN)/ruff check .

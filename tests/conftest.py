@@ -10,8 +10,30 @@ from hypothesis import settings
 
 pytest_plugins = ("services.fixtures",)
 
+SLOW_FILES = (
+    "test_guides.py",
+    "test_launching.py",
+    "test_fleet.py",
+    "test_kill_trainer.py",
+    "test_kill_fleet.py",
+    "test_train_roles.py",
+    "test_demo.py",
+    "test_data_service.py",
+    "test_remote.py",
+    "test_learning.py",
+    "test_ray.py",
+    "test_zookeeper.py",
+    "test_kafka.py",
+    "test_examples.py",
+)
+"""Begun first, so that no worker is left with one of them when the others are done."""
+
 settings.register_profile("unhurried", settings.default, deadline=None)  # machines are slow at times
 settings.load_profile("unhurried")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,7 @@ def test_kill_9_of_the_launcher_leaves_nobody_behind(start: Any, tmp_path: Path)
     wait_until(lambda: not processes_with(str(tmp_path / "m")), "some still run")
 
 
+@pytest.mark.soak
 def test_a_member_that_fails_ends_the_run_and_is_named(start: Any, tmp_path: Path) -> None:
     process = start("--set", "batchez=3")
     assert process.wait(LIMIT) == 2

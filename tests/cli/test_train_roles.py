@@ -232,6 +232,7 @@ def test_a_worker_does_not_begin_again_when_it_was_stopped_or_did_wrong() -> Non
         with_failover(failing(1, ConfigError("wrong")), failover(5), Metrics(), Stopper())
 
 
+@pytest.mark.soak
 def test_one_server_and_one_worker_train_in_two_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,8 @@ class Files:
 
 
 class OneFile:
+    kind = "full"
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
