@@ -136,12 +136,6 @@ class Table {
     std::uint32_t position;
     std::uint32_t count;
   };
-  // What a call brings for each id: `width` floats. Null where it brings nothing, or nothing that pays to
-  // move.
-  struct Given {
-    const float* rows = nullptr;
-    std::size_t width = 0;
-  };
   struct Directory;
   struct Body;
   struct Batch;
@@ -153,17 +147,17 @@ class Table {
   void write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
              const Work& work);
   template <class Work>
-  void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, bool moved,
-                   EventTimes times, OnAbsent absent, bool touch, const Work& work);
+  void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
+                   OnAbsent absent, bool touch, const Work& work);
   template <class Work>
   void write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
                     EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
-                    const float* given, const std::uint32_t* next, float* scratch);
+                    const std::uint32_t* next, float* scratch);
   void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
              OnAbsent absent, Slot* const* slots, std::byte** rows, bool* fresh);
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
-  void group(std::span<const std::int64_t> ids, int bits, Given given, Batch& batch) const;
+  void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
   std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
                              EventTimes merged) const;
 

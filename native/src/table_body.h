@@ -110,7 +110,6 @@ struct Table::Batch {
   Scratch<std::uint32_t> next;        // dedup: from one sighting of an id to the one after it
   Scratch<std::uint32_t> times;       // dedup with a time for each id: those times, merged
   Scratch<std::uint32_t> sightings;   // dedup with a count for each id: those counts, merged
-  Scratch<float> given;               // what the call brings, in the order of the items; see Given
   std::vector<std::uint32_t> starts;  // where each group begins, and one past the last
   std::vector<std::uint32_t> counts;  // chunks x groups, while grouping
 };

@@ -12,14 +12,6 @@ namespace {
 
 constexpr int kMaxGroupBits = 12;
 constexpr std::size_t kLine = 64;
-// What a call brings, up to so many floats an id, is moved into the order of the groups, so that it is read
-// one after another. That pays where a processor has few cache misses in flight, as Neoverse N1; one that has
-// more hides the misses for less than the moving costs. Wider rows cost more to move than to fetch.
-#if defined(__aarch64__)
-constexpr std::size_t kMovedFloats = 32;
-#else
-constexpr std::size_t kMovedFloats = 0;
-#endif
 
 inline void prefetch_for_write(const void* data, std::size_t bytes) {
   const auto* at = static_cast<const std::byte*>(data);
@@ -29,16 +21,6 @@ inline void prefetch_for_write(const void* data, std::size_t bytes) {
 inline void prefetch_for_read(const void* data, std::size_t bytes) {
   const auto* at = static_cast<const std::byte*>(data);
   for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line);
-}
-
-// The usual widths are spelled out, so that a row is copied in a few instructions.
-inline void copy_floats(float* to, const float* from, std::size_t count) {
-  if (count == 16)
-    std::memcpy(to, from, 16 * sizeof(float));
-  else if (count == 32)
-    std::memcpy(to, from, 32 * sizeof(float));
-  else
-    std::memcpy(to, from, count * sizeof(float));
 }
 
 inline std::uint64_t group_of(std::uint64_t hash, int bits) {
@@ -69,11 +51,10 @@ void Table::advance_clock(std::size_t count, EventTimes times) {
 }
 
 // A stable counting sort by the leading `bits` bits of the hash.
-void Table::group(std::span<const std::int64_t> ids, int bits, Given given, Batch& batch) const {
+void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) const {
   const std::size_t count = ids.size();
   const std::size_t groups = std::size_t{1} << bits;
   Item* items = batch.items.ensure(count);
-  float* moved = given.rows != nullptr ? batch.given.ensure(count * given.width) : nullptr;
   const int threads = workers_ != nullptr ? workers_->threads() : 1;
   const std::size_t chunks = threads > 1 && count >= 16384 ? threads : 1;
   const std::size_t chunk = (count + chunks - 1) / chunks;
@@ -95,10 +76,7 @@ void Table::group(std::span<const std::int64_t> ids, int bits, Given given, Batc
     std::uint32_t* places = batch.counts.data() + begin / chunk * groups;
     for (std::size_t i = begin; i < end; ++i) {
       const std::uint64_t hash = mix(ids[i]);
-      const std::uint32_t place = places[group_of(hash, bits)]++;
-      items[place] = {hash, static_cast<std::uint32_t>(i), 1};
-      if (moved != nullptr)
-        copy_floats(moved + place * given.width, given.rows + i * given.width, given.width);
+      items[places[group_of(hash, bits)]++] = {hash, static_cast<std::uint32_t>(i), 1};
     }
   });
 }
@@ -192,7 +170,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
 template <class Work>
 void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
                          EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched,
-                         const Work& work, const float* given, const std::uint32_t* next, float* scratch) {
+                         const Work& work, const std::uint32_t* next, float* scratch) {
   const std::size_t row_bytes = entry_.row_bytes();
   Slot* slots[kWindow];
   std::byte* rows[kWindow];
@@ -219,7 +197,7 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
     } else {
       fetch_row(i);
     }
-    if (given == nullptr) work.prefetch(items[i].position);
+    work.prefetch(items[i].position);
   }
   for (std::size_t l = 0; l < late_count; ++l) {
     slots[late[l]] = index.find(items[late[l]].hash);
@@ -238,17 +216,15 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
     if (i < ahead)
       body.prefetch(items[count + i].hash);  // of the next window, while this one's rows are worked on
     if (rows[i] == nullptr) continue;
-    work(rows[i], fresh[i], items[i],
-         given != nullptr ? given + i * work.width() : work.at(items[i].position), next, scratch);
+    work(rows[i], fresh[i], items[i], next, scratch);
     if (touched != nullptr) touched->push_back(unmix(items[i].hash));
   }
 }
 
 template <class Work>
-void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, bool moved,
-                        EventTimes times, OnAbsent absent, bool touch, const Work& work) {
+void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
+                        OnAbsent absent, bool touch, const Work& work) {
   const Item* items = batch.items.data();
-  const float* given = moved ? batch.given.data() : nullptr;
   std::vector<float> scratch(2 * entry_.scratch_floats());
   std::vector<std::int64_t> touched;
   epochs_.collect();  // what earlier tasks outgrew
@@ -272,7 +248,7 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
     while (count < kWindow && at + count < end && part->owns(items[at + count].hash)) ++count;
     const std::size_t ahead = std::min(kWindow, end - at - count);
     write_window(body, *part, items + at, count, ahead, times, absent, touch ? &touched : nullptr, work,
-                 given != nullptr ? given + at * work.width() : nullptr, batch.next.data(), scratch.data());
+                 batch.next.data(), scratch.data());
     at += count;
     if (part->rows > part->split_at) split(body, *part);
   }
@@ -289,10 +265,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
-  // Sightings of one id that are brought together are read where they are: they are few, and far apart.
-  const bool moved = !dedup && work.width() > 0 && work.width() <= kMovedFloats;
-  group(ids, std::min(body.depth(), kMaxGroupBits), moved ? Given{work.at(0), work.width()} : Given{},
-        *batch);
+  group(ids, std::min(body.depth(), kMaxGroupBits), *batch);
   if (dedup) {
     batch->next.ensure(ids.size());
     if (times.each != nullptr) {  // a copy, in which equal ids come to share the latest of their times
@@ -319,7 +292,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
     const std::size_t begin = batch->starts[cuts[task]];
     const std::size_t end =
         dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
-    write_items(body, *batch, begin, end, moved, times, absent, touch, work);
+    write_items(body, *batch, begin, end, times, absent, touch, work);
   };
   spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
     for (std::size_t task = first; task < last; ++task) run(task);
@@ -332,48 +305,54 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
 
 namespace {
 
-// What a call brings for each id, by its position: `width` floats.
-struct Brings {
-  const float* rows;
-  std::size_t dim;
-  std::size_t width() const { return dim; }
-  const float* at(std::uint32_t position) const { return rows + position * dim; }
-  void prefetch(std::uint32_t position) const { prefetch_for_read(at(position), dim * sizeof(float)); }
-};
-
-struct Assign : Brings {
+struct Assign {
   const Entry& entry;
+  const float* values;
+  std::size_t dim;
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item&, const float* value, const std::uint32_t*,
-                  float*) const {
-    entry.write(row, value);
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
+    entry.write(row, values + item.position * dim);
     if (fresh) entry.initialize_state(row);
   }
 };
 
-struct AssignAdd : Brings {
+struct AssignAdd {
   const Entry& entry;
+  const float* values;
+  std::size_t dim;
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const float* more, const std::uint32_t*,
-                  float* scratch) const {
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float* scratch) const {
     if (fresh) entry.initialize(row, unmix(item.hash));
     entry.read(row, scratch);
+    const float* more = values + item.position * dim;
     for (std::size_t i = 0; i < dim; ++i) scratch[i] += more[i];
     entry.write(row, scratch);
   }
 };
 
-struct Train : Brings {
+struct Train {
   const Entry& entry;
+  const float* gradients;
   const float* latest;
   const float* rates;
   std::int64_t step;
+  std::size_t dim;
   StepKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(gradients + position * dim, dim * sizeof(float));
+  }
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const float* gradient,
-                  const std::uint32_t* next, float* scratch) const {
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t* next,
+                  float* scratch) const {
     const std::int64_t id = unmix(item.hash);
     if (fresh) entry.initialize(row, id);
+    const float* gradient = gradients + item.position * dim;
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
     if (item.count > 1) {
       float* sum = scratch + dim;
@@ -381,7 +360,7 @@ struct Train : Brings {
       std::uint32_t position = item.position;
       for (std::uint32_t i = 1; i < item.count; ++i) {
         position = next[position];
-        const float* more = at(position);
+        const float* more = gradients + position * dim;
         for (std::size_t j = 0; j < dim; ++j) sum[j] += more[j];
       }
       gradient = sum;
@@ -397,26 +376,27 @@ struct Train : Brings {
 struct Reinitialize {
   const Entry& entry;
   std::int8_t* status;
-  std::size_t width() const { return 0; }
-  const float* at(std::uint32_t) const { return nullptr; }
   void prefetch(std::uint32_t) const {}
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const float*, const std::uint32_t*,
-                  float*) const {
+  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
     entry.initialize(row, unmix(item.hash));
     status[item.position] = fresh ? 0 : 1;
   }
 };
 
-struct Restore : Brings {
+struct Restore {
   const Entry& entry;
+  const float* values;
   const float* state;
   const std::uint8_t* fresh_state;
+  std::size_t dim;
   std::size_t state_dim;
+  void prefetch(std::uint32_t position) const {
+    prefetch_for_read(values + position * dim, dim * sizeof(float));
+  }
   template <class Item>
-  void operator()(std::byte* row, bool, const Item& item, const float* value, const std::uint32_t*,
-                  float*) const {
-    entry.write(row, value);
+  void operator()(std::byte* row, bool, const Item& item, const std::uint32_t*, float*) const {
+    entry.write(row, values + item.position * dim);
     if (state == nullptr || (fresh_state != nullptr && fresh_state[item.position]))
       entry.initialize_state(row);
     else
@@ -456,13 +436,12 @@ void Table::assign(std::span<const std::int64_t> ids, const float* values, Event
   const std::size_t dim = entry_.dim();
   without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
     write(ids.subspan(begin, end - begin), times.from(begin), OnAbsent::kAsk, false, false,
-          Assign{{values + begin * dim, dim}, entry_});
+          Assign{entry_, values + begin * dim, dim});
   });
 }
 
 void Table::assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
-  write(ids, times, OnAbsent::kAsk, false, false,
-        AssignAdd{{values, static_cast<std::size_t>(dim())}, entry_});
+  write(ids, times, OnAbsent::kAsk, false, false, AssignAdd{entry_, values, static_cast<std::size_t>(dim())});
 }
 
 void Table::apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
@@ -476,11 +455,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
-        Train{{gradients, static_cast<std::size_t>(dim())},
-              entry_,
-              latest,
-              rates.data(),
-              step,
+        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),
               entry_.plain_kernel(rates)});
 }
 
@@ -495,11 +470,8 @@ void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* time
   const std::size_t state_dim = entry_.state_dim();
   without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
     write(ids.subspan(begin, end - begin), {0, times + begin}, OnAbsent::kCreate, false, false,
-          Restore{{values + begin * dim, dim},
-                  entry_,
-                  state != nullptr ? state + begin * state_dim : nullptr,
-                  fresh_state != nullptr ? fresh_state + begin : nullptr,
-                  state_dim});
+          Restore{entry_, values + begin * dim, state != nullptr ? state + begin * state_dim : nullptr,
+                  fresh_state != nullptr ? fresh_state + begin : nullptr, dim, state_dim});
   });
 }
 
