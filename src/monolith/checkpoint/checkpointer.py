@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from monolith import filesystem
 from monolith.checkpoint.manifest import Link, Manifest, read_chain, write_manifest
@@ -178,7 +178,7 @@ class Moment:
         self._saved_at = saved_at
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Literal["full", "incremental"]:
         """What is written: all, or only what changed since the checkpoint before."""
         return "full" if self.after is None else "incremental"
 
