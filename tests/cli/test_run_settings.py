@@ -338,7 +338,8 @@ def test_what_cannot_be_done_is_never_passed_over(flags: list[str], says: str) -
 
 
 def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
-    trained(None, "--training.synchronous", "false", "--failover.no-partial-recovery", "--nouse_dataservice")
+    flags = ["--training.synchronous", "false", "--failover.no-partial-recovery", "--nouse_dataservice"]
+    assert trained(None, *flags) == TrainConfig()
 
 
 def test_fields_of_servers_of_requests_are_left_alone() -> None:

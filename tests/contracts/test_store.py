@@ -255,8 +255,10 @@ def test_a_store_serves_one_model(make: MakeStore) -> None:
 
 
 def test_a_store_without_dense_variables_has_none_to_move(store: Store) -> None:
+    train(store, keys([1], []), [1, 2])
     store.push_dense()
     store.pull_dense()
+    assert store.lookup(keys([1], [])).tolist() == [0, -1]
 
 
 def test_a_closed_store_answers_no_more(store: Store) -> None:

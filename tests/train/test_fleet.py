@@ -19,6 +19,7 @@ from monolith.errors import (
     BarrierAlreadyPlacedError,
     ClusterError,
     ConfigError,
+    MonolithError,
     RestoreError,
     UnavailableError,
 )
@@ -123,6 +124,18 @@ def test_another_number_of_workers_cannot_go_on_with_the_data_and_is_told_what_t
         outcome.report(0)
     with pytest.raises(RestoreError, match=r"saved by 2 workers.*this run has 1"):
         Trainer(TASK, TrainConfig(model_dir=str(tmp_path))).train()
+
+
+def test_a_damaged_piece_of_a_checkpoint_is_named_by_the_server_that_reads_it(tmp_path: Path) -> None:
+    run_fleet(TASK, tmp_path, hooks=lambda _: [StopAt(6)])
+    newest = max(tmp_path.glob("model.ckpt-*.assets"), key=lambda path: int(path.stem.split("-")[1]))
+    (damaged,) = (newest / "ps-1-of-2").glob("tally.*-00000-of-00001")
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(MonolithError, match=damaged.name):
+        run_fleet(TASK, tmp_path).report(0)
+    assert damaged.read_bytes() == data
 
 
 @pytest.mark.parametrize("fails", [0, 1])

@@ -71,7 +71,7 @@ class RestoreConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One run in one process."""
+    """One run, as each process of it sees it."""
 
     model_dir: str = ""
     """Where checkpoints, summaries and the run's manifest go; "" keeps nothing."""

@@ -1,4 +1,4 @@
-"""Trainer: runs a task in one process, from data to checkpoint and back.
+"""Trainer: runs a task from data to checkpoint and back, in one process or as a worker of a fleet.
 
     trainer = Trainer(Clicks(), TrainConfig(model_dir="runs/1", max_steps=10_000))
     trainer.train()

@@ -1,6 +1,5 @@
 """The manifests under examples/deploy: well-formed, and true about the commands and configs they name."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -8,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 from monolith.cli.commands import COMMANDS
 from monolith.cli.launching import check
@@ -59,10 +59,7 @@ def test_each_document_has_what_kubernetes_asks_for(manifest, versions):
     assert kinds == versions
 
 
-@pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="PyYAML is not installed")
 def test_the_manifests_are_yaml():
-    import yaml
-
     found = list(yaml.safe_load_all(MANIFEST.read_text()))
     assert [each["kind"] for each in found] == ["ConfigMap", "StatefulSet", "Job"]
     job = yaml.safe_load(RAY_JOB.read_text())["spec"]
