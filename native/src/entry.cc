@@ -46,7 +46,7 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
     if (spec.dim < 1) throw std::invalid_argument("entry: segment " + std::to_string(i) + " has no dim");
     if (spec.optimizer.kind == OptimizerKind::kBatchSoftmax && spec.dim != 1)
       throw std::invalid_argument("entry: batch_softmax needs a segment of dim 1");
-    parts_.push_back({spec, step_kernel(spec.optimizer.kind, spec.dim), dim_, state_dim_, byte});
+    parts_.push_back({spec, step_kernels(spec.optimizer.kind, spec.dim).one, dim_, state_dim_, byte});
     scales_[i] = spec.compressor.init_scale;
     byte += bytes_per_value(spec.compressor.kind) * spec.dim;
     dim_ += spec.dim;
@@ -68,7 +68,7 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
   if (!serving && alike &&
       (parts_.size() == 1 || (by_element && first.kind != OptimizerKind::kBatchSoftmax)) &&
       !first.delay_compensated && !first.stochastic_rounding)
-    plain_ = step_kernel(first.kind, dim_);
+    plain_ = step_kernels(first.kind, dim_).many;
   row_bytes_ = serving ? byte : (dim_ + state_dim_) * sizeof(float);
   row_bytes_ = (row_bytes_ + 15) / 16 * 16;
 }

@@ -77,7 +77,7 @@ class Entry {
             std::int64_t step, float* scratch) const;
 
   // The kernel that is the whole of `step` at these rates, or null when there is more to it than one.
-  StepKernel plain_kernel(std::span<const float> rates) const {
+  StepsKernel plain_kernel(std::span<const float> rates) const {
     return std::equal(rates.begin() + 1, rates.end(), rates.begin()) ? plain_ : nullptr;
   }
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
@@ -108,7 +108,7 @@ class Entry {
   bool delay_compensated_ = false;
   bool counts_steps_ = false;
   bool has_view_ = false;
-  StepKernel plain_ = nullptr;  // steps all segments as one, where they are trained alike
+  StepsKernel plain_ = nullptr;  // steps all segments as one, where they are trained alike
 };
 
 }  // namespace monolith

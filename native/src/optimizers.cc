@@ -4,20 +4,24 @@
 #include <cmath>
 #include <cstring>
 
+#include "prefetch.h"
+
 namespace monolith {
 namespace {
 
 // Kernels are structs with one static template: kDim is the width when it is one of the usual ones,
 // so that loops unroll and vectorise without a remainder, or 0 to read it from `dim`.
-#define MONOLITH_KERNEL(Name)                                                                           \
-  struct Name {                                                                                         \
-    template <int kDim>                                                                                 \
-    static void step(const OptimizerSpec& spec, float* __restrict w, float* __restrict state,           \
-                     const float* __restrict g, int dim, float rate, std::int64_t step);                \
-  };                                                                                                    \
-  template <int kDim>                                                                                   \
-  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,     \
-                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g, \
+#define MONOLITH_KERNEL(Name)                                                                              \
+  struct Name {                                                                                            \
+    template <int kDim>                                                                                    \
+    __attribute__((always_inline)) static inline void step(const OptimizerSpec& spec, float* __restrict w, \
+                                                           float* __restrict state,                        \
+                                                           const float* __restrict g, int dim, float rate, \
+                                                           std::int64_t step);                             \
+  };                                                                                                       \
+  template <int kDim>                                                                                      \
+  void Name::step([[maybe_unused]] const OptimizerSpec& spec, [[maybe_unused]] float* __restrict w,        \
+                  [[maybe_unused]] float* __restrict state, [[maybe_unused]] const float* __restrict g,    \
                   [[maybe_unused]] int dim, [[maybe_unused]] float rate, [[maybe_unused]] std::int64_t step)
 
 #define MONOLITH_WIDTH const int d = kDim != 0 ? kDim : dim
@@ -40,13 +44,18 @@ MONOLITH_KERNEL(Sgd) {
 
 MONOLITH_KERNEL(Adagrad) {
   MONOLITH_WIDTH;
-  const float decay = spec.weight_decay;
-  for (int i = 0; i < d; ++i) {
-    const float grad = g[i] + decay * w[i];
-    const float norm = state[i] + grad * grad;
-    state[i] = norm;
-    w[i] -= over(rate, std::sqrt(norm)) * grad;
-  }
+  const auto take = [&](auto gradient_of) {
+    for (int i = 0; i < d; ++i) {
+      const float grad = gradient_of(i);
+      const float norm = state[i] + grad * grad;
+      state[i] = norm;
+      w[i] -= over(rate, std::sqrt(norm)) * grad;
+    }
+  };
+  if (const float decay = spec.weight_decay; decay != 0)
+    take([&](int i) { return g[i] + decay * w[i]; });
+  else
+    take([&](int i) { return g[i]; });
 }
 
 // Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled).
@@ -227,33 +236,61 @@ MONOLITH_KERNEL(RmspropV2) {
   rmsprop<false>(spec, w, state, g, d, rate);
 }
 
+// The kernel stands in the loop itself, not behind a call: a processor that waits for the address of a
+// prefetch goes on with the hundred or so instructions that follow, and those should be the next row's.
+template <class Kernel, int kDim>
+void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,
+           const float* const* gradients, std::size_t count, int dim, float rate, std::int64_t step) {
+  MONOLITH_WIDTH;
+  const auto fetch = [&](std::size_t i) {
+    prefetch<1>(rows[i], row_bytes);
+    prefetch<0>(gradients[i], d * sizeof(float));
+  };
+  const auto take = [&](std::size_t i) {
+    auto* const row = reinterpret_cast<float*>(rows[i]);
+    Kernel::template step<kDim>(spec, row, row + d, gradients[i], d, rate, step);
+  };
+  const std::size_t last = count - std::min(count, kRowsAhead);
+  for (std::size_t i = 0; i < count - last; ++i) fetch(i);
+  for (std::size_t i = 0; i < last; ++i) {
+    fetch(i + kRowsAhead);
+    take(i);
+  }
+  for (std::size_t i = last; i < count; ++i) take(i);
+}
+
+template <class Kernel, int kDim>
+constexpr StepKernels kernels() {
+  return {Kernel::template step<kDim>, steps<Kernel, kDim>};
+}
+
 template <class Kernel>
-StepKernel of_width(int dim) {
+StepKernels of_width(int dim) {
   switch (dim) {
     case 1:
-      return Kernel::template step<1>;
+      return kernels<Kernel, 1>();
     case 4:
-      return Kernel::template step<4>;
+      return kernels<Kernel, 4>();
     case 8:
-      return Kernel::template step<8>;
+      return kernels<Kernel, 8>();
     case 16:
-      return Kernel::template step<16>;
+      return kernels<Kernel, 16>();
     case 17:  // a bias and a vector, trained alike
-      return Kernel::template step<17>;
+      return kernels<Kernel, 17>();
     case 32:
-      return Kernel::template step<32>;
+      return kernels<Kernel, 32>();
     case 64:
-      return Kernel::template step<64>;
+      return kernels<Kernel, 64>();
     case 128:
-      return Kernel::template step<128>;
+      return kernels<Kernel, 128>();
     default:
-      return Kernel::template step<0>;
+      return kernels<Kernel, 0>();
   }
 }
 
 }  // namespace
 
-StepKernel step_kernel(OptimizerKind kind, int dim) {
+StepKernels step_kernels(OptimizerKind kind, int dim) {
   switch (kind) {
     case OptimizerKind::kSgd:
       return of_width<Sgd>(dim);
@@ -268,7 +305,7 @@ StepKernel step_kernel(OptimizerKind kind, int dim) {
     case OptimizerKind::kAmsgrad:
       return of_width<Amsgrad>(dim);
     case OptimizerKind::kBatchSoftmax:
-      return BatchSoftmax::step<1>;
+      return kernels<BatchSoftmax, 1>();
     case OptimizerKind::kFtrl:
       return of_width<Ftrl>(dim);
     case OptimizerKind::kGroupAdagrad:
@@ -284,7 +321,7 @@ StepKernel step_kernel(OptimizerKind kind, int dim) {
     case OptimizerKind::kRmspropV2:
       return of_width<RmspropV2>(dim);
   }
-  return nullptr;
+  return {};
 }
 
 void initialize_state(const OptimizerSpec& spec, float* state, int dim) {

@@ -6,6 +6,7 @@
 // bits.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "optimizer_kind.h"
@@ -39,7 +40,17 @@ struct OptimizerSpec {
 using StepKernel = void (*)(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim,
                             float rate, std::int64_t step);
 
-StepKernel step_kernel(OptimizerKind kind, int dim);
+// The same for `count` rows in order, each its values with the state behind them and each by a gradient of
+// its own. Rows and gradients are prefetched on the way.
+using StepsKernel = void (*)(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,
+                             const float* const* gradients, std::size_t count, int dim, float rate,
+                             std::int64_t step);
+
+struct StepKernels {
+  StepKernel one = nullptr;
+  StepsKernel many = nullptr;
+};
+StepKernels step_kernels(OptimizerKind kind, int dim);
 
 void initialize_state(const OptimizerSpec& spec, float* state, int dim);
 

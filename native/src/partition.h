@@ -93,6 +93,7 @@ class Index {
   static Seen look(const Slot* bucket, std::uint64_t hash) {
     std::uint64_t meta = 0;
     std::uint64_t last = 0;
+#pragma GCC unroll 4
     for (int i = 0; i < kBucketSlots; ++i) {
       const std::uint64_t held = peek(bucket[i].hash);
       last = peek(reinterpret_cast<const Meta&>(bucket[i].row));

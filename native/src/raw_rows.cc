@@ -4,12 +4,13 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "prefetch.h"
+
 namespace monolith {
 namespace {
 
 constexpr std::size_t kGrain = 4096;
 constexpr std::size_t kAhead = 12;
-constexpr std::size_t kLine = 64;
 
 // The usual widths are spelled out, as in the table itself; 0 is any.
 template <std::size_t kCopied>
@@ -26,6 +27,18 @@ void gather_rows(const float* all, std::size_t stride, std::size_t any_copied, c
   }
 }
 
+// A function of its own: only of its arguments does the compiler believe that they do not overlap, and
+// without that the limit would be that of single floats.
+template <std::size_t kWidth>
+void change_row(float* __restrict values, float* __restrict state, const float* __restrict gradient,
+                std::size_t any_width) {
+  const std::size_t width = kWidth != 0 ? kWidth : any_width;
+  for (std::size_t j = 0; j < width; ++j) {
+    values[j] -= gradient[j];
+    state[j] += gradient[j];
+  }
+}
+
 template <std::size_t kWidth>
 void update_rows(float* all, std::size_t any_width, const std::uint32_t* positions, std::size_t begin,
                  std::size_t end, const float* gradients) {
@@ -37,12 +50,8 @@ void update_rows(float* all, std::size_t any_width, const std::uint32_t* positio
       for (std::size_t line = 0; line < stride * sizeof(float); line += kLine)
         __builtin_prefetch(next + line, 1);
     }
-    float* __restrict row = all + positions[i] * stride;
-    const float* __restrict gradient = gradients + i * width;
-    for (std::size_t j = 0; j < width; ++j) {
-      row[j] -= gradient[j];
-      row[width + j] += gradient[j];
-    }
+    float* const row = all + positions[i] * stride;
+    change_row<kWidth>(row, row + width, gradients + i * width, width);
   }
 }
 

@@ -116,8 +116,7 @@ TableStats Table::stats() const {
   }
   total.partitions = parts.size();
   total.bytes_rows = body.rows.bytes();
-  total.bytes_index = body.heap.bytes() + parts.size() * sizeof(Partition) +
-                      body.directory.load()->size() * sizeof(Directory::Cell);
+  total.bytes_index = body.heap.bytes() + parts.size() * sizeof(Partition) + body.directory.load()->bytes();
   total.bytes_total = total.bytes_rows + total.bytes_index;
   total.max_event_time = max_event_time();
   return total;
@@ -294,9 +293,9 @@ void Table::split(Body& body, Partition& part) {
     if (depth > directory->depth) {
       auto* deeper = new Directory(depth);
       for (std::size_t i = 0; i < deeper->size(); ++i) {
-        const Directory::Cell& from = directory->cells[i >> (depth - directory->depth)];
-        deeper->cells[i].index = from.index.load();
-        deeper->cells[i].partition = from.partition.load();
+        const std::size_t from = i >> (depth - directory->depth);
+        deeper->indexes[i] = directory->indexes[from].load();
+        deeper->partitions[i] = directory->partitions[from].load();
       }
       body.directory.store(deeper, std::memory_order_release);
       epochs_.retire([directory] { delete directory; });

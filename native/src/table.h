@@ -142,6 +142,14 @@ class Table {
   struct Aim;
   class Writing;
   enum class OnAbsent { kAsk, kCreate };
+  // What all windows of one task share.
+  struct Writes {
+    EventTimes times;
+    OnAbsent absent;
+    std::vector<std::int64_t>* touched;  // null when nobody asks
+    const std::uint32_t* next;           // from one sighting of an id to the one after it
+    float* scratch;
+  };
 
   template <class Work>
   void write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
@@ -150,11 +158,10 @@ class Table {
   void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
                    OnAbsent absent, bool touch, const Work& work);
   template <class Work>
-  void write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
-                    EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched, const Work& work,
-                    const std::uint32_t* next, float* scratch);
+  void write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
+                    const Writes& writes, const Work& work);
   void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
-             OnAbsent absent, Slot* const* slots, std::byte** rows, bool* fresh);
+             OnAbsent absent, std::byte** rows, bool* fresh);
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;

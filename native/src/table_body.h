@@ -10,48 +10,50 @@
 
 namespace monolith {
 
-// A partition splits when it holds more rows than this, the more the more partitions there are already: a
-// batch should bring several ids to each that it meets, and a split should stay a matter of a few
-// milliseconds.
+// A partition splits when it holds more rows than this, the more the more partitions there are already. Few
+// large ones make a directory that stays in the nearest cache, and bring many ids of a batch to each; many
+// small ones split faster, and let more threads write. A split should stay a matter of a few milliseconds.
 inline constexpr std::uint32_t kPartitionRows = 16384;
-inline constexpr std::size_t kManyPartitions = 512;
 inline std::uint32_t partition_limit(std::size_t partitions) {
-  return kPartitionRows * static_cast<std::uint32_t>(
-                              std::clamp<std::size_t>(std::bit_ceil(partitions / kManyPartitions), 1, 8));
+  return kPartitionRows * (partitions < 64 ? 1 : partitions < 128 ? 2 : partitions < 512 ? 4 : 8);
 }
 // An index array is made this full, and replaced when it is that full. At most `kBrimLoad` when the
 // budget allows no larger one.
 inline constexpr double kFreshLoad = 0.62;
 inline constexpr double kFullLoad = 0.70;
 inline constexpr double kBrimLoad = 0.94;
-// Ids that a writer has in flight at once, under one change of a partition's version.
-inline constexpr std::size_t kWindow = 32;
+// Ids that a writer works on together, under one change of a partition's version.
+inline constexpr std::size_t kWindow = 128;
 
 // From the leading bits of a hash to its partition, which may be that of many cells. Replaced when it must
 // tell more bits apart.
 struct Table::Directory {
-  struct Cell {
-    std::atomic<Partition*> partition;
-    std::atomic<Index> index;  // the partition's own, so that a reader who is alone need not go there
-  };
-
-  explicit Directory(int depth) : depth(depth), cells(new Cell[std::size_t{1} << depth]) {}
+  explicit Directory(int depth)
+      : depth(depth),
+        partitions(new std::atomic<Partition*>[std::size_t{1} << depth]),
+        indexes(new std::atomic<Index>[std::size_t{1} << depth]) {}
 
   std::size_t size() const { return std::size_t{1} << depth; }
+  std::size_t bytes() const { return size() * (sizeof(partitions[0]) + sizeof(indexes[0])); }
   std::size_t number(std::uint64_t hash) const { return hash >> 1 >> (63 - depth); }
-  Cell& at(std::uint64_t hash) const { return cells[number(hash)]; }
+  Partition* partition(std::uint64_t hash) const {
+    return partitions[number(hash)].load(std::memory_order_acquire);
+  }
+  Index index(std::uint64_t hash) const { return indexes[number(hash)].load(kFollowed); }
 
   // Leads a range of hashes to `part` and its index.
   void point(Partition& part) const {
     const Index index = part.index.load(kFollowed);
     for (std::size_t i = number(part.first); i <= number(part.last); ++i) {
-      cells[i].index.store(index, std::memory_order_release);
-      cells[i].partition.store(&part, std::memory_order_release);
+      indexes[i].store(index, std::memory_order_release);
+      partitions[i].store(&part, std::memory_order_release);
     }
   }
 
   const int depth;
-  const std::unique_ptr<Cell[]> cells;
+  const std::unique_ptr<std::atomic<Partition*>[]> partitions;
+  // The partitions' own, so that a reader who is alone need not go there.
+  const std::unique_ptr<std::atomic<Index>[]> indexes;
 };
 
 // Everything that clear() replaces at once.
@@ -66,7 +68,7 @@ struct Table::Body {
   }
 
   Partition* route(std::uint64_t hash) const {
-    return directory.load(std::memory_order_acquire)->at(hash).partition.load(std::memory_order_acquire);
+    return directory.load(std::memory_order_acquire)->partition(hash);
   }
 
   int depth() const {
@@ -75,9 +77,7 @@ struct Table::Body {
   }
 
   // Asks for the index line of a hash that will be needed soon. A hint: it may be out of date.
-  void prefetch(std::uint64_t hash) const {
-    directory.load(kFollowed)->at(hash).index.load(kFollowed).prefetch(hash);
-  }
+  void prefetch(std::uint64_t hash) const { directory.load(kFollowed)->index(hash).prefetch(hash); }
 
   RowArenas rows;
   IndexHeap heap;

@@ -2,14 +2,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "prefetch.h"
 #include "table_body.h"
 
 namespace monolith {
 namespace {
 
-constexpr std::size_t kBlock = 256;  // ids read together
-constexpr std::size_t kAhead = 6;    // rows are fetched this long before the copy; more at once are dropped
-constexpr std::size_t kLine = 64;
+constexpr std::size_t kBlock = 256;   // ids read together
+constexpr std::size_t kAhead = 6;     // rows are fetched this long before the copy; more at once make it wait
 constexpr std::size_t kGrain = 4096;  // ids per task
 
 // Copies a row that a writer may be changing. What comes out of such a race is thrown away, because the
@@ -45,7 +45,7 @@ struct Table::Aim {
   void take(std::size_t i, std::int64_t id) {
     const std::uint64_t hash = mix(id);
     hashes[i] = hash;
-    buckets[i] = directory->at(hash).index.load(kFollowed).bucket_of(hash);
+    buckets[i] = directory->index(hash).bucket_of(hash);
   }
 };
 
@@ -81,7 +81,7 @@ void Table::read_block_of(Body& body, const Aim& aim, std::size_t count, Aim& ne
   }
   for (std::size_t l = 0; l < late_count; ++l) {
     const std::uint64_t hash = aim.hashes[late[l]];
-    const Slot* slot = aim.directory->at(hash).index.load(kFollowed).find(hash);
+    const Slot* slot = aim.directory->index(hash).find(hash);
     note(late[l], slot != nullptr ? peek(slot->row) : 0, slot != nullptr ? peek(slot->time) : 0);
   }
   const auto fetch = [&](std::size_t i) {

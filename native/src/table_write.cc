@@ -4,24 +4,16 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "prefetch.h"
 #include "table_body.h"
 #include "table_cut.h"
 
 namespace monolith {
 namespace {
 
-constexpr int kMaxGroupBits = 12;
-constexpr std::size_t kLine = 64;
-
-inline void prefetch_for_write(const void* data, std::size_t bytes) {
-  const auto* at = static_cast<const std::byte*>(data);
-  for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line, 1);
-}
-
-inline void prefetch_for_read(const void* data, std::size_t bytes) {
-  const auto* at = static_cast<const std::byte*>(data);
-  for (std::size_t line = 0; line < bytes; line += kLine) __builtin_prefetch(at + line);
-}
+constexpr int kMaxGroupBits = 14;
+constexpr std::size_t kIndexAhead = 16;  // ids whose index lines are on their way
+constexpr std::size_t kAdmitted = 32;    // ids that are let in together
 
 inline std::uint64_t group_of(std::uint64_t hash, int bits) {
   return hash >> 1 >> (63 - bits);
@@ -122,20 +114,19 @@ std::size_t Table::bring_together(Batch& batch, std::size_t first_group, std::si
   return out;
 }
 
-// A window with ids that have no row yet: asks the filter in order, makes room for those it lets in, and
-// looks everything up again, because making room may have moved the index.
+// At most kAdmitted ids of which some have no row yet: asks the filter in order, makes room for those it
+// lets in, and looks everything up again, because making room may have moved the index.
 void Table::admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
-                  OnAbsent absent, Slot* const* slots, std::byte** rows, bool* fresh) {
-  bool refused[kWindow] = {};
-  std::uint64_t newcomers[kWindow];
+                  OnAbsent absent, std::byte** rows, bool* fresh) {
+  bool refused[kAdmitted] = {};
+  std::uint64_t newcomers[kAdmitted];
   std::size_t coming = 0;
   std::uint32_t latest = 0;
+  const Index before = part.index.load(std::memory_order_relaxed);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t time = times.at(items[i].position);
-    latest = std::max(latest, time);
-    if (slots[i] != nullptr) {
-      poke(slots[i]->time, time);
-    } else if (std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
+    latest = std::max(latest, times.at(items[i].position));
+    if (before.find(items[i].hash) == nullptr &&
+        std::find(newcomers, newcomers + coming, items[i].hash) == newcomers + coming) {
       const std::uint32_t seen = times.counts != nullptr ? times.count(items[i].position) : items[i].count;
       if (absent == OnAbsent::kAsk && admission_ != nullptr &&
           admission_->refuses(unmix(items[i].hash), seen)) {
@@ -167,92 +158,88 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
   }
 }
 
+// Up to kWindow ids of a partition whose lock is held. `run` ids from `items` on are this partition's, and
+// `left` are still to come in all.
 template <class Work>
-void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t count, std::size_t ahead,
-                         EventTimes times, OnAbsent absent, std::vector<std::int64_t>* touched,
-                         const Work& work, const std::uint32_t* next, float* scratch) {
-  const std::size_t row_bytes = entry_.row_bytes();
+void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
+                         const Writes& writes, const Work& work) {
+  const std::size_t count = std::min(run, kWindow);
   Slot* slots[kWindow];
   std::byte* rows[kWindow];
   bool fresh[kWindow] = {};
   std::uint8_t late[kWindow];
   std::size_t late_count = 0;
-  const Index index = part.index.load(std::memory_order_relaxed);
   bool all_there = true;
-  const auto fetch_row = [&](std::size_t i) {
-    if (slots[i] != nullptr && slots[i]->row != 0) {
-      rows[i] = body.rows.row(slots[i]->row);
-      prefetch_for_write(rows[i], row_bytes);
-    } else {
-      slots[i] = nullptr;
-      all_there = false;
-    }
+  const Index index = part.index.load(std::memory_order_relaxed);
+  const RowArenas::Finder row_at(body.rows);
+  const auto note = [&](std::size_t i, Slot* slot) {
+    const std::uint32_t row = slot != nullptr ? slot->row : 0;
+    slots[i] = row != 0 ? slot : nullptr;
+    rows[i] = row_at(row);
+    all_there &= row != 0;
   };
   for (std::size_t i = 0; i < count; ++i) {
-    Slot* bucket = index.bucket_of(items[i].hash);
-    slots[i] = Index::match(bucket, items[i].hash);
-    if (slots[i] == nullptr && bucket[kBucketSlots - 1].row != 0) {
+    if (i + kIndexAhead < run)
+      index.prefetch(items[i + kIndexAhead].hash);
+    else if (i + kIndexAhead < left)
+      body.prefetch(items[i + kIndexAhead].hash);
+    Slot* const bucket = index.bucket_of(items[i].hash);
+    Slot* const slot = Index::match(bucket, items[i].hash);
+    if (slot == nullptr && bucket[kBucketSlots - 1].row != 0) [[unlikely]] {
       __builtin_prefetch(bucket + kBucketSlots);
       late[late_count++] = static_cast<std::uint8_t>(i);
     } else {
-      fetch_row(i);
+      note(i, slot);
     }
-    work.prefetch(items[i].position);
   }
-  for (std::size_t l = 0; l < late_count; ++l) {
-    slots[late[l]] = index.find(items[late[l]].hash);
-    fetch_row(late[l]);
-  }
+  for (std::size_t l = 0; l < late_count; ++l) note(late[l], index.find(items[late[l]].hash));
   if (watched())
     for (std::size_t i = 0; i < count; ++i)
       if (slots[i] != nullptr) note_change(body, part, *slots[i]);
   Change change(part);
   if (all_there) {
-    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, times.at(items[i].position));
+    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, writes.times.at(items[i].position));
+    work(rows, fresh, items, count, writes);
   } else {
-    admit(body, part, items, count, times, absent, slots, rows, fresh);
+    // A few at a time, and worked on at once: letting in the next may push out these.
+    for (std::size_t i = 0; i < count; i += kAdmitted) {
+      const std::size_t few = std::min(kAdmitted, count - i);
+      admit(body, part, items + i, few, writes.times, writes.absent, rows + i, fresh + i);
+      work(rows + i, fresh + i, items + i, few, writes);
+    }
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i < ahead)
-      body.prefetch(items[count + i].hash);  // of the next window, while this one's rows are worked on
-    if (rows[i] == nullptr) continue;
-    work(rows[i], fresh[i], items[i], next, scratch);
-    if (touched != nullptr) touched->push_back(unmix(items[i].hash));
-  }
+  if (writes.touched != nullptr)
+    for (std::size_t i = 0; i < count; ++i)
+      if (rows[i] != nullptr) writes.touched->push_back(unmix(items[i].hash));
 }
 
 template <class Work>
 void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
                         OnAbsent absent, bool touch, const Work& work) {
   const Item* items = batch.items.data();
-  std::vector<float> scratch(2 * entry_.scratch_floats());
+  std::vector<float> scratch(work.scratch_floats());
   std::vector<std::int64_t> touched;
+  const Writes writes{times, absent, touch ? &touched : nullptr, batch.next.data(), scratch.data()};
   epochs_.collect();  // what earlier tasks outgrew
   const Epochs::Visit visit(epochs_);
-  std::unique_lock<std::mutex> lock;
-  Partition* held = nullptr;
-  for (std::size_t i = begin; i < std::min(end, begin + kWindow); ++i) body.prefetch(items[i].hash);
+  for (std::size_t i = begin; i < std::min(end, begin + kIndexAhead); ++i) body.prefetch(items[i].hash);
   for (std::size_t at = begin; at < end;) {
-    Partition* part = body.route(items[at].hash);
-    if (part != held) {
-      if (lock.owns_lock()) lock.unlock();
-      lock = std::unique_lock(part->mutex);
-      held = part;
+    Partition* const part = body.route(items[at].hash);
+    std::lock_guard lock(part->mutex);
+    std::size_t run = 0;
+    while (at + run < end && part->owns(items[at + run].hash)) ++run;
+    // With no run it split while we waited for the lock. When it splits now the rest is routed anew.
+    for (bool whole = true; run > 0 && whole;) {
+      write_window(body, *part, items + at, run, end - at, writes, work);
+      const std::size_t done = std::min(run, kWindow);
+      at += done;
+      run -= done;
+      if (part->rows > part->split_at) {
+        split(body, *part);
+        whole = false;
+      }
     }
-    if (!part->owns(items[at].hash)) {  // it split while we waited for the lock
-      lock.unlock();
-      held = nullptr;
-      continue;
-    }
-    std::size_t count = 1;
-    while (count < kWindow && at + count < end && part->owns(items[at + count].hash)) ++count;
-    const std::size_t ahead = std::min(kWindow, end - at - count);
-    write_window(body, *part, items + at, count, ahead, times, absent, touch ? &touched : nullptr, work,
-                 batch.next.data(), scratch.data());
-    at += count;
-    if (part->rows > part->split_at) split(body, *part);
   }
-  if (lock.owns_lock()) lock.unlock();
   if (!touched.empty()) touched_->insert(touched);
 }
 
@@ -265,7 +252,9 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
-  group(ids, std::min(body.depth(), kMaxGroupBits), *batch);
+  // Groups tell partitions apart where the batch brings several ids to each.
+  const int useful = std::bit_width(ids.size()) - 2;
+  group(ids, std::min(body.depth(), std::clamp(useful, 0, kMaxGroupBits)), *batch);
   if (dedup) {
     batch->next.ensure(ids.size());
     if (times.each != nullptr) {  // a copy, in which equal ids come to share the latest of their times
@@ -301,39 +290,55 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
   give_back(std::move(batch));
 }
 
-// ---- what is done to a row -----------------------------------------------------------------------
+// ---- what is done to rows ------------------------------------------------------------------------
 
 namespace {
+
+// Calls work.one for the rows there are, each asked for well before.
+template <class Work, class Item, class Writes>
+void one_by_one(const Work& work, std::byte* const* rows, const bool* fresh, const Item* items,
+                std::size_t count, const Writes& writes) {
+  const auto fetch = [&](std::size_t i) {
+    if (rows[i] != nullptr) prefetch<1>(rows[i], work.entry.row_bytes());
+    work.fetch(items[i].position);
+  };
+  for (std::size_t i = 0; i < std::min(count, kRowsAhead); ++i) fetch(i);
+  for (std::size_t i = 0; i < count; ++i) {
+    if (i + kRowsAhead < count) fetch(i + kRowsAhead);
+    if (rows[i] != nullptr) work.one(rows[i], fresh[i], items[i], writes);
+  }
+}
 
 struct Assign {
   const Entry& entry;
   const float* values;
   std::size_t dim;
-  void prefetch(std::uint32_t position) const {
-    prefetch_for_read(values + position * dim, dim * sizeof(float));
-  }
-  template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
+  std::size_t scratch_floats() const { return 0; }
+  void fetch(std::uint32_t position) const { prefetch<0>(values + position * dim, dim * sizeof(float)); }
+  template <class Item, class Writes>
+  void one(std::byte* row, bool fresh, const Item& item, const Writes&) const {
     entry.write(row, values + item.position * dim);
     if (fresh) entry.initialize_state(row);
   }
+  void operator()(auto... window) const { one_by_one(*this, window...); }
 };
 
 struct AssignAdd {
   const Entry& entry;
   const float* values;
   std::size_t dim;
-  void prefetch(std::uint32_t position) const {
-    prefetch_for_read(values + position * dim, dim * sizeof(float));
-  }
-  template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float* scratch) const {
+  std::size_t scratch_floats() const { return dim; }
+  void fetch(std::uint32_t position) const { prefetch<0>(values + position * dim, dim * sizeof(float)); }
+  template <class Item, class Writes>
+  void one(std::byte* row, bool fresh, const Item& item, const Writes& writes) const {
     if (fresh) entry.initialize(row, unmix(item.hash));
-    entry.read(row, scratch);
+    float* const sum = writes.scratch;
+    entry.read(row, sum);
     const float* more = values + item.position * dim;
-    for (std::size_t i = 0; i < dim; ++i) scratch[i] += more[i];
-    entry.write(row, scratch);
+    for (std::size_t i = 0; i < dim; ++i) sum[i] += more[i];
+    entry.write(row, sum);
   }
+  void operator()(auto... window) const { one_by_one(*this, window...); }
 };
 
 struct Train {
@@ -343,45 +348,69 @@ struct Train {
   const float* rates;
   std::int64_t step;
   std::size_t dim;
-  StepKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
-  void prefetch(std::uint32_t position) const {
-    prefetch_for_read(gradients + position * dim, dim * sizeof(float));
-  }
+  bool dedup;
+  StepsKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
+
+  std::size_t scratch_floats() const { return plain == nullptr ? 2 * dim : dedup ? kWindow * dim : 0; }
+  void fetch(std::uint32_t position) const { prefetch<0>(gradients + position * dim, dim * sizeof(float)); }
+
+  // The gradient of an id, or the sum of its gradients, put into `sum`.
   template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t* next,
-                  float* scratch) const {
+  const float* gradient_of(const Item& item, const std::uint32_t* next, float* sum) const {
+    const float* const first = gradients + item.position * dim;
+    if (item.count == 1) [[likely]]
+      return first;
+    std::copy_n(first, dim, sum);
+    std::uint32_t position = item.position;
+    for (std::uint32_t i = 1; i < item.count; ++i) {
+      position = next[position];
+      const float* more = gradients + position * dim;
+      for (std::size_t j = 0; j < dim; ++j) sum[j] += more[j];
+    }
+    return sum;
+  }
+
+  template <class Item, class Writes>
+  void one(std::byte* row, bool fresh, const Item& item, const Writes& writes) const {
     const std::int64_t id = unmix(item.hash);
     if (fresh) entry.initialize(row, id);
-    const float* gradient = gradients + item.position * dim;
+    const float* gradient = gradient_of(item, writes.next, writes.scratch + dim);
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
-    if (item.count > 1) {
-      float* sum = scratch + dim;
-      std::memcpy(sum, gradient, dim * sizeof(float));
-      std::uint32_t position = item.position;
-      for (std::uint32_t i = 1; i < item.count; ++i) {
-        position = next[position];
-        const float* more = gradients + position * dim;
-        for (std::size_t j = 0; j < dim; ++j) sum[j] += more[j];
-      }
-      gradient = sum;
+    entry.step(row, id, gradient, seen, rates, step, writes.scratch);
+  }
+
+  template <class Item, class Writes>
+  void operator()(std::byte* const* rows, const bool* fresh, const Item* items, std::size_t count,
+                  const Writes& writes) const {
+    if (plain == nullptr) {
+      one_by_one(*this, rows, fresh, items, count, writes);
+      return;
     }
-    if (plain != nullptr)
-      plain(entry.plain_spec(), reinterpret_cast<float*>(row), reinterpret_cast<float*>(row) + dim, gradient,
-            static_cast<int>(dim), rates[0], step);
-    else
-      entry.step(row, id, gradient, seen, rates, step, scratch);
+    std::byte* there[kWindow];
+    const float* by[kWindow];
+    std::size_t n = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (rows[i] == nullptr) continue;
+      if (fresh[i]) entry.initialize(rows[i], unmix(items[i].hash));
+      there[n] = rows[i];
+      by[n] = gradient_of(items[i], writes.next, writes.scratch + n * dim);
+      ++n;
+    }
+    plain(entry.plain_spec(), there, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
   }
 };
 
 struct Reinitialize {
   const Entry& entry;
   std::int8_t* status;
-  void prefetch(std::uint32_t) const {}
-  template <class Item>
-  void operator()(std::byte* row, bool fresh, const Item& item, const std::uint32_t*, float*) const {
+  std::size_t scratch_floats() const { return 0; }
+  void fetch(std::uint32_t) const {}
+  template <class Item, class Writes>
+  void one(std::byte* row, bool fresh, const Item& item, const Writes&) const {
     entry.initialize(row, unmix(item.hash));
     status[item.position] = fresh ? 0 : 1;
   }
+  void operator()(auto... window) const { one_by_one(*this, window...); }
 };
 
 struct Restore {
@@ -391,17 +420,17 @@ struct Restore {
   const std::uint8_t* fresh_state;
   std::size_t dim;
   std::size_t state_dim;
-  void prefetch(std::uint32_t position) const {
-    prefetch_for_read(values + position * dim, dim * sizeof(float));
-  }
-  template <class Item>
-  void operator()(std::byte* row, bool, const Item& item, const std::uint32_t*, float*) const {
+  std::size_t scratch_floats() const { return 0; }
+  void fetch(std::uint32_t position) const { prefetch<0>(values + position * dim, dim * sizeof(float)); }
+  template <class Item, class Writes>
+  void one(std::byte* row, bool, const Item& item, const Writes&) const {
     entry.write(row, values + item.position * dim);
     if (state == nullptr || (fresh_state != nullptr && fresh_state[item.position]))
       entry.initialize_state(row);
     else
       std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
   }
+  void operator()(auto... window) const { one_by_one(*this, window...); }
 };
 
 }  // namespace
@@ -455,7 +484,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
   entry_.begin_step(step);
   write(ids, times, OnAbsent::kAsk, dedup, true,
-        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()),
+        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()), dedup,
               entry_.plain_kernel(rates)});
 }
 
