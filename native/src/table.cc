@@ -170,7 +170,7 @@ void Table::thaw() {
 // The larger the partition, the larger its chunks: a batch that is grouped by partition then works within a
 // few pages, and address translation stays out of its way. At most a thirty-second of the rows is unused.
 bool Table::take_chunk(Body& body, Partition& part) const {
-  const std::uint32_t wanted = std::bit_floor(std::clamp(part.rows / 32, RowArenas::kChunkRows, 2048u));
+  const std::uint32_t wanted = std::bit_floor(std::clamp(part.rows / 128, RowArenas::kChunkRows, 1024u));
   const RowArenas::Range chunk = body.rows.take(wanted);
   part.chunk_next = chunk.first;
   part.chunk_end = chunk.end;
