@@ -320,7 +320,7 @@ struct Assign {
     entry.write(row, values + item.position * dim);
     if (fresh) entry.initialize_state(row);
   }
-  void operator()(auto... window) const { one_by_one(*this, window...); }
+  void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
 
 struct AssignAdd {
@@ -338,7 +338,7 @@ struct AssignAdd {
     for (std::size_t i = 0; i < dim; ++i) sum[i] += more[i];
     entry.write(row, sum);
   }
-  void operator()(auto... window) const { one_by_one(*this, window...); }
+  void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
 
 struct Train {
@@ -410,7 +410,7 @@ struct Reinitialize {
     entry.initialize(row, unmix(item.hash));
     status[item.position] = fresh ? 0 : 1;
   }
-  void operator()(auto... window) const { one_by_one(*this, window...); }
+  void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
 
 struct Restore {
@@ -430,7 +430,7 @@ struct Restore {
     else
       std::memcpy(row + dim * sizeof(float), state + item.position * state_dim, state_dim * sizeof(float));
   }
-  void operator()(auto... window) const { one_by_one(*this, window...); }
+  void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
 
 }  // namespace

@@ -566,6 +566,17 @@ def test_a_full_table_may_expire_the_oldest_for_a_newcomer(make: Make) -> None:
     assert times >= set(range(3001 - stats.rows // 2, 3001))
 
 
+def test_rows_pushed_out_by_later_ids_of_their_own_batch_leave_no_trace(make: Make) -> None:
+    table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
+    many = torch.arange(3000)
+    for _ in range(2):
+        table.assign(many, many.float()[:, None].expand(3000, 1024).contiguous(), event_time=many + 1)
+    held = table.contains(many)
+    assert 0 < int(held.sum()) < 3000
+    assert torch.equal(table.lookup(many)[:, 0], many.float() * held)
+    assert torch.equal(table.lookup(many)[:, -1], many.float() * held)
+
+
 def test_an_older_newcomer_does_not_push_out_newer_rows(make: Make) -> None:
     table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
     many = torch.arange(3000)
