@@ -1,8 +1,9 @@
-"""For all tests: real servers, started when first asked for, logging as each test found it, and no hurry."""
+"""For all tests: real servers, started when first asked for, logging and random numbers as for the first, and no hurry."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -44,3 +45,10 @@ def root_logger() -> Iterator[logging.Logger]:
     yield root
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def torch_seed() -> None:
+    """The same random numbers for every test, whichever ran before: what fails once fails again."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -7,6 +7,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "prefetch.h"
 #include "table_body.h"
 #include "table_cut.h"
 
@@ -167,8 +168,8 @@ void Table::thaw() {
 
 // ---- rows ----------------------------------------------------------------------------------------
 
-// The larger the partition, the larger its chunks: a batch that is grouped by partition then works within a
-// few pages, and address translation stays out of its way. At most a thirty-second of the rows is unused.
+// The larger the partition, the larger its chunks, so that they are seldom taken; of a partition that is not
+// small, less than a hundredth is unused.
 bool Table::take_chunk(Body& body, Partition& part) const {
   const std::uint32_t wanted = std::bit_floor(std::clamp(part.rows / 128, RowArenas::kChunkRows, 1024u));
   const RowArenas::Range chunk = body.rows.take(wanted);
@@ -435,10 +436,6 @@ class ChunkBuilder {
   std::size_t room_ = 0;
 };
 
-inline void prefetch_row(const std::byte* row, std::size_t bytes) {
-  for (std::size_t line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
-}
-
 // In the order of hashes: a table with the same rows is always walked the same way.
 template <class Found>
 void sort_first(std::vector<Found>& found, std::size_t take) {
@@ -469,7 +466,7 @@ Chunk Table::scan(std::uint64_t cursor, std::uint64_t last, std::size_t limit) c
     sort_first(found, take);
     chunk.make_room(take);
     for (std::size_t i = 0; i < take; ++i) {
-      if (i + 8 < take) prefetch_row(body.rows.row(found[i + 8].row), entry_.row_bytes());
+      if (i + kRowsAhead < take) prefetch<0>(body.rows.row(found[i + kRowsAhead].row), entry_.row_bytes());
       chunk.put(i, found[i].hash, found[i].time, body.rows.row(found[i].row));
     }
     chunk.advance(take);
@@ -529,7 +526,7 @@ Chunk Table::scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t l
     for (std::size_t begin = 0; begin < take; begin += kAtOnce) {
       const std::size_t end = std::min(take, begin + kAtOnce);
       for (std::size_t i = begin; i < end; ++i)
-        if (found[i].row != 0) prefetch_row(body.rows.row(found[i].row), entry_.row_bytes());
+        if (found[i].row != 0) prefetch<0>(body.rows.row(found[i].row), entry_.row_bytes());
       // The partition may have split: both halves are guarded by their own locks, and a row that is not taken
       // has not changed. Which lock is held matters only to a row that is about to change, in its own half.
       for (std::size_t i = begin; i < end;) {

@@ -229,14 +229,14 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
     std::size_t run = 0;
     while (at + run < end && part->owns(items[at + run].hash)) ++run;
     // With no run it split while we waited for the lock. When it splits now the rest is routed anew.
-    for (bool whole = true; run > 0 && whole;) {
+    while (run > 0) {
       write_window(body, *part, items + at, run, end - at, writes, work);
       const std::size_t done = std::min(run, kWindow);
       at += done;
       run -= done;
       if (part->rows > part->split_at) {
         split(body, *part);
-        whole = false;
+        break;
       }
     }
   }

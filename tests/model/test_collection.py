@@ -326,7 +326,7 @@ def test_the_dense_part_can_be_compiled() -> None:
     torch.compiler.reset()
     embeddings = collection()
     optimizer = EmbeddingOptimizer(embeddings)
-    dense = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    dense = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     compiled = torch.compile(dense, backend="aot_eager")
     fill(embeddings, {i: [0.0, i, -i] for i in range(1, 5)})
     for size in (2, 3):
