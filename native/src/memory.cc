@@ -66,11 +66,10 @@ RowArenas::Range RowArenas::take(std::uint32_t wanted) {
       budget_.give(wanted * row_bytes_);
       return {};
     }
-    const int arena = 31 - std::countl_zero(first);
     // An origin before its region is never dereferenced: only numbers from `first` on use it.
     const auto origin =
         reinterpret_cast<std::uintptr_t>(regions_.back().data()) - std::size_t{first} * row_bytes_;
-    origins_[arena].store(reinterpret_cast<std::byte*>(origin), std::memory_order_relaxed);
+    origins_[std::countl_zero(first)].store(reinterpret_cast<std::byte*>(origin), std::memory_order_relaxed);
   }
   next_ += wanted;
   taken_.fetch_add(wanted * row_bytes_, std::memory_order_relaxed);

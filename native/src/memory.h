@@ -69,8 +69,7 @@ class RowArenas {
    public:
     explicit Finder(const RowArenas& rows) : origins_(rows.origins_), row_bytes_(rows.row_bytes_) {}
     std::byte* operator()(std::uint32_t number) const {
-      return origins_[31 - std::countl_zero(number | 1u)].load(std::memory_order_relaxed) +
-             number * row_bytes_;
+      return origins_[std::countl_zero(number | 1u)].load(std::memory_order_relaxed) + number * row_bytes_;
     }
 
    private:
@@ -92,7 +91,7 @@ class RowArenas {
  private:
   const std::size_t row_bytes_;
   Budget& budget_;
-  std::atomic<std::byte*> origins_[32];  // where row 0 of each arena would be
+  std::atomic<std::byte*> origins_[32];  // where row 0 of each arena would be, the last arena's first
   std::atomic<std::size_t> taken_{0};
   std::mutex mutex_;  // guards next_ and regions_
   std::uint64_t next_ = kChunkRows;

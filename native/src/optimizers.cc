@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "prefetch.h"
 
@@ -31,6 +32,20 @@ inline float over(float numerator, float denominator) {
   return denominator != 0 ? numerator / denominator : 0.0f;
 }
 
+// Four floats, at any address.
+using Four = float __attribute__((vector_size(16), aligned(4), may_alias));
+
+inline Four over(float numerator, Four denominator) {
+  return denominator != 0 ? numerator / denominator : Four{};
+}
+
+inline float root(float x) {
+  return std::sqrt(x);
+}
+inline Four root(Four x) {
+  return Four{root(x[0]), root(x[1]), root(x[2]), root(x[3])};
+}
+
 float norm_of(const float* z, int d) {
   float sum = 0;
   for (int i = 0; i < d; ++i) sum += z[i] * z[i];
@@ -42,20 +57,61 @@ MONOLITH_KERNEL(Sgd) {
   for (int i = 0; i < d; ++i) w[i] -= rate * g[i];
 }
 
-MONOLITH_KERNEL(Adagrad) {
-  MONOLITH_WIDTH;
-  const auto take = [&](auto gradient_of) {
-    for (int i = 0; i < d; ++i) {
-      const float grad = gradient_of(i);
-      const float norm = state[i] + grad * grad;
-      state[i] = norm;
-      w[i] -= over(rate, std::sqrt(norm)) * grad;
+// Some values: `kMany` times a float or four. `meanwhile` is called between reading and the arithmetic, where
+// a prefetch that waits holds up least. Left to itself the compiler asks of every row whether it overlaps the
+// gradient, or goes float by float, as the code around it happens to be.
+template <class Floats, int kMany, bool kDecay, class Meanwhile>
+inline __attribute__((always_inline)) void adagrad_some(float* w, float* state, const float* g, float rate,
+                                                        float decay, Meanwhile meanwhile) {
+  auto* const weights = reinterpret_cast<Floats*>(w);
+  auto* const sums = reinterpret_cast<Floats*>(state);
+  Floats weight[kMany];
+  Floats sum[kMany];
+  Floats grad[kMany];
+#pragma GCC unroll 4
+  for (int i = 0; i < kMany; ++i) {
+    weight[i] = weights[i];
+    sum[i] = sums[i];
+    grad[i] = reinterpret_cast<const Floats*>(g)[i];
+  }
+  meanwhile();
+#pragma GCC unroll 4
+  for (int i = 0; i < kMany; ++i) {
+    if constexpr (kDecay) grad[i] += decay * weight[i];
+    sum[i] += grad[i] * grad[i];
+    sums[i] = sum[i];
+    weights[i] = weight[i] - over(rate, root(sum[i])) * grad[i];
+  }
+}
+
+template <bool kDecay>
+struct AdagradBy {
+  static constexpr bool kTakesMeanwhile = true;
+  template <int kDim, class Meanwhile>
+  __attribute__((always_inline)) static inline void step_while(const OptimizerSpec& spec, float* w,
+                                                               float* state, const float* g, int dim,
+                                                               float rate, Meanwhile meanwhile) {
+    MONOLITH_WIDTH;
+    const auto nothing = [] {};
+    const float decay = kDecay ? spec.weight_decay : 0;
+    int i = 0;
+    if (d >= 16) {
+      adagrad_some<Four, 4, kDecay>(w, state, g, rate, decay, meanwhile);
+      for (i = 16; i + 16 <= d; i += 16)
+        adagrad_some<Four, 4, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    } else {
+      meanwhile();
     }
-  };
-  if (const float decay = spec.weight_decay; decay != 0)
-    take([&](int i) { return g[i] + decay * w[i]; });
+    for (; i + 4 <= d; i += 4) adagrad_some<Four, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+    for (; i < d; ++i) adagrad_some<float, 1, kDecay>(w + i, state + i, g + i, rate, decay, nothing);
+  }
+};
+
+MONOLITH_KERNEL(Adagrad) {
+  if (spec.weight_decay != 0)
+    AdagradBy<true>::step_while<kDim>(spec, w, state, g, dim, rate, [] {});
   else
-    take([&](int i) { return g[i]; });
+    AdagradBy<false>::step_while<kDim>(spec, w, state, g, dim, rate, [] {});
 }
 
 // Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled).
@@ -236,27 +292,56 @@ MONOLITH_KERNEL(RmspropV2) {
   rmsprop<false>(spec, w, state, g, d, rate);
 }
 
+template <class Kernel>
+concept TakesMeanwhile = requires { Kernel::kTakesMeanwhile; };
+
 // The kernel stands in the loop itself, not behind a call: a processor that waits for the address of a
-// prefetch goes on with the hundred or so instructions that follow, and those should be the next row's.
+// prefetch goes on with the 128 instructions that follow, and those should be the next rows'. A step on a
+// usual row takes some 60, so that there are two of them under way; each instruction more is felt.
+template <class Kernel, int kDim, class Fetch>
+inline __attribute__((always_inline)) void take_all(const OptimizerSpec& spec, std::byte* const* rows,
+                                                    const float* const* gradients, std::size_t count, int d,
+                                                    float rate, std::int64_t step, Fetch fetch) {
+  const auto take = [&](std::size_t i, auto meanwhile) __attribute__((always_inline)) {
+    auto* const row = reinterpret_cast<float*>(rows[i]);
+    if constexpr (TakesMeanwhile<Kernel>) {
+      Kernel::template step_while<kDim>(spec, row, row + d, gradients[i], d, rate, meanwhile);
+    } else {
+      meanwhile();
+      Kernel::template step<kDim>(spec, row, row + d, gradients[i], d, rate, step);
+    }
+  };
+  const std::size_t last = count - std::min(count, kRowsAhead);
+  for (std::size_t i = 0; i < count - last; ++i) fetch(i);
+  for (std::size_t i = 0; i < last; ++i) take(i, [&] { fetch(i + kRowsAhead); });
+  for (std::size_t i = last; i < count; ++i) take(i, [] {});
+}
+
 template <class Kernel, int kDim>
 void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_bytes,
            const float* const* gradients, std::size_t count, int dim, float rate, std::int64_t step) {
   MONOLITH_WIDTH;
-  const auto fetch = [&](std::size_t i) {
+  if constexpr (std::is_same_v<Kernel, Adagrad>) {
+    const auto kernel = spec.weight_decay != 0 ? steps<AdagradBy<true>, kDim> : steps<AdagradBy<false>, kDim>;
+    kernel(spec, rows, row_bytes, gradients, count, dim, rate, step);
+    return;
+  }
+  constexpr std::size_t kBytes = kDim * sizeof(float);
+  if constexpr (TakesMeanwhile<Kernel> && kBytes != 0 && kBytes % kLine == 0) {
+    if (row_bytes == 2 * kBytes) {  // the row of a single segment, values and state
+      take_all<Kernel, kDim>(spec, rows, gradients, count, d, rate, step, [=](std::size_t i) {
+        prefetch_lines<1, 2 * kBytes>(rows[i]);
+        prefetch_lines<0, kBytes>(gradients[i]);
+        // Gradients need not begin on a line.
+        __builtin_prefetch(reinterpret_cast<const std::byte*>(gradients[i]) + kBytes - 1);
+      });
+      return;
+    }
+  }
+  take_all<Kernel, kDim>(spec, rows, gradients, count, d, rate, step, [=](std::size_t i) {
     prefetch<1>(rows[i], row_bytes);
     prefetch<0>(gradients[i], d * sizeof(float));
-  };
-  const auto take = [&](std::size_t i) {
-    auto* const row = reinterpret_cast<float*>(rows[i]);
-    Kernel::template step<kDim>(spec, row, row + d, gradients[i], d, rate, step);
-  };
-  const std::size_t last = count - std::min(count, kRowsAhead);
-  for (std::size_t i = 0; i < count - last; ++i) fetch(i);
-  for (std::size_t i = 0; i < last; ++i) {
-    fetch(i + kRowsAhead);
-    take(i);
-  }
-  for (std::size_t i = last; i < count; ++i) take(i);
+  });
 }
 
 template <class Kernel, int kDim>

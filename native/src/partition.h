@@ -81,6 +81,17 @@ class Index {
         : "+r"(where));  // or the compiler makes the last comparison a jump, which is wrong every fourth time
     return where != 0 ? bucket + std::countr_zero(where) : nullptr;
   }
+  // The same for a writer, who holds the lock: the slot for `hash` or else the last one, without a jump. If
+  // that one is another's the line is full, and the search goes on in the next; if it is empty, it ends here.
+  static Slot* nearest(Slot* bucket, std::uint64_t hash) {
+    const std::uint64_t held[] = {bucket[0].hash, bucket[1].hash, bucket[2].hash};
+    std::size_t at = 3;
+    at = held[2] == hash ? 2 : at;
+    at = held[1] == hash ? 1 : at;
+    at = held[0] == hash ? 0 : at;
+    asm("" : "+r"(at));
+    return bucket + at;
+  }
   // What a bucket holds for `hash`, for readers: row and time, both 0 when it is not in this line, and
   // whether the line is full. Few loads and no jump that depends on what they bring. While a writer moves a
   // slot, two may match for a moment: the row is then neither's, but its highest bit is that of the larger,
@@ -104,6 +115,9 @@ class Index {
             static_cast<std::uint32_t>(last) != 0};
   }
   Slot* bucket_of(std::uint64_t hash) const { return slots() + std::size_t{home(hash)} * kBucketSlots; }
+
+  // The first slot of the line behind one's last.
+  Slot* behind(Slot* last) const { return last + 1 == slots() + size() ? slots() : last + 1; }
 
   // The slot that holds `hash`, or null. Slots fill in order from the home bucket on and deletion leaves
   // no gap, so the search ends at the first bucket with room.

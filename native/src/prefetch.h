@@ -23,4 +23,13 @@ inline __attribute__((always_inline)) void prefetch(const void* data, std::size_
   } while (line < first + bytes);
 }
 
+// The same for kBytes that begin on a line and end on one.
+template <int kWrite, std::size_t kBytes>
+inline __attribute__((always_inline)) void prefetch_lines(const void* data) {
+  asm volatile("" ::: "memory");  // where it stands it stays
+#pragma GCC unroll 16
+  for (std::size_t line = 0; line < kBytes; line += kLine)
+    __builtin_prefetch(static_cast<const std::byte*>(data) + line, kWrite);
+}
+
 }  // namespace monolith

@@ -157,6 +157,8 @@ class Table {
   template <class Work>
   void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
                    OnAbsent absent, bool touch, const Work& work);
+  static bool find_rows(const Body& body, Index index, const Item* items, std::size_t count, std::size_t run,
+                        std::size_t left, Slot** slots, std::byte** rows);
   template <class Work>
   void write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
                     const Writes& writes, const Work& work);

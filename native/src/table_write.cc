@@ -158,54 +158,70 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
   }
 }
 
-// Up to kWindow ids of a partition whose lock is held. `run` ids from `items` on are this partition's, and
-// `left` are still to come in all.
+// Finds the slots and rows of `count` ids of a partition whose lock is held, and says whether all have one;
+// the slots of others are null. `run` ids from `items` on are this partition's, and `left` are still to come
+// in all.
+bool Table::find_rows(const Body& body, Index index, const Item* items, std::size_t count, std::size_t run,
+                      std::size_t left, Slot** slots, std::byte** rows) {
+  const RowArenas::Finder row_at(body.rows);
+  std::uint8_t late[kWindow + 1];  // those to be sought in the next line; one more is written than counts
+  std::size_t late_count = 0;
+  bool all_there = true;
+  const auto look = [&](std::size_t i, Slot* bucket) __attribute__((always_inline)) {
+    Slot* const slot = Index::nearest(bucket, items[i].hash);
+    const std::uint32_t row = slot->row;
+    const bool missed = slot->hash != items[i].hash;
+    slots[i] = slot;
+    rows[i] = row_at(row);
+    __builtin_prefetch(slot + missed);
+    late[late_count] = static_cast<std::uint8_t>(i);
+    late_count += missed;
+    if (row == 0) [[unlikely]] {
+      late_count -= missed;
+      slots[i] = nullptr;
+      all_there = false;
+    }
+  };
+  const std::size_t near_end = run - std::min(run, kIndexAhead);
+  std::size_t i = 0;
+  for (; i < std::min(count, near_end); ++i) {
+    index.prefetch(items[i + kIndexAhead].hash);
+    look(i, index.bucket_of(items[i].hash));
+  }
+  for (; i < count; ++i) {
+    if (i + kIndexAhead < left) body.prefetch(items[i + kIndexAhead].hash);
+    look(i, index.bucket_of(items[i].hash));
+  }
+  while (late_count > 0) {  // an index is never full, so this ends
+    const std::size_t again = std::exchange(late_count, 0);
+    for (std::size_t l = 0; l < again; ++l) look(late[l], index.behind(slots[late[l]]));
+  }
+  return all_there;
+}
+
+// Up to kWindow ids of a partition whose lock is held.
 template <class Work>
 void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
                          const Writes& writes, const Work& work) {
   const std::size_t count = std::min(run, kWindow);
   Slot* slots[kWindow];
   std::byte* rows[kWindow];
-  bool fresh[kWindow] = {};
-  std::uint8_t late[kWindow];
-  std::size_t late_count = 0;
-  bool all_there = true;
   const Index index = part.index.load(std::memory_order_relaxed);
-  const RowArenas::Finder row_at(body.rows);
-  const auto note = [&](std::size_t i, Slot* slot) {
-    const std::uint32_t row = slot != nullptr ? slot->row : 0;
-    slots[i] = row != 0 ? slot : nullptr;
-    rows[i] = row_at(row);
-    all_there &= row != 0;
-  };
-  for (std::size_t i = 0; i < count; ++i) {
-    if (i + kIndexAhead < run)
-      index.prefetch(items[i + kIndexAhead].hash);
-    else if (i + kIndexAhead < left)
-      body.prefetch(items[i + kIndexAhead].hash);
-    Slot* const bucket = index.bucket_of(items[i].hash);
-    Slot* const slot = Index::match(bucket, items[i].hash);
-    if (slot == nullptr && bucket[kBucketSlots - 1].row != 0) [[unlikely]] {
-      __builtin_prefetch(bucket + kBucketSlots);
-      late[late_count++] = static_cast<std::uint8_t>(i);
-    } else {
-      note(i, slot);
-    }
-  }
-  for (std::size_t l = 0; l < late_count; ++l) note(late[l], index.find(items[late[l]].hash));
+  const bool all_there = find_rows(body, index, items, count, run, left, slots, rows);
   if (watched())
     for (std::size_t i = 0; i < count; ++i)
       if (slots[i] != nullptr) note_change(body, part, *slots[i]);
   Change change(part);
   if (all_there) {
     for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, writes.times.at(items[i].position));
-    work(rows, fresh, items, count, writes);
+    work(rows, nullptr, items, count, writes);
   } else {
     // A few at a time, and worked on at once: letting in the next may push out these.
     for (std::size_t i = 0; i < count; i += kAdmitted) {
       const std::size_t few = std::min(kAdmitted, count - i);
-      admit(body, part, items + i, few, writes.times, writes.absent, rows + i, fresh + i);
-      work(rows + i, fresh + i, items + i, few, writes);
+      bool fresh[kAdmitted];
+      admit(body, part, items + i, few, writes.times, writes.absent, rows + i, fresh);
+      work(rows + i, fresh, items + i, few, writes);
     }
   }
   if (writes.touched != nullptr)
@@ -294,6 +310,9 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
 
 namespace {
 
+// Works are called with a window of ids, their rows, null where there is none, and which of them are fresh:
+// none when `fresh` is null, and then all have rows.
+
 // Calls work.one for the rows there are, each asked for well before.
 template <class Work, class Item, class Writes>
 void one_by_one(const Work& work, std::byte* const* rows, const bool* fresh, const Item* items,
@@ -305,7 +324,7 @@ void one_by_one(const Work& work, std::byte* const* rows, const bool* fresh, con
   for (std::size_t i = 0; i < std::min(count, kRowsAhead); ++i) fetch(i);
   for (std::size_t i = 0; i < count; ++i) {
     if (i + kRowsAhead < count) fetch(i + kRowsAhead);
-    if (rows[i] != nullptr) work.one(rows[i], fresh[i], items[i], writes);
+    if (rows[i] != nullptr) work.one(rows[i], fresh != nullptr && fresh[i], items[i], writes);
   }
 }
 
@@ -386,8 +405,17 @@ struct Train {
       one_by_one(*this, rows, fresh, items, count, writes);
       return;
     }
-    std::byte* there[kWindow];
     const float* by[kWindow];
+    const auto step_all = [&](std::byte* const* all, std::size_t n) {
+      plain(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+    };
+    if (fresh == nullptr) {
+      for (std::size_t i = 0; i < count; ++i)
+        by[i] = gradient_of(items[i], writes.next, writes.scratch + i * dim);
+      step_all(rows, count);
+      return;
+    }
+    std::byte* there[kWindow];
     std::size_t n = 0;
     for (std::size_t i = 0; i < count; ++i) {
       if (rows[i] == nullptr) continue;
@@ -396,7 +424,7 @@ struct Train {
       by[n] = gradient_of(items[i], writes.next, writes.scratch + n * dim);
       ++n;
     }
-    plain(entry.plain_spec(), there, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
+    step_all(there, n);
   }
 };
 
