@@ -220,6 +220,23 @@ def test_dedup_keeps_the_latest_event_time_wherever_it_stands(table: Table) -> N
     assert everything(table) == {1: (9, [-3, -3], [])}
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.25])
+@pytest.mark.parametrize("dim", [1, 3, 4, 7, 16, 17, 20, 33, 64, 70])
+def test_adagrad_is_the_same_to_the_bit_whatever_the_width(make: Make, dim: int, decay: float) -> None:
+    optimizer = Adagrad(initial_accumulator_value=0.125, weight_decay=decay)
+    table = make(Segment(dim=dim, optimizer=optimizer, learning_rate=0.5))
+    many = torch.arange(200)
+    values, norms = torch.randn(200, dim), torch.full((200, dim), 0.125)
+    table.assign(many, values)
+    for _ in range(2):
+        gradients = torch.randn(200, dim)
+        table.apply_gradients(many, gradients)
+        moved = gradients + decay * values if decay else gradients
+        norms = norms + moved * moved
+        values = values - 0.5 / norms.sqrt() * moved
+    assert torch.equal(table.lookup(many), values)
+
+
 def test_the_callers_gradients_are_left_alone(make: Make) -> None:
     table = make(Segment(dim=1, compressor=OneBit(), learning_rate=1.0))
     gradients = rows([1], [2])
@@ -575,6 +592,16 @@ def test_rows_pushed_out_by_later_ids_of_their_own_batch_leave_no_trace(make: Ma
     assert 0 < int(held.sum()) < 3000
     assert torch.equal(table.lookup(many)[:, 0], many.float() * held)
     assert torch.equal(table.lookup(many)[:, -1], many.float() * held)
+
+
+def test_every_row_of_a_table_full_to_the_brim_is_found_again(make: Make) -> None:
+    table = make(replace(SGD, dim=1), capacity_bytes=1 << 18)
+    many = torch.arange(40_000)
+    table.assign(many, torch.ones(40_000, 1))
+    held = many[table.contains(many)]
+    assert 0 < len(held) < 40_000
+    table.apply_gradients(held, -torch.ones(len(held), 1))
+    assert torch.equal(table.lookup(held), torch.full((len(held), 1), 2.0))
 
 
 def test_an_older_newcomer_does_not_push_out_newer_rows(make: Make) -> None:
