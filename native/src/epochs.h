@@ -51,9 +51,12 @@ class Epochs {
     retired_.clear();
   }
 
+  // Whether something waits to be freed.
+  bool pending() const { return pending_.load(std::memory_order_relaxed) != 0; }
+
   // Frees what can be freed by now.
   void collect() {
-    if (pending_.load(std::memory_order_relaxed) == 0) return;
+    if (!pending()) return;
     std::lock_guard lock(mutex_);
     collect_locked();
   }

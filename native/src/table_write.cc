@@ -236,15 +236,17 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
   std::vector<float> scratch(work.scratch_floats());
   std::vector<std::int64_t> touched;
   const Writes writes{times, absent, touch ? &touched : nullptr, batch.next.data(), scratch.data()};
-  epochs_.collect();  // what earlier tasks outgrew
-  const Epochs::Visit visit(epochs_);
-  for (std::size_t i = begin; i < std::min(end, begin + kIndexAhead); ++i) body.prefetch(items[i].hash);
   for (std::size_t at = begin; at < end;) {
+    epochs_.collect();  // what was outgrown, and nobody looks at any more
+    const Epochs::Visit visit(epochs_);
+    if (at == begin)
+      for (std::size_t i = at; i < std::min(end, at + kIndexAhead); ++i) body.prefetch(items[i].hash);
     Partition* const part = body.route(items[at].hash);
     std::lock_guard lock(part->mutex);
     std::size_t run = 0;
     while (at + run < end && part->owns(items[at + run].hash)) ++run;
-    // With no run it split while we waited for the lock. When it splits now the rest is routed anew.
+    // With no run it split while we waited for the lock. When it splits now the rest is routed anew; also
+    // when it has left an index behind, which counts towards the budget until we have got up.
     while (run > 0) {
       write_window(body, *part, items + at, run, end - at, writes, work);
       const std::size_t done = std::min(run, kWindow);
@@ -254,6 +256,7 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
         split(body, *part);
         break;
       }
+      if (epochs_.pending()) break;
     }
   }
   if (!touched.empty()) touched_->insert(touched);

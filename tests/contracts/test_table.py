@@ -594,6 +594,16 @@ def test_rows_pushed_out_by_later_ids_of_their_own_batch_leave_no_trace(make: Ma
     assert torch.equal(table.lookup(many)[:, -1], many.float() * held)
 
 
+def test_one_large_batch_fills_a_table_as_many_small_ones_do(make: Make) -> None:
+    many = torch.arange(40_000)
+    tables = [make(replace(SGD, dim=1), capacity_bytes=1 << 20) for _ in range(2)]
+    for table, batch in zip(tables, (100, 40_000), strict=True):
+        for some in many.split(batch):
+            table.assign(some, torch.ones(len(some), 1))
+    small, large = (len(table) for table in tables)
+    assert 0.7 * small < large < 40_000
+
+
 def test_every_row_of_a_table_full_to_the_brim_is_found_again(make: Make) -> None:
     table = make(replace(SGD, dim=1), capacity_bytes=1 << 18)
     many = torch.arange(40_000)
