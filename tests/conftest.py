@@ -1,4 +1,4 @@
-"""For all tests: real servers, started when asked for, logging and random numbers as at first, and no hurry."""
+"""For all tests: real servers, started when asked for; logging and random numbers as at first; no hurry."""
 
 from __future__ import annotations
 
