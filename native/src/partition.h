@@ -122,14 +122,12 @@ class Index {
   // The slot that holds `hash`, or null. Slots fill in order from the home bucket on and deletion leaves
   // no gap, so the search ends at the first bucket with room.
   Slot* find(std::uint64_t hash) const {
-    Slot* const end = slots() + size();
     Slot* bucket = bucket_of(hash);
     for (std::uint32_t probes = buckets(); probes > 0; --probes) {
       // An empty slot holds hash 0, which is also the hash of id 0.
       if (Slot* slot = match(bucket, hash)) return peek(slot->row) != 0 ? slot : nullptr;
       if (peek(bucket[kBucketSlots - 1].row) == 0) return nullptr;
-      bucket += kBucketSlots;
-      if (bucket == end) bucket = slots();
+      bucket = behind(bucket + kBucketSlots - 1);
     }
     return nullptr;
   }
