@@ -329,12 +329,17 @@ void steps(const OptimizerSpec& spec, std::byte* const* rows, std::size_t row_by
   constexpr std::size_t kBytes = kDim * sizeof(float);
   if constexpr (TakesMeanwhile<Kernel> && kBytes != 0 && kBytes % kLine == 0) {
     if (row_bytes == 2 * kBytes) {  // the row of a single segment, values and state
-      take_all<Kernel, kDim>(spec, rows, gradients, count, d, rate, step, [=](std::size_t i) {
+      const auto fetch = [=](std::size_t i) __attribute__((always_inline)) {
         prefetch_lines<1, 2 * kBytes>(rows[i]);
         prefetch_lines<0, kBytes>(gradients[i]);
-        // Gradients need not begin on a line.
-        __builtin_prefetch(reinterpret_cast<const std::byte*>(gradients[i]) + kBytes - 1);
-      });
+      };
+      if (reinterpret_cast<std::uintptr_t>(gradients[0]) % kLine == 0)
+        take_all<Kernel, kDim>(spec, rows, gradients, count, d, rate, step, fetch);
+      else  // they end on a line more
+        take_all<Kernel, kDim>(spec, rows, gradients, count, d, rate, step, [=](std::size_t i) {
+          fetch(i);
+          __builtin_prefetch(reinterpret_cast<const std::byte*>(gradients[i]) + kBytes - 1);
+        });
       return;
     }
   }

@@ -132,7 +132,11 @@ class Index {
     return nullptr;
   }
 
-  void prefetch(std::uint64_t hash) const { __builtin_prefetch(bucket_of(hash)); }
+  // Asks for the line of a hash: kWrite 1 to change it, 0 to read it.
+  template <int kWrite>
+  void prefetch(std::uint64_t hash) const {
+    __builtin_prefetch(bucket_of(hash), kWrite);
+  }
 
   // Puts a hash that is not there into the first free slot. There must be one.
   Slot* place(std::uint64_t hash, std::uint32_t row, std::uint32_t time) const {

@@ -77,7 +77,10 @@ struct Table::Body {
   }
 
   // Asks for the index line of a hash that will be needed soon. A hint: it may be out of date.
-  void prefetch(std::uint64_t hash) const { directory.load(kFollowed)->index(hash).prefetch(hash); }
+  template <int kWrite>
+  void prefetch(std::uint64_t hash) const {
+    directory.load(kFollowed)->index(hash).prefetch<kWrite>(hash);
+  }
 
   RowArenas rows;
   IndexHeap heap;

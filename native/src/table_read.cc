@@ -103,9 +103,9 @@ void Table::read_block_of(Body& body, const Aim& aim, std::size_t count, Aim& ne
 void Table::recheck_block(Body& body, std::span<const std::int64_t> ids, std::byte* out, std::size_t bytes,
                           std::uint8_t* found, std::uint32_t* times) const {
   const std::size_t count = ids.size();
-  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) body.prefetch(mix(ids[i]));
+  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) body.prefetch<0>(mix(ids[i]));
   for (std::size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) body.prefetch(mix(ids[i + kAhead]));
+    if (i + kAhead < count) body.prefetch<0>(mix(ids[i + kAhead]));
     std::uint32_t time = 0;
     found[i] = read_one(body, mix(ids[i]), out + i * bytes, bytes, &time);
     if (times != nullptr) times[i] = time;

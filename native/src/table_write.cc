@@ -173,7 +173,7 @@ bool Table::find_rows(const Body& body, Index index, const Item* items, std::siz
     const bool missed = slot->hash != items[i].hash;
     slots[i] = slot;
     rows[i] = row_at(row);
-    __builtin_prefetch(slot + missed);
+    __builtin_prefetch(slot + missed, 1);
     late[late_count] = static_cast<std::uint8_t>(i);
     late_count += missed;
     if (row == 0) [[unlikely]] {
@@ -185,11 +185,11 @@ bool Table::find_rows(const Body& body, Index index, const Item* items, std::siz
   const std::size_t near_end = run - std::min(run, kIndexAhead);
   std::size_t i = 0;
   for (; i < std::min(count, near_end); ++i) {
-    index.prefetch(items[i + kIndexAhead].hash);
+    index.prefetch<1>(items[i + kIndexAhead].hash);
     look(i, index.bucket_of(items[i].hash));
   }
   for (; i < count; ++i) {
-    if (i + kIndexAhead < left) body.prefetch(items[i + kIndexAhead].hash);
+    if (i + kIndexAhead < left) body.prefetch<1>(items[i + kIndexAhead].hash);
     look(i, index.bucket_of(items[i].hash));
   }
   while (late_count > 0) {  // an index is never full, so this ends
@@ -213,7 +213,12 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
       if (slots[i] != nullptr) note_change(body, part, *slots[i]);
   Change change(part);
   if (all_there) {
-    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, writes.times.at(items[i].position));
+    for (std::size_t i = 0; i < std::min(count, kRowsAhead); ++i) {  // on their way while times are written
+      prefetch<1>(rows[i], entry_.row_bytes());
+      work.fetch(items[i].position);
+    }
+    const EventTimes times = writes.times;  // a copy, which no store to a slot can change
+    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, times.at(items[i].position));
     work(rows, nullptr, items, count, writes);
   } else {
     // A few at a time, and worked on at once: letting in the next may push out these.
@@ -240,11 +245,13 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
     epochs_.collect();  // what was outgrown, and nobody looks at any more
     const Epochs::Visit visit(epochs_);
     if (at == begin)
-      for (std::size_t i = at; i < std::min(end, at + kIndexAhead); ++i) body.prefetch(items[i].hash);
+      for (std::size_t i = at; i < std::min(end, at + kIndexAhead); ++i) body.prefetch<1>(items[i].hash);
     Partition* const part = body.route(items[at].hash);
     std::lock_guard lock(part->mutex);
+    const std::uint64_t first = part->first.load(std::memory_order_relaxed);
+    const std::uint64_t width = part->last.load(std::memory_order_relaxed) - first;
     std::size_t run = 0;
-    while (at + run < end && part->owns(items[at + run].hash)) ++run;
+    while (at + run < end && items[at + run].hash - first <= width) ++run;
     // With no run it split while we waited for the lock. When it splits now the rest is routed anew; also
     // when it has left an index behind, which counts towards the budget until we have got up.
     while (run > 0) {
@@ -413,8 +420,11 @@ struct Train {
       plain(entry.plain_spec(), all, entry.row_bytes(), by, n, static_cast<int>(dim), rates[0], step);
     };
     if (fresh == nullptr) {
-      for (std::size_t i = 0; i < count; ++i)
-        by[i] = gradient_of(items[i], writes.next, writes.scratch + i * dim);
+      if (dedup)
+        for (std::size_t i = 0; i < count; ++i)
+          by[i] = gradient_of(items[i], writes.next, writes.scratch + i * dim);
+      else
+        for (std::size_t i = 0; i < count; ++i) by[i] = gradients + items[i].position * dim;
       step_all(rows, count);
       return;
     }
