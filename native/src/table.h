@@ -160,8 +160,8 @@ class Table {
   static bool find_rows(const Body& body, Index index, const Item* items, std::size_t count, std::size_t run,
                         std::size_t left, Slot** slots, std::byte** rows);
   template <class Work>
-  void write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
-                    const Writes& writes, const Work& work);
+  std::size_t write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
+                           const Writes& writes, const Work& work);
   void admit(Body& body, Partition& part, const Item* items, std::size_t count, EventTimes times,
              OnAbsent absent, std::byte** rows, bool* fresh);
   template <class Put>

@@ -22,8 +22,8 @@ inline std::uint32_t partition_limit(std::size_t partitions) {
 inline constexpr double kFreshLoad = 0.62;
 inline constexpr double kFullLoad = 0.70;
 inline constexpr double kBrimLoad = 0.94;
-// Ids that a writer works on together, under one change of a partition's version.
-inline constexpr std::size_t kWindow = 128;
+// Ids that a writer works on together, under one change of a partition's version, at most.
+inline constexpr std::size_t kWindow = 256;
 
 // From the leading bits of a hash to its partition, which may be that of many cells. Replaced when it must
 // tell more bits apart.

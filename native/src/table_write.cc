@@ -15,6 +15,13 @@ constexpr int kMaxGroupBits = 14;
 constexpr std::size_t kIndexAhead = 16;  // ids whose index lines are on their way
 constexpr std::size_t kAdmitted = 32;    // ids that are let in together
 
+// How many of `run` ids to take next: windows of about one size, since a short one hardly begins before it
+// ends.
+inline std::size_t window_of(std::size_t run) {
+  const std::size_t windows = (run + kWindow - 1) / kWindow;
+  return (run + windows - 1) / windows;
+}
+
 inline std::uint64_t group_of(std::uint64_t hash, int bits) {
   return hash >> 1 >> (63 - bits);
 }
@@ -199,11 +206,11 @@ bool Table::find_rows(const Body& body, Index index, const Item* items, std::siz
   return all_there;
 }
 
-// Up to kWindow ids of a partition whose lock is held.
+// The first ids of a run of one partition whose lock is held. Returns how many.
 template <class Work>
-void Table::write_window(Body& body, Partition& part, const Item* items, std::size_t run, std::size_t left,
-                         const Writes& writes, const Work& work) {
-  const std::size_t count = std::min(run, kWindow);
+std::size_t Table::write_window(Body& body, Partition& part, const Item* items, std::size_t run,
+                                std::size_t left, const Writes& writes, const Work& work) {
+  const std::size_t count = window_of(run);
   Slot* slots[kWindow];
   std::byte* rows[kWindow];
   const Index index = part.index.load(std::memory_order_relaxed);
@@ -232,6 +239,7 @@ void Table::write_window(Body& body, Partition& part, const Item* items, std::si
   if (writes.touched != nullptr)
     for (std::size_t i = 0; i < count; ++i)
       if (rows[i] != nullptr) writes.touched->push_back(unmix(items[i].hash));
+  return count;
 }
 
 template <class Work>
@@ -255,8 +263,7 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
     // With no run it split while we waited for the lock. When it splits now the rest is routed anew; also
     // when it has left an index behind, which counts towards the budget until we have got up.
     while (run > 0) {
-      write_window(body, *part, items + at, run, end - at, writes, work);
-      const std::size_t done = std::min(run, kWindow);
+      const std::size_t done = write_window(body, *part, items + at, run, end - at, writes, work);
       at += done;
       run -= done;
       if (part->rows > part->split_at) {
