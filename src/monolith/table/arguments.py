@@ -8,7 +8,7 @@ the path on which all is well asks as little as possible.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.errors import RestoreError, ServingTableError, TableArgumentError
-from monolith.table.config import TableConfig
+from monolith.table.config import Segment, TableConfig
+from monolith.table.learning_rates import ConstantRate
 from monolith.table.table import Rows
 
 MAX_EVENT_TIME = (1 << 32) - 1
@@ -85,6 +86,13 @@ def event_time_array(event_time: int | Tensor, n: int) -> NDArray[np.int64]:
     return np.array([event_second(event_time)], dtype=np.int64)
 
 
+def event_second_array(event_time: int | Tensor, n: int) -> NDArray[np.uint32]:
+    """Return event times as rows keep them, of the same shapes."""
+    if isinstance(event_time, Tensor):
+        return event_time_array(event_time, n).astype(np.uint32)
+    return np.array([event_second(event_time)], dtype=np.uint32)
+
+
 def event_second(time: int, name: str = "event_time") -> int:
     """Return one event time, within what a row can hold."""
     if not isinstance(time, int) or not 0 <= time <= MAX_EVENT_TIME:
@@ -97,6 +105,14 @@ def rate_array(learning_rates: Tensor | None, config: TableConfig, step: int) ->
     if learning_rates is None:
         return np.array(config.learning_rates(step), dtype=np.float32)
     return float_array(learning_rates, (len(config.segments),), "learning_rates")
+
+
+def fixed_rates(segments: Iterable[Segment]) -> NDArray[np.float32] | None:
+    """Return one float32 rate per segment where no step changes any of them, else None."""
+    rates = [segment.rate for segment in segments]
+    if not all(isinstance(rate, ConstantRate) for rate in rates):
+        return None
+    return np.array([rate(0) for rate in rates], dtype=np.float32)
 
 
 def latest_array(latest_values: Tensor | None, config: TableConfig, n: int) -> NDArray[np.float32] | None:

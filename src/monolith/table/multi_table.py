@@ -24,7 +24,6 @@ from monolith import native
 from monolith.errors import TableArgumentError, UnknownTableError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
-from monolith.table.learning_rates import ConstantRate
 from monolith.table.merging import merge
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Table, TableStats
@@ -87,11 +86,7 @@ class MultiTable:
             (c for c in configs if any(s.optimizer.delay_compensation is not None for s in c.segments)), None
         )
         self._num_rates = len(segments)
-        self._fixed_rates = (
-            np.array([segment.rate(0) for segment in segments], np.float32)
-            if all(isinstance(segment.rate, ConstantRate) for segment in segments)
-            else None
-        )
+        self._fixed_rates = arguments.fixed_rates(segments)
 
     @classmethod
     def from_configs(
@@ -287,7 +282,7 @@ class MultiTable:
             gradients=arguments.float_array(gradients, shape, "gradients"),
             rates=rates,
             step=step,
-            times=arguments.event_time_array(event_time, len(keys)).astype(np.uint32),
+            times=arguments.event_second_array(event_time, len(keys)),
             dedup=dedup,
             latest=None
             if latest_values is None

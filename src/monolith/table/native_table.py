@@ -54,6 +54,10 @@ class NativeTable:
         workers: native.Workers | None = None,
     ) -> None:
         self._config = config
+        # Settled once, because calls are made every step.
+        self._dim = config.dim
+        self._fixed_rates = arguments.fixed_rates(config.segments)
+        self._delayed = any(s.optimizer.delay_compensation is not None for s in config.segments)
         expiry = config.expiry
         self._core: native.Table | None = native.Table(
             segments=[_segment_spec(segment) for segment in config.segments],
@@ -76,7 +80,7 @@ class NativeTable:
 
     @property
     def dim(self) -> int:
-        return self._config.dim
+        return self._dim
 
     @property
     def state_dim(self) -> int:
@@ -98,7 +102,7 @@ class NativeTable:
     def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         core = self.core
         keys = arguments.id_array(ids)
-        answer, values = arguments.out_array(out, len(keys), self._config.dim)
+        answer, values = arguments.out_array(out, len(keys), self._dim)
         core.lookup(keys, values)
         return answer
 
@@ -126,13 +130,13 @@ class NativeTable:
         core = self.core
         keys = arguments.id_array(ids)
         new = arguments.float_array(values, (len(keys), self.dim), "values")
-        core.assign(keys, new, _seconds(event_time, len(keys)))
+        core.assign(keys, new, arguments.event_second_array(event_time, len(keys)))
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         core = self.core
         keys = arguments.id_array(ids)
         added = arguments.float_array(values, (len(keys), self.dim), "values")
-        core.assign_add(keys, added, _seconds(event_time, len(keys)))
+        core.assign_add(keys, added, arguments.event_second_array(event_time, len(keys)))
 
     def apply_gradients(
         self,
@@ -150,14 +154,20 @@ class NativeTable:
         arguments.check_trainable(self._config, "apply_gradients")
         arguments.check_step(step)
         keys = arguments.id_array(ids)
+        rates = self._fixed_rates
+        if rates is None or learning_rates is not None:
+            rates = arguments.rate_array(learning_rates, self._config, step)
+        latest = None
+        if self._delayed or latest_values is not None:
+            latest = arguments.latest_array(latest_values, self._config, len(keys))
         core.apply_gradients(
             keys,
-            arguments.float_array(gradients, (len(keys), self._config.dim), "gradients"),
-            arguments.rate_array(learning_rates, self._config, step),
+            arguments.float_array(gradients, (len(keys), self._dim), "gradients"),
+            rates,
             step,
-            _seconds(event_time, len(keys)),
+            arguments.event_second_array(event_time, len(keys)),
             dedup,
-            arguments.latest_array(latest_values, self._config, len(keys)),
+            latest,
             arguments.count_array(counts, len(keys)),
         )
 
@@ -308,10 +318,6 @@ class NativeTableCut:
 
 def _mask(found: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(found.view(np.bool_))
-
-
-def _seconds(event_time: int | Tensor, n: int) -> NDArray[np.uint32]:
-    return arguments.event_time_array(event_time, n).astype(np.uint32)
 
 
 def _segment_spec(segment: Segment) -> native.SegmentSpec:
