@@ -8,9 +8,14 @@
 namespace monolith {
 namespace {
 
-constexpr std::size_t kBlock = 256;   // ids read together
-constexpr std::size_t kAhead = 6;     // rows are fetched this long before the copy; more at once make it wait
-constexpr std::size_t kGrain = 4096;  // ids per task
+constexpr std::size_t kBlock = 256;  // ids read together
+constexpr std::size_t kAhead = 6;    // rows are fetched this long before the copy; more at once make it wait
+
+// Ids per task, whole blocks: some tasks for every thread, and none that is not worth waking one for.
+std::size_t grain_of(std::size_t count, const Workers* workers) {
+  const std::size_t tasks = 4 * (workers != nullptr ? workers->threads() : 1);
+  return std::clamp(count / tasks / kBlock, std::size_t{4}, std::size_t{16}) * kBlock;
+}
 
 // Copies a row that a writer may be changing. What comes out of such a race is thrown away, because the
 // version will not match; thread sanitizers are told so here and nowhere else.
@@ -205,7 +210,7 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
   const std::size_t dim = entry_.dim();
   const std::size_t bytes = entry_.serving() ? entry_.row_bytes() : dim * sizeof(float);
   std::atomic<std::size_t> hits{0};
-  spread(ids.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+  spread(ids.size(), grain_of(ids.size(), workers_.get()), [&](std::size_t begin, std::size_t end) {
     std::uint8_t found[kBlock];
     std::vector<std::byte> compressed(entry_.serving() ? kBlock * bytes : 0);
     std::size_t hit = 0;
@@ -238,7 +243,7 @@ void Table::lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, 
   const std::size_t dim = entry_.dim();
   const std::size_t state_dim = entry_.state_dim();
   const std::size_t bytes = values != nullptr || state != nullptr ? entry_.row_bytes() : 0;
-  spread(ids.size(), kGrain, [&](std::size_t begin, std::size_t end) {
+  spread(ids.size(), grain_of(ids.size(), workers_.get()), [&](std::size_t begin, std::size_t end) {
     std::uint8_t there[kBlock];
     std::uint32_t seen[kBlock];
     std::vector<std::byte> rows(std::max<std::size_t>(kBlock * bytes, 1));  // somewhere to point to, at least

@@ -2,10 +2,24 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <stdexcept>
 
 namespace monolith {
+namespace {
+
+// To be woken takes longer than the next job of the same call is away, so nobody sleeps at once. Whoever
+// else wants the core gets it meanwhile.
+constexpr std::chrono::microseconds kLinger{20};
+
+template <class Done>
+void linger(const Done& done) {
+  const auto end = std::chrono::steady_clock::now() + kLinger;
+  while (!done() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
+
+}  // namespace
 
 struct Workers::Job {
   Job(const std::function<void(std::size_t)>& work, std::size_t tasks) : work(work), tasks(tasks) {}
@@ -13,7 +27,7 @@ struct Workers::Job {
   const std::function<void(std::size_t)>& work;
   const std::size_t tasks;
   std::atomic<std::size_t> next{0};
-  int helpers = 0;  // guarded by Workers::mutex_
+  std::atomic<int> helpers{0};  // changed under Workers::mutex_
   std::mutex failure_mutex;
   std::exception_ptr failure;  // guarded by failure_mutex
 
@@ -52,11 +66,16 @@ void Workers::help(Job& job) {
 void Workers::serve() {
   std::unique_lock lock(mutex_);
   for (;;) {
+    if (!stopping_ && jobs_.empty()) {
+      lock.unlock();
+      linger([&] { return queued_.load(std::memory_order_relaxed) > 0; });
+      lock.lock();
+    }
     wanted_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
     if (stopping_) return;
     Job* job = jobs_.front();
     if (job->exhausted()) {
-      jobs_.pop_front();
+      take_out(job);
       continue;
     }
     ++job->helpers;
@@ -68,6 +87,11 @@ void Workers::serve() {
   }
 }
 
+void Workers::take_out(Job* job) {
+  jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), job), jobs_.end());
+  queued_.store(jobs_.size(), std::memory_order_relaxed);
+}
+
 void Workers::run(std::size_t tasks, const std::function<void(std::size_t)>& work) {
   Job job(work, tasks);
   if (team_.empty() || tasks < 2) {
@@ -76,12 +100,18 @@ void Workers::run(std::size_t tasks, const std::function<void(std::size_t)>& wor
     {
       std::lock_guard lock(mutex_);
       jobs_.push_back(&job);
+      queued_.store(jobs_.size(), std::memory_order_relaxed);
     }
     const std::size_t useful = std::min(team_.size(), tasks - 1);
     for (std::size_t i = 0; i < useful; ++i) wanted_.notify_one();
     help(job);
     std::unique_lock lock(mutex_);
-    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+    take_out(&job);
+    if (job.helpers != 0) {
+      lock.unlock();
+      linger([&] { return job.helpers.load(std::memory_order_relaxed) == 0; });
+      lock.lock();
+    }
     left_.wait(lock, [&] { return job.helpers == 0; });
   }
   if (job.failure) std::rethrow_exception(job.failure);

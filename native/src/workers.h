@@ -2,9 +2,11 @@
 //
 // The calling thread always works too, so a call makes progress even when every
 // worker is busy elsewhere, and a team of one starts no thread at all. Tasks are
-// handed out one by one: a core that is slow or busy simply takes fewer.
+// handed out one by one: a core that is slow or busy simply takes fewer. Whoever has
+// nothing to do stays awake for a moment: calls come in a row.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -33,11 +35,13 @@ class Workers {
   struct Job;
   void serve();
   static void help(Job& job);
+  void take_out(Job* job);  // with mutex_ held
 
   std::mutex mutex_;  // guards jobs_, stopping_ and the helper count of every queued job
   std::condition_variable wanted_;
   std::condition_variable left_;
   std::deque<Job*> jobs_;
+  std::atomic<std::size_t> queued_{0};  // how many jobs there are, for whoever has not got the mutex
   bool stopping_ = false;
   std::vector<std::thread> team_;
 };
