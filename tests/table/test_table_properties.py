@@ -18,6 +18,7 @@ from torch import Tensor
 from monolith import native
 from monolith.table import (
     OPTIMIZERS,
+    Adagrad,
     Constant,
     DelayCompensated,
     DictTable,
@@ -285,6 +286,27 @@ def test_threads_that_share_a_table_do_not_disturb_each_other(
     expected, found = _content(alone, 1000), _content(shared, 1000)
     for name in ("ids", "event_times", "values", "state"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("size", [1, 255, 1023, 1024, 1025, 2047, 2048, 2049, 4097, 8191, 20_000])
+@pytest.mark.parametrize("threads", [2, 5])
+def test_a_batch_is_the_same_to_one_thread_and_to_many(cls: Any, size: int, threads: int) -> None:
+    segment = Segment(dim=16, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.125)
+    config = TableConfig(name="t", segments=(segment,))
+    alone, shared = cls(config), cls(config, workers=native.Workers(threads))
+    ids = torch.randint(-size, size, (size,))  # repeats, and later ids that are not there
+    for step in range(3):
+        gradients = torch.randn(size, 16)
+        for table in (alone, shared):
+            table.apply_gradients(ids, gradients, step=step, event_time=step, dedup=step == 1)
+    asked = torch.cat([ids, torch.arange(-size, size)])
+    assert torch.equal(shared.lookup(asked), alone.lookup(asked))
+    assert torch.equal(shared.contains(asked), alone.contains(asked))
+    (mask, rows), (other_mask, other_rows) = shared.lookup_rows(asked), alone.lookup_rows(asked)
+    assert torch.equal(mask, other_mask)
+    for name in ("ids", "event_times", "values", "state"):
+        assert torch.equal(getattr(rows, name), getattr(other_rows, name)), name
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
