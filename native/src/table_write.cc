@@ -171,6 +171,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
 bool Table::find_rows(const Body& body, Index index, const Item* items, std::size_t count, std::size_t run,
                       std::size_t left, Slot** slots, std::byte** rows) {
   const RowArenas::Finder row_at(body.rows);
+  static_assert(kWindow <= 256);
   std::uint8_t late[kWindow + 1];  // those to be sought in the next line; one more is written than counts
   std::size_t late_count = 0;
   bool all_there = true;
