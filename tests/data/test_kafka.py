@@ -551,6 +551,27 @@ def test_a_broker_that_is_killed_and_started_again_loses_and_repeats_nothing(
     reader.source.close()
 
 
+def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
+    kafka: Kafka, send: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    topic = kafka.create_topic(partitions=2)
+    send(topic, range(20), 0)
+    settings = config(kafka, topic, assignment=None, poll_batch=5, stream_timeout=None)
+    with KafkaSource(settings, decode, clock=map(float, itertools.count()).__next__) as source:
+        reading = iter(source)
+        found = ids(next(reading))
+        stuck = source._consumer
+        assert stuck is not None
+        lost = stuck.assignment()
+        stuck.unassign()  # as an outage does it, except that this client takes no further step
+        source._on_lost(stuck, lost)
+        while len(found) < 20:
+            found += ids(next(reading))
+        assert source._consumer is not stuck
+    assert found == list(range(20))
+    assert "and joins anew" in caplog.text
+
+
 def test_an_outage_is_named_after_a_deadline_and_so_are_messages_that_are_gone(
     kafka: Kafka, send: Callable[..., None]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ _PATIENCE_WITH_TOPICS_S = 5.0
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
 _REPORT_EVERY_S = 1.0
+_REJOIN_S = 30.0
+"""How long a client that lost its partitions is waited for at least, before another takes its place."""
 
 
 T = TypeVar("T")
@@ -106,6 +109,8 @@ class KafkaSource:
         """Whether the client may have handed out messages that were not yielded."""
         self._joined = self._assigned = False
         """Whether we asked for partitions, and whether we have an answer, be it that there are none."""
+        self._lost_at: float | None = None
+        """When the group went on without us, until it gives us partitions again."""
         self._failure: Exception | None = None
         """What a callback raised. It is raised again when the client's own code is not in between."""
         self._trouble_since: float | None = None
@@ -141,6 +146,8 @@ class KafkaSource:
             elif self._ended(quiet_since):
                 self._report(now=True)
                 return
+            else:
+                self._rejoin()
 
     def position(self) -> Position:
         """Return, by topic and partition, the offset of the first message that was not yielded.
@@ -309,6 +316,25 @@ class KafkaSource:
             on_revoke=self._on_revoke,
             on_lost=self._on_lost,
         )
+
+    def _rejoin(self) -> None:
+        """Take a new client where the old one has been given nothing since it lost what it had.
+
+        After an outage a client sometimes never asks its group again, though the broker is back.
+        """
+        if self._lost_at is None:
+            return
+        waited_s = self._clock() - self._lost_at
+        session_s = float(self.config.settings.get("session.timeout.ms", 45_000)) / 1000
+        if waited_s < max(_REJOIN_S, 3 * session_s) or not self._answers():
+            return
+        logger.warning("kafka: %s was given no partitions for %.0f s and joins anew", self._who(), waited_s)
+        stuck, self._consumer = self._consumer, None
+        self._joined = self._ahead = False
+        self._lost_at = self._clock()
+        if stuck is not None:  # it may take its time to close, or never end
+            threading.Thread(target=stuck.close, name="kafka-close", daemon=True).start()
+        self._start()
 
     def _own(self) -> list[Partition]:
         """Return the partitions of this worker."""
@@ -555,22 +581,29 @@ class KafkaSource:
 
     # The group gives and takes. These are called by the client, inside of a poll or of `close`.
 
-    def _on_assign(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        if consumer is not self._consumer:
+            return
         try:
             self._assign([(one.topic, one.partition) for one in partitions])
-            self._assigned = True
+            self._assigned, self._lost_at = True, None
         except Exception as error:
             self._failure = error
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        if consumer is not self._consumer:
+            return
         left = self._leave(partitions)
         if left and not self._closed:
             self._commit_or_warn(consumer, left)
         self._hand_back(left)
 
-    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+    def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Partitions are somebody else's already, who did not know how far we were."""
+        if consumer is not self._consumer:
+            return
         left = self._leave(partitions)
+        self._assigned, self._lost_at = False, self._clock()
         if left:
             names = ", ".join(_name(one) for one in left)
             logger.warning("kafka: %s lost %s without a chance to say where it was", self._who(), names)
@@ -607,6 +640,7 @@ class KafkaSource:
             self._commit_or_warn(consumer, self._next)
         self._left.update(self._next)
         self._next, self._joined, self._assigned, self._ahead = {}, False, False, False
+        self._lost_at = None
         if consumer is not None:
             consumer.close()
         return failure
