@@ -71,9 +71,9 @@ class Held:
         self.let_go.clear()
 
 
-def held_server(stack: ExitStack) -> tuple[ParameterServer, Held]:
+def held_server(stack: ExitStack, shard: tuple[int, int] = (0, 1)) -> tuple[ParameterServer, Held]:
     held: Any = Held(LocalStore.from_configs(CONFIGS, threads=1))
-    server = ParameterServer([held], shard=(0, 1))
+    server = ParameterServer([held], shard=shard)
     stack.callback(server.close)
     stack.callback(held.let_go.set)
     return server, held
@@ -275,7 +275,7 @@ def test_a_server_killed_in_the_middle_is_named_and_may_come_back_empty(stack: E
     assert store.lookup(keys(0)).tolist() == [-2, -2], "the other server goes on"
 
     start(stack, int(gone.rpartition(":")[2]), 1, 2)
-    with pytest.raises(UnavailableError, match=r"1 of 2 .* was started anew and has lost what it held"):
+    with pytest.raises(UnavailableError, match=r"1 of 2 .* the server restarted or began another run"):
         store.lookup(keys(0, 1))
     again = ParameterServerStore(group, 0, CONFIGS)
     assert again.lookup(keys(0, 1)).tolist() == [-2, -2, 0, 0]
@@ -348,6 +348,17 @@ def test_an_answer_that_does_not_come_in_time_is_given_up(stack: ExitStack) -> N
         store.apply_gradients(keys(1), torch.ones(2))
     held.let_go.set()
     assert store.lookup(keys(2)).tolist() == [0, 0]
+
+
+def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None:
+    (quick,) = serve(stack, CONFIGS, 2)[:1]
+    slow, held = held_server(stack, shard=(1, 2))
+    store = ParameterServerStore(group_of(stack, quick.address, slow.address, timeout=SHORT), 0, CONFIGS)
+    held.hold()
+    with pytest.raises(DeadlineExceededError, match="server 1 of 2 at .*: no answer in 0.2 s"):
+        store.lookup(keys(0, 1))
+    held.let_go.set()
+    assert store.lookup(keys(0)).tolist() == [0, 0], "the other's connection was not cut off with it"
 
 
 def test_a_group_that_was_closed_says_so_also_to_those_who_wait(stack: ExitStack) -> None:

@@ -24,6 +24,7 @@ from monolith.errors import (
     RetryableError,
     TableArgumentError,
     TrainingError,
+    UnavailableError,
     UnknownTableError,
 )
 from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
@@ -127,8 +128,30 @@ def test_another_run_takes_the_place_of_the_one_before(stack: ExitStack) -> None
     store.apply_gradients(keys(1), torch.ones(2))
     fresh = LocalStore.from_configs(CONFIGS, threads=1)
     server.replace([fresh], DenseShare(*dense(), (0, 1)))
-    assert store.lookup(keys(1)).tolist() == [0, 0]
     assert list(group.describe()[0]["weights"]) == ["a", "b", "c"]
+    assert store.lookup(keys(1)).tolist() == [0, 0]
+
+
+def test_who_works_on_an_earlier_run_is_refused_and_changes_nothing(stack: ExitStack) -> None:
+    (server,) = serve(stack, CONFIGS, 1)
+    sleeper, awake = group_of(stack, server), group_of(stack, server)
+    store = ParameterServerStore(sleeper, 0, CONFIGS)
+    store.apply_gradients(keys(1), torch.ones(2))
+    fresh = LocalStore.from_configs(CONFIGS, threads=1)
+    server.replace([fresh], incarnation="second run")
+    for late in (
+        lambda: store.apply_gradients(keys(1), torch.ones(2)),
+        lambda: store.lookup(keys(1)),
+        lambda: store.push_dense(),
+        lambda: store.evict(0),
+        lambda: sleeper.set_step(9),
+    ):
+        with pytest.raises(UnavailableError, match="the server restarted or began another run"):
+            late()
+    assert (len(fresh.table("item")), server.step) == (0, 0)
+    awake.expect("second run")
+    awake.set_step(3)
+    assert server.step == 3
 
 
 def test_a_store_that_is_not_there_is_named(stack: ExitStack) -> None:

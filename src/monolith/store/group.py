@@ -74,8 +74,9 @@ class _Failure(NamedTuple):
 class ServerGroup:
     """The parameter servers of a job, in order. Thread-safe.
 
-    A server that was started anew has lost its rows. It is refused, by an UnavailableError, until
-    `describe` was called again, as every new `ParameterServerStore` does.
+    A server that restarted, or began another run, no longer holds the rows that this process works on. It
+    is refused, by an UnavailableError, until `describe` was called again, as every new
+    `ParameterServerStore` does, or `expect` says what it holds now.
 
     Args:
         addresses: host:port of every server; its place is its number.
@@ -105,6 +106,7 @@ class ServerGroup:
         self._lock = threading.Lock()  # guards _lines, _incarnations, _step, _keeper and _pool
         self._lines = _Lines()
         self._incarnations: list[str | None] = [None] * len(self.addresses)
+        self._processes: tuple[str, ...] = ()
         self._step = 0
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
@@ -126,10 +128,19 @@ class ServerGroup:
         with self._lock:
             return tuple(self._incarnations)
 
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """Names each server's start, as `describe` found it: a server that restarted has another."""
+        with self._lock:
+            return self._processes
+
     # Small calls
 
-    def call(self, server: int, name: str, /, **body: Any) -> dict[str, Any]:
+    def call(self, server: int, name: str, /, *, held: bool = False, **body: Any) -> dict[str, Any]:
         """Return a server's answer to a small call, which may reach it more than once.
+
+        Args:
+            held: Whether the call is about what the server holds, and refused where that is gone.
 
         Raises:
             UnavailableError: It is gone, for longer than there was patience.
@@ -139,6 +150,8 @@ class ServerGroup:
         """
         line = self._take(server, bulk=False)
         try:
+            if held:
+                body["incarnation"] = self.incarnations[server]
             with self._naming(server):
                 return line.caller.call(name, **body)
         finally:
@@ -172,22 +185,31 @@ class ServerGroup:
                     f"{self._name(server)} is number {number} of {count}, and was given as number {server} "
                     f"of {len(self)}. Give the addresses of all servers of the job, in their order."
                 )
+        self._use([about["incarnation"] for about in found])
+        with self._lock:
+            self._processes = tuple(about["process"] for about in found)
+            self._step = found[0]["step"]
+        return found
+
+    def expect(self, incarnation: str) -> None:
+        """Work with servers that all hold what has this name, and with no others."""
+        self._use([incarnation] * len(self))
+
+    def _use(self, incarnations: list[str]) -> None:
         with self._lock:
             stale = [line for lines in self._lines.idle.values() for line in lines if line.bulk]
             self._lines.idle = {key: lines for key, lines in self._lines.idle.items() if not key[1]}
-            self._incarnations = [about["incarnation"] for about in found]
-            self._step = found[0]["step"]
+            self._incarnations = list(incarnations)
         for line in stale:
             line.close()
-        return found
 
     def set_step(self, step: int) -> None:
         """Set the global step, as after a restore."""
-        self._heard(0, self.call(0, "set_step", step=step))
+        self._heard(0, self.call(0, "set_step", held=True, step=step))
 
     def read_step(self) -> int:
         """Ask server 0 for the global step."""
-        self._heard(0, self.call(0, "step"))
+        self._heard(0, self.call(0, "step", held=True))
         return self.step
 
     # Bulk
@@ -231,6 +253,8 @@ class ServerGroup:
                 if server not in failures and line.stream is not None:
                     with self._failing(server, lines, failures):
                         answers[server] = line.stream.receive()
+                        with self._lock:
+                            line.deadline = None  # another server may keep us waiting past it
         finally:
             for server, line in lines.items():
                 if server not in answers and server not in failures and line.stream is not None:
@@ -247,8 +271,9 @@ class ServerGroup:
                 self._incarnations[line.server] = known or answer["incarnation"]
             line.stream = line.caller.open_stream()
         with self._lock:
+            meant = self._incarnations[line.server]
             line.deadline = time.monotonic() + self._timeout.total_seconds()
-        line.stream.send(name, body, data)
+        line.stream.send(name, {**body, "incarnation": meant}, data)
 
     # Dense weights, around a save
 

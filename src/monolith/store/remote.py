@@ -160,13 +160,13 @@ class ParameterServerStore:
             times = {name: stats.max_event_time for name, stats in self.stats().items()}
         else:
             times = dict.fromkeys(self._dims, arguments.event_second(now, "now"))
-        gone = self.group.call_all("evict", store=self._number, now=times)
+        gone = self.group.call_all("evict", held=True, store=self._number, now=times)
         return {name: sum(one[name] for one in gone) for name in self._dims}
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds on all servers together; `load` is their mean."""
         self._check_open()
-        found = self.group.call_all("stats", store=self._number)
+        found = self.group.call_all("stats", held=True, store=self._number)
         return {name: _sum([TableStats(**one[name]) for one in found]) for name in self._dims}
 
     def close(self) -> None:

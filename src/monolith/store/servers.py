@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +29,7 @@ from monolith.errors import (
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
-from monolith.wire.flight import Bytes, Call, Exchange, Guard, Server, Service
+from monolith.wire.flight import Bytes, Call, Exchange, Guard, Poll, Server, Service
 
 SERVICE = Service(
     name="parameter server",
@@ -98,8 +98,22 @@ class RowRequest:
         self.latest = columns[5].view(np.float32) if latest else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a server holds for one run. A request works on what it found when it came: one of an earlier run
+    that is still under way changes nothing of this one."""
+
+    incarnation: str
+    stores: list[LocalStore]
+    dense: DenseShare
+
+
 class ParameterServer:
     """Serves one share of a model until it is closed.
+
+    What it holds has a name, its incarnation: another start of the server, or another run, has another.
+    Whoever reads or trains names the one that is meant, and is refused where it is gone. So a worker that
+    was taken for dead and wakes up cannot train what others have restored meanwhile.
 
     Args:
         stores: One for each collection of the model's features, in an order that all processes share.
@@ -111,6 +125,7 @@ class ParameterServer:
         guard: What callers must present.
         calls: More calls, from JSON to JSON, each on a thread of its own: one may wait for as long as
             30 seconds and keeps nobody else waiting.
+        polls: More calls, which look meanwhile whether their caller is gone.
 
     Raises:
         ListenError: The port is taken.
@@ -128,34 +143,40 @@ class ParameterServer:
         port: int = 0,
         guard: Guard | None = None,
         calls: Mapping[str, Call] | None = None,
+        polls: Mapping[str, Poll] | None = None,
     ) -> None:
         if not 0 <= shard[0] < shard[1]:
             raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got shard={shard}")
-        self._stores = list(stores)
-        self._dense = DenseShare({}, None, shard) if dense is None else dense
         self._shard = shard
-        self.incarnation = secrets.token_hex(8)
-        """Of this start of the server: another one has other rows, or none."""
+        self.process = secrets.token_hex(8)
+        """Names this start of the server."""
+        self._held = self._holding(secrets.token_hex(8), stores, dense)
         own: dict[str, Call] = {
             "hello": self._hello,
             "describe": self._describe,
             "stats": self._stats,
             "evict": self._evict,
-            "step": lambda _: {"step": self._dense.step},
+            "step": lambda body: self._about(self._meant(body)),
             "set_step": self._set_step,
         }
         exchanges: dict[str, Exchange] = {
             "lookup": self._lookup,
             "apply_gradients": self._apply_gradients,
             "push_dense": self._push_dense,
-            "pull_dense": lambda _, __: (self._about(), self._packed(self._dense.pull())),
-            "dump_dense": lambda _, __: (self._about(), self._dense.dump()),
+            "pull_dense": self._pull_dense,
+            "dump_dense": self._dump_dense,
             "load_dense": self._load_dense,
         }
-        if taken := sorted(own.keys() & (calls or {}).keys()):
+        if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
         self._server = Server(
-            SERVICE, own | dict(calls or {}), exchanges=exchanges, host=host, port=port, guard=guard
+            SERVICE,
+            own | dict(calls or {}),
+            polls=polls,
+            exchanges=exchanges,
+            host=host,
+            port=port,
+            guard=guard,
         )
 
     @property
@@ -168,18 +189,28 @@ class ParameterServer:
         return self._server.port
 
     @property
+    def incarnation(self) -> str:
+        """Names what it holds now."""
+        return self._held.incarnation
+
+    @property
     def step(self) -> int:
         """Pushes that were counted here; on server 0, the global step."""
-        return self._dense.step
+        return self._held.dense.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._dense.step = value
+        self._held.dense.step = value
 
-    def replace(self, stores: Sequence[LocalStore], dense: DenseShare | None = None) -> None:
-        """Serve another run of the same task from now on. What was served before is not closed."""
-        self._stores = list(stores)
-        self._dense = DenseShare({}, None, self._shard) if dense is None else dense
+    def replace(
+        self, stores: Sequence[LocalStore], dense: DenseShare | None = None, *, incarnation: str | None = None
+    ) -> None:
+        """Serve another run of the same task from now on. What was served before is not closed.
+
+        Args:
+            incarnation: Names what it holds from now on; by default at random.
+        """
+        self._held = self._holding(incarnation or secrets.token_hex(8), stores, dense)
 
     def close(self) -> None:
         """Finish the requests under way and free the port. Stores stay open. Closing again does nothing."""
@@ -196,27 +227,23 @@ class ParameterServer:
     # Small calls
 
     def _hello(self, body: dict[str, Any]) -> dict[str, Any]:
-        known = body.get("incarnation")
-        if known not in (None, self.incarnation):
-            raise UnavailableError(
-                "it was started anew and has lost what it held. Restore it from a checkpoint, then let "
-                "workers make their stores again."
-            )
-        return {"incarnation": self.incarnation}
+        return {"incarnation": self._meant(body).incarnation}
 
     def _describe(self, _: dict[str, Any]) -> dict[str, Any]:
+        held = self._held
         return {
-            "incarnation": self.incarnation,
+            "process": self.process,
+            "incarnation": held.incarnation,
             "shard": list(self._shard),
             "stores": [
                 {"tables": dict(store.tables), "counts_sightings": store.counts_sightings}
-                for store in self._stores
+                for store in held.stores
             ],
             "weights": {
                 name: [list(weight.shape), str(weight.dtype).removeprefix("torch.")]
-                for name, weight in self._dense.weights.items()
+                for name, weight in held.dense.weights.items()
             },
-            "step": self._dense.step,
+            "step": held.dense.step,
         }
 
     def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -227,18 +254,21 @@ class ParameterServer:
         return {name: store.table(name).evict(now[name]) for name in store.tables}
 
     def _set_step(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._dense.step = body["step"]
-        return self._about()
+        held = self._meant(body)
+        held.dense.step = body["step"]
+        return self._about(held)
 
     # Bulk
 
     def _lookup(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
-        ids, _ = self._request(body, data)
-        return {}, self._store(body).lookup(ids).numpy()
+        store = self._store(body)
+        ids, _ = self._request(store, body, data)
+        return {}, store.lookup(ids).numpy()
 
     def _apply_gradients(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
-        ids, request = self._request(body, data)
-        self._store(body).apply_gradients(
+        store = self._store(body)
+        ids, request = self._request(store, body, data)
+        store.apply_gradients(
             ids,
             torch.from_numpy(request.gradients),
             step=body["step"],
@@ -247,33 +277,58 @@ class ParameterServer:
         )
         return {}, b""
 
-    def _request(self, body: dict[str, Any], data: Bytes) -> tuple[TableIds, RowRequest]:
+    def _request(self, store: LocalStore, body: dict[str, Any], data: Bytes) -> tuple[TableIds, RowRequest]:
         parts = body["parts"]
-        request = RowRequest(data, pieces=parts * len(self._store(body).tables), **body["columns"])
+        request = RowRequest(data, pieces=parts * len(store.tables), **body["columns"])
         counts = None if request.counts is None else torch.from_numpy(request.counts)
         ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, parts)
         return ids, request
 
     def _push_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
-        weights = self._dense.weights
+        held = self._meant(body)
+        weights = held.dense.weights
         if unknown := [name for name in body["names"] if name not in weights]:
             raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body["names"]])
-        after = self._dense.push(dict(zip(body["names"], gradients, strict=True)))
-        return self._about(), self._packed(after)
+        after = held.dense.push(dict(zip(body["names"], gradients, strict=True)))
+        return self._about(held), self._packed(after)
 
-    def _load_dense(self, _: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
-        self._dense.load(data.tobytes())
-        return self._about(), b""
+    def _pull_dense(self, body: dict[str, Any], _: Bytes) -> tuple[dict[str, Any], Any]:
+        held = self._meant(body)
+        return self._about(held), self._packed(held.dense.pull())
+
+    def _dump_dense(self, body: dict[str, Any], _: Bytes) -> tuple[dict[str, Any], Any]:
+        held = self._meant(body)
+        return self._about(held), held.dense.dump()
+
+    def _load_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+        held = self._meant(body)
+        held.dense.load(data.tobytes())
+        return self._about(held), b""
+
+    # Inside
+
+    def _holding(self, incarnation: str, stores: Sequence[LocalStore], dense: DenseShare | None) -> _Held:
+        return _Held(incarnation, list(stores), DenseShare({}, None, self._shard) if dense is None else dense)
+
+    def _meant(self, body: Mapping[str, Any]) -> _Held:
+        """Return what is held, if that is what the caller means."""
+        held = self._held
+        if body.get("incarnation") not in (None, held.incarnation):
+            raise UnavailableError(
+                "the server restarted or began another run, and no longer holds what this caller works on. "
+                "Workers that join the run again go on from its last checkpoint."
+            )
+        return held
 
     def _packed(self, weights: Mapping[str, Tensor]) -> Bytes:
         return pack_tensors(list(weights.values()))
 
-    def _about(self) -> dict[str, Any]:
-        return {"step": self._dense.step}
+    def _about(self, held: _Held) -> dict[str, Any]:
+        return {"step": held.dense.step}
 
     def _store(self, body: dict[str, Any]) -> LocalStore:
-        number, stores = int(body["store"]), self._stores
+        number, stores = int(body["store"]), self._meant(body).stores
         if not 0 <= number < len(stores):
             raise UnknownTableError(f"there is no store {number}; this model has {len(stores)}")
         return stores[number]

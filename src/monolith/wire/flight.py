@@ -35,6 +35,10 @@ Clock = Callable[[], float]
 """Seconds that never run backwards."""
 Call = Callable[[dict[str, Any]], dict[str, Any]]
 """From JSON to JSON."""
+Gone = Callable[[], bool]
+"""Whether the caller of a call is gone: it was killed, or lost the connection."""
+Poll = Callable[[dict[str, Any], Gone], dict[str, Any]]
+"""A call that waits, and looks meanwhile whether anybody still waits for its answer."""
 Fetch = Callable[[dict[str, Any]], Any]
 """From JSON to an Arrow record batch."""
 Bytes = NDArray[np.uint8]
@@ -137,6 +141,7 @@ class Server:
 
     Args:
         calls: Name to function. A MonolithError that one raises reaches the caller.
+        polls: Name to function, like `calls`, for those that wait.
         fetch: For `Caller.fetch`.
         exchanges: Name to function, for `Stream`.
         host: Only this machine by default.
@@ -152,6 +157,7 @@ class Server:
         service: Service,
         calls: Mapping[str, Call],
         *,
+        polls: Mapping[str, Poll] | None = None,
         fetch: Fetch | None = None,
         exchanges: Mapping[str, Exchange] | None = None,
         host: str = "127.0.0.1",
@@ -161,7 +167,9 @@ class Server:
         self.host = host
         _check_port(service, host, port)
         self._closing = threading.Event()
-        self._endpoint = _Endpoint(service, dict(calls), fetch, dict(exchanges or {}), self._closing)
+        self._endpoint = _Endpoint(
+            service, dict(calls), dict(polls or {}), fetch, dict(exchanges or {}), self._closing
+        )
         try:
             self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
         except import_arrow(f"the {service.name}").ArrowException as cause:
@@ -196,18 +204,22 @@ class _Endpoint:
         self,
         service: Service,
         calls: Mapping[str, Call],
+        polls: Mapping[str, Poll],
         fetch: Fetch | None,
         exchanges: Mapping[str, Exchange],
         closing: threading.Event,
     ) -> None:
         self.service = service
         self.calls = calls
+        self.polls = polls
         self.fetch = fetch
         self.exchanges = exchanges
         self.closing = closing
 
-    def answer(self, name: str, body: bytes) -> dict[str, Any]:
+    def answer(self, name: str, body: bytes, gone: Gone) -> dict[str, Any]:
         try:
+            if name in self.polls:
+                return {"answer": self.polls[name](json.loads(body), gone)}
             return {"answer": self._known(self.calls, name)(json.loads(body))}
         except MonolithError as error:
             return {"error": type(error).__name__, "message": str(error)}
@@ -237,8 +249,8 @@ def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
     wire, troubles = _Wire(arrow), (flight.FlightError, arrow.ArrowException, OSError)
 
     class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
-        def do_action(self, context: Any, action: Any) -> Any:  # noqa: ARG002
-            answer = endpoint.answer(action.type, action.body.to_pybytes())
+        def do_action(self, context: Any, action: Any) -> Any:
+            answer = endpoint.answer(action.type, action.body.to_pybytes(), context.is_cancelled)
             return iter([flight.Result(json.dumps(answer).encode())])
 
         def do_get(self, context: Any, ticket: Any) -> Any:  # noqa: ARG002
