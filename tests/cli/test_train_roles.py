@@ -22,12 +22,13 @@ import pytest
 import monolith.train
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
-from monolith.cli.train import Stopper, reported_to_yarn, serve_metrics, with_failover
+from monolith.cli.train import Stopper, reported_to_yarn, serve_metrics
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
 from monolith.cluster.run_config import RunConfig, load_run_config
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
-from monolith.train import Hook, TrainReport
+from monolith.train import Hook
+from monolith.train.parameter_server import ServerEnd
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]
@@ -50,9 +51,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a server is asked to do, in place of doing it."""
     asked: list[dict[str, Any]] = []
 
-    def serve(task: Any, config: Any, discovery: Any, **given: Any) -> str:
+    def serve(task: Any, config: Any, discovery: Any, **given: Any) -> ServerEnd:
         asked.append({"task": task, "config": config, "discovery": discovery, **given})
-        return "the run is over"
+        return ServerEnd("the run is over", finished=True)
 
     monkeypatch.setattr(monolith.train, "serve_parameters", serve)
     return asked
@@ -97,13 +98,30 @@ def test_a_server_listens_where_tf_config_says(tmp_path: Path, served: list[dict
 
 
 def test_a_signal_ends_a_server_with_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve(*_: Any, stop: threading.Event, **__: Any) -> str:
+    def serve(*_: Any, stop: threading.Event, **__: Any) -> ServerEnd:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.wait(30)
-        return "stopped"
+        return ServerEnd("stopped")
 
     monkeypatch.setattr(monolith.train, "serve_parameters", serve)
     assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == 143
+
+
+def test_a_server_of_a_run_that_is_not_finished_wants_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monolith.train, "serve_parameters", lambda *_, **__: ServerEnd("stopped"))
+    assert run(tmp_path, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1") == os.EX_TEMPFAIL
+
+
+def test_how_long_a_server_waits_for_others_is_a_setting(
+    tmp_path: Path, served: list[dict[str, Any]]
+) -> None:
+    more = ["--timeouts.start", "5m", "--timeouts.silence", "6s", "--timeouts.abandoned", "7m"]
+    run(tmp_path, *more, "--cluster.role", "ps", "--cluster.listen", "127.0.0.1")
+    assert served[0]["start_timeout"] == timedelta(minutes=5)
+    assert served[0]["lost_after"] == timedelta(seconds=6)
+    assert served[0]["abandoned_after"] == timedelta(minutes=7)
 
 
 # A worker
@@ -182,54 +200,6 @@ def test_a_request_to_stop_reaches_whoever_trains_now_or_next() -> None:
     with pytest.raises(SystemExit) as raised:
         stopper.check(waiting(0, 0))
     assert raised.value.code == 130
-
-
-REPORT = TrainReport(
-    step=3,
-    steps=3,
-    examples=3,
-    seconds=1.0,
-    stop_reason="done",
-    restored_from=None,
-    windows={},
-    checkpoint=None,
-)
-
-
-def failing(times: int, error: Exception) -> Any:
-    left = [error] * times
-
-    def attempt() -> TrainReport:
-        if left:
-            raise left.pop()
-        return REPORT
-
-    return attempt
-
-
-def failover(retries: int) -> RunConfig:
-    return load_run_config(code={"failover.max_retries": retries, "failover.wait": "0s"})
-
-
-def test_a_worker_begins_again_as_often_as_it_may(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = Metrics()
-    lost = UnavailableError("server 1 is gone")
-    assert with_failover(failing(2, lost), failover(2), metrics, Stopper()) is REPORT
-    said = capsys.readouterr().err
-    assert "server 1 is gone" in said
-    assert "(2 of 2)" in said
-    assert "monolith_worker_failovers_total 2.0" in metrics.render().decode()
-    with pytest.raises(UnavailableError):
-        with_failover(failing(3, lost), failover(2), metrics, Stopper())
-
-
-def test_a_worker_does_not_begin_again_when_it_was_stopped_or_did_wrong() -> None:
-    stopper = Stopper()
-    stopper("SIGTERM")
-    with pytest.raises(DeadlineExceededError):
-        with_failover(failing(1, DeadlineExceededError("late")), failover(5), Metrics(), stopper)
-    with pytest.raises(ConfigError):
-        with_failover(failing(1, ConfigError("wrong")), failover(5), Metrics(), Stopper())
 
 
 @pytest.mark.soak

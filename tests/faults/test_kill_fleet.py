@@ -1,118 +1,88 @@
-"""Any process of a fleet may be killed at any moment: the next start goes on, every record trained once."""
+"""Any process of a fleet may be killed or stopped at any moment: the run goes on, every record once."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from train.fleets import Tallied, read_model
+from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place
 
-TESTS = Path(__file__).parents[1]
-BATCHES = 400
-LIMIT = 120.0
-MEMBERS = [("worker", 0), ("worker", 1), ("ps", 0), ("ps", 1)]
-
-Start = Callable[[], subprocess.Popen[str]]
+BLOWS = 10
+"""Of each fleet; six fleets are hit."""
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts two servers and two workers by one command; in the end none of them runs."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start() -> subprocess.Popen[str]:
-        words = [
-            *("train.fleets:Tallied", "--set", f"batches={BATCHES}", "--model-dir", str(tmp_path)),
-            *("--launch", "local", "--num-ps", "2", "--num-workers", "2"),
-            *("--save-steps", "20", "--no-summaries", "--threads", "1", "--quiet"),
-        ]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "monolith", "train", *words],
-            cwd=TESTS,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()  # its guardians end the others
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    with LaunchedFleet(tmp_path, 400) as fleet:
+        for place in (("ps", 1), ("worker", 0)):
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(place)
+        fleet.finish()
+        fleet.check_every_record_was_trained_once()
+        assert "ps 1 was killed by SIGKILL; restarting it (1 of 6)" in fleet.output
+        assert "worker 0 was killed by SIGKILL; restarting it (1 of 6)" in fleet.output
 
 
-def member(model_dir: Path, role: str, index: int) -> int | None:
-    """Return the process id of a member, not of its guardian."""
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            place = ["--cluster.role", role, "--cluster.index", str(index)]
-            if str(model_dir) in words and place == words[-5:-1] and "guardian" not in " ".join(words):
-                return int(folder.name)
-    return None
+def test_whoever_restarts_failures_has_the_run_go_on_and_survivors_are_used_again(tmp_path: Path) -> None:
+    with LoopedFleet(tmp_path, 600) as fleet:
+        for place in (("ps", 0), ("worker", 1), ("worker", 0)):
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(place)
+        fleet.finish()
+        fleet.check_every_record_was_trained_once()
+        killed = [-signal.SIGKILL, 0]
+        assert fleet.exits == {
+            ("ps", 0): killed,
+            ("ps", 1): [0],
+            ("worker", 0): killed,
+            ("worker", 1): killed,
+        }
 
 
-def checkpoints(model_dir: Path) -> set[str]:
-    return {path.name for path in model_dir.glob("model.ckpt-*.manifest")}
-
-
-def wait_for(found: Callable[[], object], process: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not found():
-        assert process.poll() is None, f"ended before {what}: {process.communicate()[0]}"
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.02)
-
-
-def kill_one(start: Start, model_dir: Path, role: str, index: int, chance: random.Random) -> None:
-    """Start a fleet, kill one of it when something new was saved, and see the others end."""
-    before = checkpoints(model_dir)
-    process = start()
-    wait_for(lambda: checkpoints(model_dir) - before, process, "new checkpoint")
-    pid = member(model_dir, role, index)
-    assert pid is not None
-    time.sleep(chance.uniform(0, 0.3))
-    os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode != 0
-    assert f"{role} {index}" in output
-
-
-def finish(start: Start, model_dir: Path) -> None:
-    """Train to the end of the data, and look at what the model was trained on."""
-    process = start()
-    output, _ = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, output
-    model = read_model(Tallied(batches=BATCHES), model_dir)
-    assert model.step == BATCHES
-    assert model.tally == dict.fromkeys(range(8 * BATCHES), 1.0)
-
-
-def test_a_server_is_killed_and_every_record_is_trained_once(start: Start, tmp_path: Path) -> None:
-    kill_one(start, tmp_path, "ps", 1, random.Random(1))
-    finish(start, tmp_path)
+def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(tmp_path: Path) -> None:
+    with LaunchedFleet(tmp_path, 100_000, "--failover.max-retries", "0") as fleet:
+        fleet.wait_for_another_checkpoint()
+        fleet.hit(("worker", 0))
+        assert fleet.launcher.wait(60) == 128 + signal.SIGKILL
+        assert "worker 0 was killed by SIGKILL" in fleet.output.splitlines()[-1]
+        assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(5))
-def test_members_are_killed_again_and_again(start: Start, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fleet_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
+    """Sixty blows in all: kill -9 of the chief, the worker and servers, and SIGSTOP of 20 and 90 s."""
     chance = random.Random(seed)
-    for role, index in chance.sample(MEMBERS, 4):
-        kill_one(start, tmp_path, role, index, chance)
-    finish(start, tmp_path)
+    blows = [("kill", chance.choice(MEMBERS)) for _ in range(BLOWS - 2)]
+    blows += [("stop 20", chance.choice(MEMBERS)), ("stop 90", MEMBERS[seed % len(MEMBERS)])]
+    chance.shuffle(blows)
+    kind = LaunchedFleet if seed % 2 else LoopedFleet
+    with kind(tmp_path, 5000, "--failover.max-retries", "100") as fleet:
+        for how, place in blows:
+            fleet.wait_for_another_checkpoint()
+            time.sleep(chance.uniform(0, 0.3))
+            began = time.monotonic()
+            strike(fleet, how, place)
+            fleet.wait_for_another_checkpoint()
+            print(f"seed {seed}: {how} {place[0]} {place[1]}: {time.monotonic() - began:.1f} s")  # noqa: T201
+        fleet.finish()
+        fleet.check_every_record_was_trained_once()
+
+
+def strike(fleet: FleetProcesses, how: str, place: Place) -> None:
+    if how == "kill":
+        fleet.hit(place)
+        return
+    before = {member: fleet.pid(member) for member in MEMBERS}
+    lost = fleet.output.count("was lost")
+    pid = fleet.hit(place, signal.SIGSTOP)
+    seconds = float(how.removeprefix("stop "))
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+    if seconds < 30:  # it was only slow, and nobody calls it dead
+        fleet.wait_for_another_checkpoint()
+        assert {member: fleet.pid(member) for member in MEMBERS} == before
+        assert fleet.output.count("was lost") == lost

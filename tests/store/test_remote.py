@@ -355,7 +355,7 @@ def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None
     slow, held = held_server(stack, shard=(1, 2))
     store = ParameterServerStore(group_of(stack, quick.address, slow.address, timeout=SHORT), 0, CONFIGS)
     held.hold()
-    with pytest.raises(DeadlineExceededError, match="server 1 of 2 at .*: no answer in 0.2 s"):
+    with pytest.raises(DeadlineExceededError, match=r"server 1 of 2 at .*: no answer in 0.2 s"):
         store.lookup(keys(0, 1))
     held.let_go.set()
     assert store.lookup(keys(0)).tolist() == [0, 0], "the other's connection was not cut off with it"

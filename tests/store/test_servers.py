@@ -142,7 +142,7 @@ def test_who_works_on_an_earlier_run_is_refused_and_changes_nothing(stack: ExitS
     for late in (
         lambda: store.apply_gradients(keys(1), torch.ones(2)),
         lambda: store.lookup(keys(1)),
-        lambda: store.push_dense(),
+        store.push_dense,
         lambda: store.evict(0),
         lambda: sleeper.set_step(9),
     ):

@@ -35,8 +35,10 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
-from monolith.train.fleet import LOST_AFTER, NEWS_EVERY
+from monolith.train.fleet import NEWS_EVERY
 from monolith.train.keeping import newest_checkpoint
+from monolith.train.meeting import LOST_AFTER
+from monolith.train.parameter_server import ABANDONED_AFTER, ServerEnd
 from monolith.train.session import Model as TrainedModel
 
 RECORD = "record"
@@ -145,6 +147,7 @@ def run_fleet(
     task_of: Callable[[int], Task] | None = None,
     finish_timeout: timedelta = timedelta(seconds=PATIENT),
     lost_after: timedelta = LOST_AFTER,
+    abandoned_after: timedelta = ABANDONED_AFTER,
     news_every: timedelta = NEWS_EVERY,
     **config: Any,
 ) -> Outcome:
@@ -167,9 +170,18 @@ def run_fleet(
         }
     )
 
-    def serve(index: int) -> str:
+    def serve(index: int) -> ServerEnd:
         return serve_parameters(
-            task, settings, discovery, index=index, num_ps=num_ps, num_workers=num_workers, stop=stop
+            task,
+            settings,
+            discovery,
+            index=index,
+            num_ps=num_ps,
+            num_workers=num_workers,
+            stop=stop,
+            linger=timedelta(),
+            lost_after=lost_after,
+            abandoned_after=abandoned_after,
         )
 
     def work(index: int) -> TrainReport:
@@ -180,7 +192,6 @@ def run_fleet(
             num_workers=num_workers,
             start_timeout=timedelta(seconds=PATIENT),
             finish_timeout=finish_timeout,
-            lost_after=lost_after,
             news_every=news_every,
         ) as fleet:
             trainer = Trainer(

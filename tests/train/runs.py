@@ -17,6 +17,7 @@ class FakeRun:
         self.step = step
         self.model_dir = str(model_dir)
         self.stop_reason: str | None = None
+        self.interrupted = False
 
     def request_stop(self, reason: str) -> None:
         if self.stop_reason is None:

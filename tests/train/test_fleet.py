@@ -41,6 +41,7 @@ from monolith.train import (
     serve_parameters,
 )
 from monolith.train.hooks import BarrierHook
+from monolith.train.parameter_server import ServerEnd
 
 TASK = Tallied()
 
@@ -75,7 +76,7 @@ def test_every_record_is_trained_once_and_the_step_counts_all_batches(
     tmp_path: Path, num_ps: int, num_workers: int
 ) -> None:
     outcome = run_fleet(TASK, tmp_path, num_ps=num_ps, num_workers=num_workers)
-    assert outcome.servers == dict.fromkeys(range(num_ps), "the run is over")
+    assert outcome.servers == dict.fromkeys(range(num_ps), ServerEnd("the run is over", finished=True))
     assert (outcome.chief.step, outcome.chief.examples) == (TASK.batches, TASK.records)
     model = read_model(TASK, tmp_path)
     assert model.step == TASK.batches
@@ -149,7 +150,7 @@ def test_whoever_fails_ends_the_run_for_all_and_the_next_one_goes_on_from_the_ch
     other = outcome.workers[1 - fails]
     assert isinstance(other, ClusterError)
     assert f"worker {fails} failed: OSError: the disk is gone" in str(other)
-    assert set(outcome.servers.values()) == {"the run is over"}
+    assert not any(end.finished for end in outcome.servers.values()), "they stayed for the next run"
     saved = read_model(TASK, tmp_path)
     assert set(saved.tally.values()) == {1.0}
     assert sum(saved.tally.values()) == 8 * saved.step
@@ -491,5 +492,5 @@ def test_a_worker_that_is_not_heard_of_any_more_ends_the_run(tmp_path: Path, gon
         news_every=timedelta(seconds=0.1),
         save=SaveConfig(steps=4),
     )
-    with pytest.raises(UnavailableError, match=rf"worker {gone}.* was not heard of for"):
+    with pytest.raises(UnavailableError, match=rf"worker {gone}.* was lost: it has been silent for"):
         outcome.report(1 - gone)

@@ -69,7 +69,14 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
     report = Report()
     with members_of(options, settings, environ, report.mark) as members:
         if options.launch == "local":
-            outcome = processes.launch(members, output=sys.stderr, grace=GRACE, tap=report.take)
+            outcome = processes.launch(
+                members,
+                output=sys.stderr,
+                grace=GRACE,
+                restarts=settings.run.failover.max_retries or 0,
+                chief="worker 0",
+                tap=report.take,
+            )
         else:
             outcome = launch_on_ray(
                 members, address=options.ray_address, output=sys.stderr, grace=GRACE, tap=report.take

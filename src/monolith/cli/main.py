@@ -1,7 +1,8 @@
 """`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
 
 Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line
-on standard error says why), 130 interrupted. A training run that was ended by SIGINT or
+on standard error says why), 75 others were lost or stopped: the same command started again goes on
+(EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by SIGINT or
 SIGTERM, and has saved, exits with 130 or 143.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from monolith import __version__
 from monolith.cli.commands import COMMANDS
 from monolith.cli.run_flags import split_run_flags
-from monolith.errors import ConfigError, MonolithError
+from monolith.errors import ConfigError, MonolithError, RetryableError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except MonolithError as error:
         sys.stderr.write(f"monolith: {error}\n")
-        return 2
+        return os.EX_TEMPFAIL if isinstance(error, RetryableError) else 2
     except KeyboardInterrupt:
         sys.stderr.write("monolith: interrupted\n")
         return 130

@@ -42,7 +42,7 @@ OBEYED: Mapping[str, tuple[str, ...]] = {
     "discovery": ("kind", "zookeeper", "zookeeper_auth", "tf_config", "folder", "ray"),
     "security": ("cert", "key", "ca", "server_name", "token", "token_file"),
     "failover": ("max_retries", "wait"),
-    "timeouts": ("operation", "start", "finish"),
+    "timeouts": ("operation", "start", "finish", "silence", "abandoned"),
     "training": ("intra_op_threads", "inter_op_threads"),
     "data": ("dump_features_only",),
     "metrics": ("prefix", "host", "port"),

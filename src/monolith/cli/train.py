@@ -2,6 +2,8 @@
 
 SIGINT and SIGTERM end a run after its current step. It saves, says what it did, and exits with
 130 or 143, so that whoever started it can tell that there was more to do. A second one aborts.
+Of several processes none exits with 0 unless the run is finished; those that were not asked to stop
+themselves exit with 75, and go on when they are started again.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import TextIO
 
 from monolith import filesystem
+from monolith.cli.failover import Failover
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_options import TrainOptions
@@ -30,7 +33,7 @@ from monolith.observe import Metrics
 from monolith.observe.logs import logs_json
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
-from monolith.train import Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
+from monolith.train import Fleet, Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
 from monolith.train.hooks import (
     ActionFileHook,
     BarrierHook,
@@ -109,7 +112,7 @@ def serve(training: Training, discovery: Discovery, environ: Mapping[str, str]) 
     guard = guard_listener(host, run.security)
     stop = threading.Event()
     with StopSignals(lambda _: stop.set(), say) as signals:
-        why = serve_parameters(
+        end = serve_parameters(
             training.task,
             training.config,
             discovery,
@@ -121,9 +124,14 @@ def serve(training: Training, discovery: Discovery, environ: Mapping[str, str]) 
             guard=guard,
             stop=stop,
             say=say,
+            start_timeout=run.timeouts.start,
+            lost_after=run.timeouts.silence,
+            abandoned_after=run.timeouts.abandoned,
         )
-    say(f"parameter server {run.cluster.index} ended: {why}")
-    return 0 if signals.received is None else 128 + signals.received
+    say(f"parameter server {run.cluster.index} ended: {end.why}")
+    if signals.received is not None:
+        return 128 + signals.received
+    return 0 if end.finished else os.EX_TEMPFAIL
 
 
 # A worker, or the one process of a run
@@ -204,32 +212,28 @@ def train(
 
         signals = open_things.enter_context(StopSignals(stopper, say))
 
-        def attempt() -> TrainReport:
-            with fleet_of(run, discovery, metrics, stopper) as others:
-                trainer = Trainer(task, config, hooks=hooks, metrics=metrics, **others)
-                stopper.use(trainer)
-                return trainer.train()
+        def attempt(fleet: Fleet | None = None) -> TrainReport:
+            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, fleet=fleet)
+            stopper.use(trainer)
+            return trainer.train()
 
-        report = attempt() if discovery is None else with_failover(attempt, run, metrics, stopper)
+        if discovery is not None:
+            report = with_failover(attempt, run, discovery, metrics, stopper)
+        else:
+            report = attempt()
     if chief:
         write_report(to_json(report, task, config), options, environ)
     else:
         say(f"worker {run.cluster.index} ended at step {report.step:,}: {report.stop_reason}")
-    return signals.status(report.stop_reason)
+    return signals.status(report.stop_reason) or (0 if report.finished else os.EX_TEMPFAIL)
 
 
-@contextmanager
-def fleet_of(
-    run: RunConfig, discovery: Discovery | None, metrics: Metrics, stopper: Stopper
-) -> Iterator[dict[str, Any]]:
-    """Give what a trainer needs to train with others; nothing for one that is alone."""
-    if discovery is None:
-        yield {}
-        return
+def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: Stopper) -> Fleet:
+    """Wait for the servers of the run, and return this worker's place among its processes."""
     from monolith.train import join_fleet
 
     cluster, timeouts = run.cluster, run.timeouts
-    with join_fleet(
+    fleet = join_fleet(
         discovery,
         index=cluster.index,
         num_ps=cluster.num_ps,
@@ -242,30 +246,31 @@ def fleet_of(
         finish_timeout=timeouts.finish,
         call_timeout=timeouts.operation,
         on_waiting=stopper.check,
-    ) as fleet:
-        if run.job.submitted_at is not None:
-            ready = metrics.gauge(
-                "container_ready_seconds", "From the job's submission to its servers' being there."
-            )
-            ready.set(time.time() - run.job.submitted_at)
-        yield {"fleet": fleet}
+    )
+    if run.job.submitted_at is not None:
+        ready = metrics.gauge(
+            "container_ready_seconds", "From the job's submission to its servers' being there."
+        )
+        ready.set(time.time() - run.job.submitted_at)
+    return fleet
 
 
 def with_failover(
-    attempt: Callable[[], TrainReport], run: RunConfig, metrics: Metrics, stopper: Stopper
+    attempt: Callable[[Fleet], TrainReport],
+    run: RunConfig,
+    discovery: Discovery,
+    metrics: Metrics,
+    stopper: Stopper,
 ) -> TrainReport:
     """Train; where others were lost, wait and go on from the last checkpoint, as often as is allowed."""
-    retries = run.failover.max_retries or 0
-    for number in range(1, retries + 2):
+    failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
+    while True:
         try:
-            return attempt()
+            with fleet_of(run, discovery, metrics, stopper) as fleet:
+                failover.joined(fleet.servers)
+                return attempt(fleet)
         except RetryableError as error:
-            if number > retries or stopper.asked.is_set():
-                raise
-            metrics.counter("worker_failovers", "How often this worker began again.").inc()
-            say(f"{error}\nbeginning again in {run.failover.wait} ({number} of {retries})")
-            stopper.asked.wait(run.failover.wait.total_seconds())
-    raise AssertionError("the last attempt returns or raises")
+            failover.lost(error)
 
 
 # Whom it tells

@@ -4,7 +4,11 @@ Parameter servers hold rows and weights. Workers, of whom the first is the chief
 the data each and train on what the servers hold. The chief also restores and saves: it halts the
 others, has every server hold its share of the moment fast, and lets everybody go on while it is
 written. So a checkpoint holds everything that was trained and nothing else, with the position of
-each worker in its data. Whoever dies ends the run for all; started again, it goes on from there.
+each worker in its data.
+
+Whoever dies ends the run for all, and those who are left hear of it within seconds. They stay and join
+again; when the lost one is back the chief begins the next run, from the last checkpoint. What an earlier
+run still has on its way is refused by the servers, so nothing is trained twice.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting
+from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
 from monolith.store import ParameterServerStore, ServerGroup, Store
@@ -27,13 +31,20 @@ from monolith.table import TableConfig
 
 _log = logging.getLogger(__name__)
 
+PATIENCE = timedelta(seconds=1)
+"""How long to try a server where nobody answers: one that restarted holds nothing of this run."""
 POLL = 10.0
 """Seconds that one call waits for something to happen."""
 NEWS_EVERY = timedelta(seconds=POLL)
-LOST_AFTER = timedelta(seconds=60)
-"""A worker that was not heard of for so long is lost."""
-FAREWELL = 5.0
-"""Seconds that the others have to hear that the run is over."""
+FAREWELL = timedelta(minutes=2)
+"""How long the others have to hear that the run is over, as long as they are there."""
+SAY_EVERY = 15.0
+"""Seconds between two lines of the log about who is waited for."""
+STOP_WITHIN = 60.0
+"""Seconds that a worker has to stop where it is told to."""
+OLD_NEWS = 60.0
+"""Seconds after which the failure of a chief is no reason to give up for who comes now."""
+_ASK_EVERY = 0.5
 
 State = dict[str, Any]
 """What a worker has to say of itself: plain values."""
@@ -60,11 +71,10 @@ def join_fleet(
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta | None = None,
-    lost_after: timedelta = LOST_AFTER,
     news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
-    """Wait for the servers of a run and return this worker's place among its processes.
+    """Wait for the servers of a run to answer, and return this worker's place among its processes.
 
     Args:
         guard: What to present to the servers.
@@ -72,7 +82,6 @@ def join_fleet(
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
-        lost_after: How long another worker may be silent.
         news_every: How often each says that it lives; of news it hears at once.
         on_waiting: Told who is missing.
 
@@ -97,21 +106,57 @@ def join_fleet(
         ),
         on_waiting=on_waiting,
     )
-    addresses = manager.query_ps(num_ps)
-    group = ServerGroup(addresses, guard=guard, **({} if call_timeout is None else {"timeout": call_timeout}))
+    options = {} if call_timeout is None else {"timeout": call_timeout}
+    addresses = _wait_for_answers(manager, num_ps, guard, start_timeout, on_waiting)
+    group = ServerGroup(addresses, guard=guard, patience=PATIENCE, **options)
     try:
+        group.describe()
         return Fleet(
             group,
             index,
             num_workers,
             start_timeout=start_timeout,
             finish_timeout=finish_timeout,
-            lost_after=lost_after,
             news_every=news_every,
         )
     except BaseException:
         group.close()
         raise
+
+
+def _wait_for_answers(
+    manager: ClusterManager,
+    num_ps: int,
+    guard: Guard | None,
+    timeout: timedelta,
+    on_waiting: OnWaiting | None,
+) -> list[str]:
+    """Return the addresses of all servers once each of them answers.
+
+    A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
+    it says is true.
+    """
+    began = time.monotonic()
+    while True:
+        addresses = manager.query_ps(num_ps)
+        with contextlib.closing(ServerGroup(addresses, guard=guard, patience=timedelta())) as group:
+            server = 0
+            try:
+                while server < num_ps:
+                    group.call(server, "hello")
+                    server += 1
+                return addresses
+            except RetryableError as cause:
+                elapsed = timedelta(seconds=time.monotonic() - began)
+                if elapsed >= timeout:
+                    raise DeadlineExceededError(
+                        f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
+                    ) from cause
+                _log.debug("not all servers answer yet: %s", cause)
+        if on_waiting is not None:
+            who = f"parameter server {server} at {addresses[server]} to answer"
+            on_waiting(Waiting(who, server, num_ps, elapsed))
+        time.sleep(_ASK_EVERY)
 
 
 class Fleet:
@@ -128,7 +173,6 @@ class Fleet:
         *,
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
-        lost_after: timedelta = LOST_AFTER,
         news_every: timedelta = NEWS_EVERY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -137,19 +181,26 @@ class Fleet:
         self.group = group
         self.index = index
         self.num_workers = num_workers
+        self._member = secrets.token_hex(8)
         self._start_timeout = start_timeout
         self._finish_timeout = finish_timeout
-        self._lost_after = lost_after.total_seconds()
         self._news_every = news_every.total_seconds()
         self._clock = clock
         self._stores = 0
         self._held = False
         self._run = ""
         self._listener: _Listener | None = None
+        self.finished = True
+        """Once the run is over: whether it came to its end, and nobody stopped it before."""
 
     @property
     def is_chief(self) -> bool:
         return self.index == 0
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names the processes of the servers: one that restarted has another name."""
+        return self.group.processes
 
     def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
         """Return the next store of the model that is being built; see `default_stores`."""
@@ -162,32 +213,56 @@ class Fleet:
         """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
         self._run = secrets.token_hex(8)
         self.group.call_all("server.begin", run=self._run)
+        self.group.expect(self._run)
         self.group.call(0, "meeting.begin", run=self._run, num_workers=self.num_workers)
+        self._listener = _Listener(self.group, self._run, self.index, self._news_every)
+        self._listener.attend()
 
     def open(self, start: Mapping[str, Any]) -> None:
         """Let the others begin, as the chief. They are told `start`."""
+        self.check()
         self.group.call(0, "meeting.open", run=self._run, start=dict(start))
-        self._listen()
 
-    def join(self) -> dict[str, Any]:
+    def join(self) -> dict[str, Any] | None:
         """Wait until the chief has restored everything; return what it says of where to go on.
+
+        A run that failed long before this worker came is waited out: somebody may start the chief again.
+
+        Returns:
+            None where the run is over, and this worker's part in it done.
 
         Raises:
             DeadlineExceededError: It did not in time.
+            ClusterError: It failed, and will not begin again by itself.
         """
-        limit = self._clock() + self._start_timeout.total_seconds()
+        limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
+        known, first = "", True
         while True:
-            answer = self.group.call(0, "meeting.join", worker=self.index, wait=POLL)
+            answer = self.group.call(
+                0, "meeting.join", worker=self.index, member=self._member, known=known, wait=POLL
+            )
             if answer["run"] is not None:
                 self._run = answer["run"]
-                self._listen()
+                self.group.expect(self._run)
+                self._listener = _Listener(self.group, self._run, self.index, self._news_every)
                 return dict(answer["start"])
-            if self._clock() >= limit:
+            if answer.get("over"):
+                self.finished = not answer["unfinished"]
+                return None
+            if failed := answer.get("failed"):
+                if failed["final"] and not (first and failed["ago"] > OLD_NEWS):
+                    raise ClusterError(failed["why"])
+                known = failed["run"]
+            first = False
+            now = self._clock()
+            if now >= limit:
                 raise DeadlineExceededError(
                     f"worker {self.index} waited {self._start_timeout} for the chief to restore the model; "
                     "see its log"
                 )
-            _log.info("waiting for the chief to restore the model")
+            if now - said >= SAY_EVERY:
+                said = now
+                _log.info("waiting for the chief to restore the model")
 
     # Between steps
 
@@ -199,7 +274,7 @@ class Fleet:
     def check(self) -> None:
         """Raise what has gone wrong with the others."""
         if self._listener is not None:
-            self._listener.check(self._lost_after)
+            self._listener.check()
 
     @property
     def is_halted(self) -> bool:
@@ -218,7 +293,7 @@ class Fleet:
         if halt is None:
             return 0
         self.group.call(0, "meeting.arrive", run=self._run, worker=self.index, halt=halt, state=state)
-        listener.wait_for_release(halt, self._lost_after)
+        listener.wait_for_release(halt)
         return halt
 
     @contextlib.contextmanager
@@ -255,9 +330,13 @@ class Fleet:
         """The last halt whose checkpoint is on disk, as far as is known here; 0 for none."""
         return 0 if self._listener is None else self._listener.saved
 
-    def stop(self, reason: str) -> None:
-        """Ask everybody to finish."""
-        self.group.call(0, "meeting.stop", run=self._run, reason=reason)
+    def stop(self, reason: str, *, unfinished: bool = False) -> None:
+        """Ask everybody to finish.
+
+        Args:
+            unfinished: Whether there is more to do: the run is then not done, however well it ends.
+        """
+        self.group.call(0, "meeting.stop", run=self._run, reason=reason, unfinished=unfinished)
 
     # Ending
 
@@ -265,13 +344,24 @@ class Fleet:
         """Say that this worker is done, all its updates too."""
         self.group.call(0, "meeting.leave", run=self._run, worker=self.index, state=state)
 
-    def fail(self, why: str) -> None:
-        """Say that this worker cannot go on, which ends the run; if anybody hears it."""
+    def fail(self, why: str, *, final: bool) -> None:
+        """Say that this worker cannot go on, which ends the run; if anybody hears it.
+
+        Args:
+            final: Whether nobody should wait for this process to join or begin again by itself.
+        """
         self._close_listener()
         if not self._run:
             return
         with contextlib.suppress(ClusterError, ConfigError):
-            self.group.call(0, "meeting.leave", run=self._run, worker=self.index, failure=why)
+            self.group.call(
+                0,
+                "meeting.leave",
+                run=self._run,
+                worker=self.index,
+                failure=why,
+                final=final and self.is_chief,
+            )
 
     def wait_for_others(self, idle: Callable[[], None]) -> list[State]:
         """Wait, as the chief, until all others have left; return their last states, in order.
@@ -282,50 +372,52 @@ class Fleet:
             idle: Called every second meanwhile.
 
         Raises:
-            UnavailableError: One was not heard of any more.
+            UnavailableError: One was lost.
             DeadlineExceededError: One does not stop.
         """
         asked_at: float | None = None
         limit = self._clock() + self._finish_timeout.total_seconds()
         while missing := self._missing(left=True, wait=1.0):
-            self._check_heard(missing)
             idle()
-            now = self._clock()
+            now, who = self._clock(), ", ".join(map(str, missing))
             if asked_at is None and now >= limit:
-                _log.warning("workers %s still train; asking them to stop", ", ".join(missing))
+                _log.warning("workers %s still train; asking them to stop", who)
                 self.stop(f"the chief has waited {self._finish_timeout} for this worker")
                 asked_at = now
-            elif asked_at is not None and now - asked_at > self._lost_after:
+            elif asked_at is not None and now - asked_at > STOP_WITHIN:
                 raise DeadlineExceededError(
-                    f"workers {', '.join(missing)} were asked to stop and did not in {self._lost_after:g} s; "
+                    f"workers {who} were asked to stop and did not in {STOP_WITHIN:g} s; "
                     "what was trained since the last checkpoint is lost"
                 )
         return self._states()
 
-    def wait_for_end(self) -> bool:
-        """Wait, having left, until the chief has saved; return False where nobody says so any more.
+    def wait_for_end(self) -> None:
+        """Wait, having left, until the chief has saved and said that the run is over.
 
         Raises:
-            ClusterError: The chief could not save.
+            RetryableError: Nobody says so any more: what this worker did last may not be saved.
         """
         assert self._listener is not None
-        return self._listener.wait_for_end(self._finish_timeout.total_seconds(), self._lost_after)
+        self.finished = self._listener.wait_for_end(self._finish_timeout.total_seconds())
 
-    def end(self, *, well: bool = True) -> None:
-        """Tell everybody, as the chief, that the run is over. A server that is gone already is passed over.
-
-        Args:
-            well: Whether the last checkpoint is on disk.
-        """
-        if well:
-            self.group.call(0, "meeting.over", run=self._run, wait=FAREWELL)
+    def end(self) -> None:
+        """Tell everybody, as the chief, that the run is over and saved; who is gone is passed over."""
+        self._close_listener()
+        limit = self._clock() + FAREWELL.total_seconds()
+        with _passed_over("server 0"):
+            while True:
+                answer = self.group.call(0, "meeting.over", run=self._run, wait=1.0)
+                self.finished = not answer["unfinished"]
+                if not answer["untold"]:
+                    break
+                if self._clock() >= limit:
+                    _log.warning("workers %s were not told that the run is over", answer["untold"])
+                    break
 
         def tell(server: int, _: Mapping[str, Any]) -> dict[str, Any]:
-            try:
-                return self.group.call(server, "server.end", run=self._run)
-            except ClusterError as error:
-                _log.warning("could not tell server %d that the run is over: %s", server, error)
-                return {}
+            with _passed_over(f"server {server}"):
+                return self.group.call(server, "server.end", run=self._run, finished=self.finished)
+            return {}
 
         self._on_each(tell, [{}] * len(self.group))
 
@@ -344,16 +436,20 @@ class Fleet:
 
     # Work on servers that takes its time
 
-    def work(self, name: str, bodies: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Have each server do some work, all at a time, and return the answers in order.
+    def call_servers(self, name: str, /, **body: Any) -> None:
+        """Have each server do something of this run, and nothing if it is another by now."""
+        self.group.call_all(name, run=self._run, **body)
 
-        Args:
-            bodies: One per server.
+    def work(self, name: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Have each server do some work of this run, all at a time, and return the answers in order.
 
         Raises:
             MonolithError: What one of them raised.
         """
-        return self._on_each(lambda server, body: self._work(server, name, dict(body)), bodies)
+        whole = {"run": self._run, **body}
+        return self._on_each(
+            lambda server, body: self._work(server, name, dict(body)), [whole] * len(self.group)
+        )
 
     def _on_each(
         self, call: Callable[[int, Mapping[str, Any]], dict[str, Any]], bodies: Sequence[Mapping[str, Any]]
@@ -397,27 +493,31 @@ class Fleet:
         self.group.call(0, "meeting.release", run=self._run)
 
     def _gather(self) -> list[State]:
+        """Wait until all others stand still; one that has not come yet is waited for as at the start."""
+        began = said = self._clock()
         while missing := self._missing(left=False, wait=1.0):
-            self._check_heard(missing)
+            now = self._clock()
+            if now - began > self._start_timeout.total_seconds():
+                raise DeadlineExceededError(
+                    f"waited {self._start_timeout} for workers {', '.join(map(str, missing))} to come to a "
+                    "halt before saving; see their logs"
+                )
+            if now - said >= SAY_EVERY:
+                said = now
+                who = ", ".join(map(str, missing))
+                _log.warning("waiting for workers %s before saving; see their logs", who)
         return self._states()
-
-    def _check_heard(self, missing: Mapping[str, float | None]) -> None:
-        for worker, silent in missing.items():
-            if silent is not None and silent > self._lost_after:
-                raise _lost(worker, silent)
 
     def _states(self) -> list[State]:
         answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
         return [answer["states"][str(worker)] for worker in range(1, self.num_workers)]
 
-    def _missing(self, *, left: bool, wait: float) -> dict[str, float | None]:
+    def _missing(self, *, left: bool, wait: float) -> list[int]:
+        self.check()
         answer = self.group.call(0, "meeting.gathered", run=self._run, wait=wait, left=left)
         if answer["failure"]:
-            raise ClusterError(answer["failure"])
-        return dict(answer["missing"])
-
-    def _listen(self) -> None:
-        self._listener = _Listener(self.group, self._run, self.index, self._news_every)
+            raise UnavailableError(answer["failure"])
+        return list(answer["missing"])
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -426,56 +526,65 @@ class Fleet:
 
 
 class _Listener:
-    """Asks for news on a thread of its own, so that a worker hears of a halt without asking at every step."""
+    """Asks for news on a thread of its own, so that a worker hears of a halt without asking at every step.
+
+    A chief also keeps a call at every server: by it the server knows that the chief is there, and the
+    chief hears at once when the server is gone.
+    """
 
     def __init__(self, group: ServerGroup, run: str, worker: int, every: float) -> None:
         self._group = group
         self._every = every
-        self._body = {"run": run, "worker": worker}
+        self._body: dict[str, Any] = {"run": run, "worker": worker}
         self._changed = threading.Condition()  # guards what follows
         self.halt: int | None = None
         self.stop_reason: str | None = None
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
-        self._chief_silent = 0.0
+        self._finished = True
         self._closed = False
-        self._thread = threading.Thread(target=self._listen, name="fleet-news", daemon=True)
-        self._thread.start()
+        self._start(self._listen)
 
-    def check(self, lost_after: float) -> None:
+    def attend(self) -> None:
+        """Keep a call at every server."""
+        for server in range(len(self._group)):
+            self._start(self._attend, server)
+
+    def check(self) -> None:
         with self._changed:
-            self._check(lost_after)
+            self._check()
 
-    def wait_for_end(self, timeout: float, lost_after: float) -> bool:
+    def wait_for_end(self, timeout: float) -> bool:
         with self._changed:
             limit = time.monotonic() + timeout
             while not self._over:
-                if isinstance(self._error, RetryableError):
-                    return False  # whoever keeps the meeting is gone
-                self._check(lost_after)
+                self._check()
                 if time.monotonic() >= limit:
-                    return False
+                    raise DeadlineExceededError(
+                        f"the chief has not saved within {timeout:.0f} s of this worker's end; see its log"
+                    )
                 self._changed.wait(1.0)
-            return True
+            return self._finished
 
-    def wait_for_release(self, halt: int, lost_after: float) -> None:
+    def wait_for_release(self, halt: int) -> None:
         with self._changed:
             while self.halt == halt:
-                self._check(lost_after)
+                self._check()
                 self._changed.wait(1.0)
-            self._check(lost_after)
+            self._check()
 
     def close(self) -> None:
         """Ask no more; a question that is under way is answered to nobody."""
         with self._changed:
             self._closed = True
 
-    def _check(self, lost_after: float) -> None:
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
-        if self._chief_silent > lost_after:
-            raise _lost("0, the chief,", self._chief_silent)
+
+    def _start(self, run: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=run, args=args, name="fleet-news", daemon=True).start()
 
     def _listen(self) -> None:
         seen = -1
@@ -487,7 +596,15 @@ class _Listener:
                 return
             seen = news["version"]
             failure = news["failure"]
-            self._note(news, error=ClusterError(failure) if failure else None)
+            self._note(news, error=UnavailableError(failure) if failure else None)
+
+    def _attend(self, server: int) -> None:
+        while not self._closed:
+            try:
+                self._group.call(server, "server.attend", run=self._body["run"], wait=self._every)
+            except Exception as error:
+                self._note(error=error)
+                return
 
     def _note(self, news: Mapping[str, Any] | None = None, error: Exception | None = None) -> None:
         with self._changed:
@@ -495,12 +612,13 @@ class _Listener:
             if news is not None:
                 self.halt, self.stop_reason = news["halt"], news["stop"]
                 self.saved, self._over = news["saved"], news["over"]
-                self._chief_silent = news["chief_silent"]
+                self._finished = not news["unfinished"]
             self._changed.notify_all()
 
 
-def _lost(worker: str, silent: float) -> UnavailableError:
-    return UnavailableError(
-        f"worker {worker} was not heard of for {silent:.0f} s. See its log; start the run again, and it goes "
-        "on from the last checkpoint."
-    )
+@contextlib.contextmanager
+def _passed_over(who: str) -> Iterator[None]:
+    try:
+        yield
+    except ClusterError as error:
+        _log.warning("could not tell %s that the run is over: %s", who, error)

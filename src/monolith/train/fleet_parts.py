@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, merge_entries
 from monolith.checkpoint.part import Entry, PartCut
 from monolith.checkpoint.report import RestoreReport
+from monolith.errors import ClusterError
 from monolith.train.fleet import Fleet
 
 
@@ -31,7 +33,7 @@ class ServedTables:
     def cut(self, step: int) -> PartCut:  # noqa: ARG002
         cut = _ServedCut(self._fleet, secrets.token_hex(8))
         try:
-            self._fleet.group.call_all("tables.cut", cut=cut.name)
+            self._fleet.call_servers("tables.cut", cut=cut.name)
         except BaseException:
             cut.close(saved=False)
             raise
@@ -43,7 +45,7 @@ class ServedTables:
             "optimizer_state": options.optimizer_state,
             "strict": options.strict,
         }
-        answers = self._fleet.work("tables.restore", [body] * len(self._fleet.group))
+        answers = self._fleet.work("tables.restore", body)
         reports = [
             RestoreReport(**{**answer["report"], "loaded": {}, "missing": tuple(answer["report"]["missing"])})
             for answer in answers
@@ -67,13 +69,15 @@ class _ServedCut:
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         body = {"cut": self.name, "prefix": prefix, "full": full}
-        answers = self._fleet.work("tables.write", [body] * len(self._fleet.group))
+        answers = self._fleet.work("tables.write", body)
         return merge_entries([answer["entry"] for answer in answers])
 
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
-            self._fleet.group.call_all("tables.close", cut=self.name, saved=saved)
+            # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
+            with nullcontext() if saved else suppress(ClusterError):
+                self._fleet.call_servers("tables.close", cut=self.name, saved=saved)
 
 
 class ServedDense:

@@ -13,7 +13,7 @@ import torch
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Share, Stream, reading_share
 from monolith.data.source import Position
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RetryableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer
 from monolith.store import ParameterServerStore, ServerGroup
@@ -29,6 +29,7 @@ from monolith.train.task import Mode, Task
 _log = logging.getLogger(__name__)
 
 DATA_ENDED = "the data ended"
+RUN_IS_OVER = "the run is over"
 
 
 class FleetSession(Session):
@@ -66,17 +67,20 @@ class FleetSession(Session):
             self._served.send()
             self.go_on_from(0)
 
-    def ready(self) -> None:
+    def ready(self) -> str | None:
         """Let the others begin, as the chief; otherwise wait until one may, and go where the chief says."""
         if self._fleet.is_chief:
             self._fleet.open({"step": self.step, "workers": self._starts})
         else:
             start = self._fleet.join()
+            if start is None:
+                return RUN_IS_OVER
             self._sparse.global_step = start["step"]
             if start["workers"]:
                 self._read_from(start["workers"][self._fleet.index])
         for store in self.model.stores[:1]:
             store.pull_dense()
+        return None
 
     def go_on_from(self, step: int) -> None:
         super().go_on_from(step)
@@ -250,7 +254,6 @@ class FleetHook(Hook):
         self._session = session
         self._fleet = fleet
         self._look = look
-        self._ended = False
 
     def before_step(self, run: Run) -> None:
         self._session.meet(run)
@@ -258,33 +261,40 @@ class FleetHook(Hook):
     def end(self, run: Run) -> None:
         self._session.drain()
         if not self._fleet.is_chief:
+            return
+        if run.stop_reason != DATA_ENDED:
+            self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
+        states = self._fleet.wait_for_others(lambda: None if self._look is None else self._look(run))
+        self._session.take_in(states)
+
+
+class EndHook(Hook):
+    """Ends one worker's part; the very last hook, since servers may be gone when it is done.
+
+    The chief has saved by now, and tells everybody that the run is over. Another worker leaves, and waits to
+    hear it: what it trained last is safe only then.
+    """
+
+    def __init__(self, session: FleetSession, fleet: Fleet) -> None:
+        self._session = session
+        self._fleet = fleet
+        self._ended = False
+
+    def end(self, run: Run) -> None:
+        if self._fleet.is_chief:
+            self._fleet.end()
+        elif run.stop_reason != RUN_IS_OVER:
+            if run.interrupted:  # its share of the data is not done, so the run cannot be either
+                self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
             self._fleet.leave(self._session.state())
-            if self._fleet.wait_for_end():
-                self._session.commit_last()
-            else:
-                _log.warning("the chief did not say that the last steps of this worker were saved")
-        else:
-            if run.stop_reason != DATA_ENDED:
-                self._fleet.stop(run.stop_reason or "the chief has ended")
-            states = self._fleet.wait_for_others(lambda: None if self._look is None else self._look(run))
-            self._session.take_in(states)
+            self._fleet.wait_for_end()
+            self._session.commit_last()
         self._ended = True
 
     def close(self) -> None:
         if not self._ended:
             error = sys.exc_info()[1]
-            self._fleet.fail("it was ended" if error is None else f"{type(error).__name__}: {error}")
-
-
-class EndHook(Hook):
-    """Tells the others, as the chief, that the run is over; after the hook that saves."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._well = False
-
-    def end(self, run: Run) -> None:  # noqa: ARG002
-        self._well = True
-
-    def close(self) -> None:
-        self._fleet.end(well=self._well)
+            self._fleet.fail(
+                "it was ended" if error is None else f"{type(error).__name__}: {error}",
+                final=not isinstance(error, RetryableError),
+            )

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from monolith.errors import MonolithError
 from monolith.feature import Batch
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Run(Protocol):
     @property
     def stop_reason(self) -> str | None:
         """Why the run is to end; None while nobody asked."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it is to end because somebody stopped it from outside, with more to do."""
 
     def request_stop(self, reason: str) -> None:
         """End the run after the current step. The first reason is kept. From any thread."""
@@ -121,7 +126,8 @@ def _close(hooks: Sequence[Hook], *, failed: bool) -> None:
         try:
             hook.close()
         except Exception as error:
-            _log.exception("closing %s failed", type(hook).__name__)
+            unexpected = None if isinstance(error, MonolithError) else error
+            _log.error("closing %s failed: %s", type(hook).__name__, error, exc_info=unexpected)
             first = first or error
     if first is not None and not failed:
         raise first

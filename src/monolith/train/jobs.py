@@ -10,7 +10,8 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 from monolith.errors import ClusterError
-from monolith.train.meeting import LONGEST_WAIT, Call
+from monolith.train.meeting import LONGEST_WAIT
+from monolith.wire.flight import Call
 
 KEPT = 16
 """Answers that are kept for who asks again."""
@@ -63,7 +64,7 @@ class Jobs:
         with self._lock:
             done = self._running.get(body["job"])
         if done is None:
-            raise ClusterError(f"there is no job {body['job']}: this server was started again meanwhile")
+            raise ClusterError(f"there is no job {body['job']}: the server restarted meanwhile")
         try:
             answer = done.result(min(float(body["wait"]), LONGEST_WAIT))
         except NotYet:

@@ -7,9 +7,20 @@
     saved      the checkpoint of a halt is on disk, so sources may forget what came before it
     leave      a worker is done, and leaves its last state behind; or it failed, which ends the run for all
     stop       everybody is to finish
-    over       the last checkpoint is on disk
+    over       the last checkpoint is on disk, or never will be
 
-A worker hears of all this by asking for news, again and again, which also tells that it lives.
+A worker hears of all this by asking for news, again and again. That also tells that it lives: it has a
+question here all the time, and one whose connection breaks and does not come back is lost.
+
+    unknown ──join──► present ──leave──► left
+                       │   ▲
+         broken, silent│   │asks again
+                       ▼   │
+                      parted ──RETURN_WITHIN, or silent for lost_after──► lost: the run has failed
+
+A run that has failed stays so. Whoever is left of it hears why, and joins again; the chief begins the next.
+A worker that joins a run twice has restarted, and does not know what it trained: the run has failed, too.
+
 Calls are from plain values to plain values: they come over a network. None waits longer than it
 was told to.
 """
@@ -20,14 +31,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from monolith.errors import ClusterError, ConfigError
-
-Call = Callable[[dict[str, Any]], dict[str, Any]]
+from monolith.errors import ConfigError, UnavailableError
+from monolith.wire.flight import Call, Gone, Poll
 
 LONGEST_WAIT = 20.0
 """Seconds that one call may be kept waiting, whatever it asks for."""
+LOST_AFTER = timedelta(seconds=60)
+"""A worker that has not been heard of for so long is lost, although its connection holds: it hangs, or was
+stopped, or its machine is gone."""
+RETURN_WITHIN = 2.0
+"""Seconds that a worker has to connect again."""
+STOPPED_FOR = 5.0
+"""Seconds without a look for the lost, by which this process knows that it was stopped itself."""
+_LOOK_EVERY = 0.2
 
 
 @dataclass(slots=True)
@@ -38,14 +57,23 @@ class _Run:
     start: dict[str, Any] | None = None
     """What workers are told when they may begin; None while the chief still restores."""
     halt: int | None = None
+    members: dict[int, str] = field(default_factory=dict)
+    """Worker -> the process that joined as that one."""
     arrived: dict[int, Any] = field(default_factory=dict)
     """Worker -> its state, at the halt in force."""
     left: dict[int, Any] = field(default_factory=dict)
     """Worker -> its last state."""
     heard: dict[int, float] = field(default_factory=dict)
     """Worker -> when it last said something."""
+    parted: dict[int, float] = field(default_factory=dict)
+    """Worker -> when its connection broke, until it asks again."""
     stop: str | None = None
+    unfinished: bool = False
+    """Whether somebody stopped it before its end."""
     failure: str | None = None
+    failed_at: float = 0.0
+    final: bool = False
+    """Whether the chief will not begin again by itself."""
     saved: int = 0
     """The last halt whose checkpoint is on disk."""
     over: bool = False
@@ -60,17 +88,26 @@ class Meeting:
 
     Args:
         num_workers: The chief included, who is worker 0.
+        lost_after: How long a worker may be silent.
         clock: Seconds that only grow.
     """
 
-    def __init__(self, num_workers: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        lost_after: timedelta = LOST_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_workers < 1:
             raise ConfigError(f"meeting: num_workers must be at least 1, got {num_workers}")
         self._num_workers = num_workers
+        self._lost_after = lost_after.total_seconds()
         self._clock = clock
         self._changed = threading.Condition()  # guards what follows
         self._run: _Run | None = None
         self._halts = 0
+        self._looked = clock()
 
     @property
     def calls(self) -> Mapping[str, Call]:
@@ -79,7 +116,6 @@ class Meeting:
             "meeting.begin": self._begin,
             "meeting.open": self._open,
             "meeting.join": self._join,
-            "meeting.news": self._news,
             "meeting.halt": self._halt,
             "meeting.arrive": self._arrive,
             "meeting.gathered": self._gathered,
@@ -89,6 +125,11 @@ class Meeting:
             "meeting.leave": self._leave,
             "meeting.stop": self._stop,
         }
+
+    @property
+    def polls(self) -> Mapping[str, Poll]:
+        """What others may call and have told whether they are still there."""
+        return {"meeting.news": self._news}
 
     # The chief's
 
@@ -107,6 +148,7 @@ class Meeting:
         with self._changed:
             run = self._of(body)
             run.start = body["start"]
+            run.heard[0] = self._clock()
             self._note(run)
         return {}
 
@@ -121,7 +163,7 @@ class Meeting:
             return {"halt": run.halt}
 
     def _gathered(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Wait until every other worker has arrived or left; say who has not, and how long they are silent.
+        """Wait until every other worker has arrived or left; say who has not, and who never joined.
 
         With "left", wait until all have left.
         """
@@ -133,9 +175,9 @@ class Meeting:
                 return [worker for worker in range(1, self._num_workers) if worker not in here]
 
             self._wait(lambda: self._run is not run or not missing() or run.failure is not None, body)
-            now = self._clock()
             return {
-                "missing": {str(w): now - run.heard[w] if w in run.heard else None for w in missing()},
+                "missing": missing(),
+                "absent": [worker for worker in missing() if worker not in run.members],
                 "states": {str(w): state for w, state in {**run.arrived, **run.left}.items()},
                 "failure": run.failure,
             }
@@ -156,47 +198,83 @@ class Meeting:
         return {}
 
     def _over(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Tell everybody; say who has not heard it yet, and may still."""
         with self._changed:
             run = self._of(body)
-            run.over = True
-            self._note(run)
+            if not run.over:
+                run.over = True
+                self._note(run)
             # Whoever keeps this may be gone in a moment.
-            self._wait(lambda: run.heard.keys() - {0} <= run.told, body)
-        return {}
+            self._wait(lambda: not self._untold(run), body)
+            return {"untold": self._untold(run), "unfinished": run.unfinished}
+
+    def _untold(self, run: _Run) -> list[int]:
+        return sorted(run.members.keys() - run.told - run.parted.keys())
 
     # Every worker's
 
     def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Wait for a run to begin; say which one, or that one has failed or is over.
+
+        A run of which the caller knows that it has failed, "known", is waited out.
+        """
         self._check_worker(body)
-        with self._changed:
-            self._wait(lambda: self._run is not None and bool(self._run.start or self._run.failure), body)
+        worker, member, known = body["worker"], body["member"], body.get("known")
+
+        def has_news() -> bool:
             run = self._run
-            if run is not None and run.failure is not None:
-                raise ClusterError(run.failure)
-            if run is None or run.start is None:
+            if run is None:
+                return False
+            if run.failure is not None:
+                return run.name != known
+            # Who restarted when all its work was done has nothing to do but hear how it ended.
+            return run.over or (run.start is not None and worker not in run.left)
+
+        with self._changed:
+            self._wait(has_news, body)
+            run = self._run
+            if run is None or not has_news():
                 return {"run": None}
-            run.heard[body["worker"]] = self._clock()
+            if run.over:
+                run.told.add(worker)
+                return {"run": None, "over": True, "unfinished": run.unfinished}
+            if run.failure is None and run.members.get(worker, member) != member:
+                self._fail(run, f"worker {worker} restarted")
+            if run.failure is not None:
+                ago = self._clock() - run.failed_at
+                return {
+                    "run": None,
+                    "failed": {"run": run.name, "why": run.failure, "final": run.final, "ago": ago},
+                }
+            run.members[worker] = member
+            run.heard[worker] = self._clock()
             return {"run": run.name, "start": run.start}
 
-    def _news(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _news(self, body: dict[str, Any], gone: Gone) -> dict[str, Any]:
         with self._changed:
+            run, worker = self._of(body), body["worker"]
+            run.heard[worker] = self._clock()
+            run.parted.pop(worker, None)
+            limit = self._clock() + _longest(body)
+            while run.version == body["seen"] and self._run is run and self._clock() < limit:
+                self._changed.wait(_LOOK_EVERY)
+                if gone():
+                    run.parted[worker] = self._clock()
+                    return {}
+                self._look_for_lost(run)
             run = self._of(body)
-            run.heard[body["worker"]] = self._clock()
-            self._wait(lambda: self._run is not run or run.version != body["seen"], body)
-            run = self._of(body)
-            now = self._clock()
-            run.heard[body["worker"]] = now
+            run.heard[worker] = self._clock()
             if run.over:
-                run.told.add(body["worker"])
+                run.told.add(worker)
                 self._changed.notify_all()
             return {
                 "version": run.version,
                 "halt": run.halt,
                 "stop": run.stop,
+                "unfinished": run.unfinished,
                 "failure": run.failure,
                 "saved": run.saved,
                 "over": run.over,
-                "chief_silent": now - run.heard.get(0, now),
             }
 
     def _arrive(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -211,29 +289,49 @@ class Meeting:
     def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
         self._check_worker(body)
         with self._changed:
-            run = self._of(body)
+            run, worker = self._of(body), body["worker"]
             if body.get("failure"):
-                if run.failure is None:
-                    run.failure = f"worker {body['worker']} failed: {body['failure']}"
+                self._fail(run, f"worker {worker} failed: {body['failure']}", final=bool(body.get("final")))
             else:
-                run.left[body["worker"]] = body["state"]
-            self._note(run)
+                run.left[worker] = body["state"]
+                self._note(run)
         return {}
 
     def _stop(self, body: dict[str, Any]) -> dict[str, Any]:
         with self._changed:
             run = self._of(body)
             run.stop = run.stop or body["reason"]
+            run.unfinished = run.unfinished or body["unfinished"]
             self._note(run)
         return {}
 
     # Inside; the lock is held
 
+    def _look_for_lost(self, run: _Run) -> None:
+        now = self._clock()
+        stopped, self._looked = now - self._looked > STOPPED_FOR, now
+        if stopped:  # it was this process that slept: nobody could be heard
+            run.heard = dict.fromkeys(run.heard, now)
+            run.parted = dict.fromkeys(run.parted, now)
+        for worker, heard in run.heard.items():
+            if worker in run.left or run.over:
+                continue
+            who = "worker 0, the chief," if worker == 0 else f"worker {worker}"
+            if now - run.parted.get(worker, now) > RETURN_WITHIN:
+                self._fail(run, f"{who} was lost: its connection broke. See its log.")
+            elif now - heard > self._lost_after:
+                self._fail(run, f"{who} was lost: it has been silent for {now - heard:.0f} s. See its log.")
+
+    def _fail(self, run: _Run, why: str, *, final: bool = False) -> None:
+        if run.failure is None:
+            run.failure, run.final, run.failed_at = why, final, self._clock()
+            self._note(run)
+
     def _of(self, body: Mapping[str, Any]) -> _Run:
         if self._run is None or self._run.name != body["run"]:
-            raise ClusterError(
-                "this run is over: the chief or server 0 was started again. Start this worker again, too; "
-                "it then goes on from the last checkpoint."
+            raise UnavailableError(
+                "this run is over: the chief or server 0 restarted. A worker that joins again goes on from "
+                "the last checkpoint."
             )
         return self._run
 
@@ -249,4 +347,8 @@ class Meeting:
         self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], body: Mapping[str, Any]) -> None:
-        self._changed.wait_for(ready, min(float(body.get("wait", 0.0)), LONGEST_WAIT))
+        self._changed.wait_for(ready, _longest(body))
+
+
+def _longest(body: Mapping[str, Any]) -> float:
+    return min(float(body.get("wait", 0.0)), LONGEST_WAIT)

@@ -204,8 +204,9 @@ class Session:
     def begin(self) -> None:
         """Make ready for a restore. Nothing to do in one process."""
 
-    def ready(self) -> None:
-        """Go on, now that everything is made or restored. Nothing to do in one process."""
+    def ready(self) -> str | None:
+        """Go on, now that everything is made or restored; return why not. Nothing to do in one process."""
+        return None
 
     def together(self) -> AbstractContextManager[None]:
         """Hold back whoever else trains this model, while a moment is cut. Nobody, in one process."""

@@ -68,6 +68,8 @@ class TrainReport:
     """Trained on in this run."""
     seconds: float
     stop_reason: str
+    finished: bool
+    """Whether it came to its end; False where it was stopped with more to do, here or in another process."""
     restored_from: str | None
     windows: Mapping[str, Sequence[WindowRow]]
     """By "head/metric": the rows of the windows that ended in this run."""
@@ -87,6 +89,7 @@ class LocalRun:
         self._model_dir = model_dir
         self._lock = threading.Lock()  # guards the reason
         self._stop_reason: str | None = None
+        self._interrupted = False
 
     @property
     def step(self) -> int:
@@ -100,10 +103,22 @@ class LocalRun:
     def stop_reason(self) -> str | None:
         return self._stop_reason
 
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted
+
     def request_stop(self, reason: str) -> None:
+        self._stop(reason, interrupted=False)
+
+    def interrupt(self, reason: str) -> None:
+        """End the run after the current step, although there is more to do. From any thread."""
+        self._stop(reason, interrupted=True)
+        self.session.interrupt()
+
+    def _stop(self, reason: str, *, interrupted: bool) -> None:
         with self._lock:
             if self._stop_reason is None:
-                self._stop_reason = reason
+                self._stop_reason, self._interrupted = reason, interrupted
                 _log.info("stopping: %s", reason)
 
 
@@ -145,8 +160,7 @@ class Trainer:
         self._stop_asked = reason
         run = self._run
         if run is not None:
-            run.request_stop(reason)
-            run.session.interrupt()
+            run.interrupt(reason)
 
     def train(self, *, report: Report | None = None) -> TrainReport:
         """Train until a limit, the end of the data, or a request to stop.
@@ -191,7 +205,7 @@ class Trainer:
             given = self._hooks(run) if callable(self._hooks) else self._hooks
             first, first_step = session.examples, session.step
             if self._stop_asked is not None:
-                run.request_stop(self._stop_asked)
+                run.interrupt(self._stop_asked)
             restored: list[Restored] = []
 
             def create() -> None:
@@ -199,7 +213,8 @@ class Trainer:
                 session.begin()
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
-                session.ready()
+                if (reason := session.ready()) is not None:
+                    run.request_stop(reason)
                 first, first_step = session.examples, session.step
                 if model_dir:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
@@ -208,7 +223,7 @@ class Trainer:
             chief = fleet is None or fleet.is_chief
             drive(
                 run,
-                [*own, *given, *self.task.hooks(Mode.TRAIN)],
+                [*own, *given, *self.task.hooks(Mode.TRAIN), *self._last_hooks(run)],
                 step=session.take_step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if chief else (),
@@ -219,6 +234,7 @@ class Trainer:
                 examples=session.total_examples - first,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
+                finished=not run.interrupted and (fleet is None or fleet.finished),
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
@@ -326,9 +342,13 @@ class Trainer:
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
             hooks += kept
-        if self._fleet is not None and self._fleet.is_chief:
-            hooks.append(EndHook(self._fleet))
         return hooks
+
+    def _last_hooks(self, run: LocalRun) -> list[Hook]:
+        if self._fleet is None:
+            return []
+        assert isinstance(run.session, FleetSession)
+        return [EndHook(run.session, self._fleet)]
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:
         every = self.config.summary_every_steps

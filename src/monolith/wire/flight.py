@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -53,6 +54,10 @@ _RETRY_AFTER = 0.05
 _LINGER = 10.0
 """Seconds that a closing server waits for callers who keep a stream open."""
 _ALIGNMENT = 8
+_HEAD = re.compile(
+    r"^Flight returned \w+ error, with message: (failed to connect to all addresses; last error: )?"
+)
+_TAILS = (". Detail:", ". gRPC client debug context:", ". Client context:")
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +173,12 @@ class Server:
         _check_port(service, host, port)
         self._closing = threading.Event()
         self._endpoint = _Endpoint(
-            service, dict(calls), dict(polls or {}), fetch, dict(exchanges or {}), self._closing
+            service,
+            calls=dict(calls),
+            polls=dict(polls or {}),
+            fetch=fetch,
+            exchanges=dict(exchanges or {}),
+            closing=self._closing,
         )
         try:
             self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
@@ -203,6 +213,7 @@ class _Endpoint:
     def __init__(
         self,
         service: Service,
+        *,
         calls: Mapping[str, Call],
         polls: Mapping[str, Poll],
         fetch: Fetch | None,
@@ -547,7 +558,11 @@ class Stream:
 
 
 def _first_line(cause: Exception) -> str:
-    return str(cause).partition("\n")[0].partition(". Detail:")[0]
+    """Return what went wrong, without what Flight and gRPC say of themselves around it."""
+    line = str(cause).partition("\n")[0]
+    for tail in _TAILS:
+        line = line.partition(tail)[0]
+    return _HEAD.sub("", line)
 
 
 def join_address(host: str, port: int) -> str:

@@ -196,7 +196,7 @@ def test_when_a_member_has_no_life_left_the_rest_are_stopped_and_the_outcome_say
 @pytest.mark.soak
 def test_a_signal_that_ended_a_member_is_named(run):
     outcome, _ = run(shell("worker", 0, "kill -9 $$"), placements={"worker": RayPlacement(max_restarts=0)})
-    assert (outcome.status, outcome.text) == (128 + 9, "worker 0 was ended by SIGKILL")
+    assert (outcome.status, outcome.text) == (128 + 9, "worker 0 was killed by SIGKILL")
 
 
 def test_a_command_that_is_not_there_fails_with_a_line_that_says_so(run):

@@ -1,7 +1,11 @@
 """All processes of a run as children of one: their output side by side, their end together.
 
 Each child has a guardian (see `guardian`), so that none is left over when this process is killed.
-A child that fails takes the others with it, and the outcome says which one it was.
+
+    running ──exits 0──► done
+       │ ▲
+       │ └── restarted: it was killed, or exited to be started again, and has restarts left
+       └──exits otherwise──► failed: the others are stopped, and the outcome says which one it was
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +37,9 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # at the very end, \r may be half 
 _LONGEST_LINE_BYTES = 1 << 20
 LATE = timedelta(seconds=5)
 """Beyond its grace, how long a guardian may take to end its command."""
+RESTART_AFTER = timedelta(seconds=1)
+LEAVE_WITHIN = timedelta(seconds=30)
+"""How long members have to end by themselves when the chief is done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +115,11 @@ def launch(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    restarts: int = 0,
+    chief: str | None = None,
     tap: Tap | None = None,
 ) -> Outcome:
-    """Run all members until they are done, one fails, or Ctrl-C or SIGTERM says to stop; again, at once.
+    """Run all members until they are done, one fails for good, or a signal stops them (a second, at once).
 
     For the main thread, since it takes the two signals for as long as it runs. See `run_members`.
 
@@ -121,7 +131,15 @@ def launch(
     events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members(
-            members, output=output, color=color, grace=grace, followers=followers, tap=tap, events=events
+            members,
+            output=output,
+            color=color,
+            grace=grace,
+            followers=followers,
+            restarts=restarts,
+            chief=chief,
+            tap=tap,
+            events=events,
         )
 
 
@@ -153,10 +171,12 @@ def run_members(
     color: bool | None = None,
     grace: timedelta = timedelta(seconds=20),
     followers: Collection[str] = ("ps",),
+    restarts: int = 0,
+    chief: str | None = None,
     tap: Tap | None = None,
     events: Events | None = None,
 ) -> Outcome:
-    """Run all members until they are done, or one fails. When it returns, none of them runs.
+    """Run all members until they are done, or one fails for good. When it returns, none of them runs.
 
     Who is asked to stop may need the followers for its last checkpoint, so they are asked after all others
     have ended.
@@ -166,6 +186,10 @@ def run_members(
         color: Whether names have colours; by default where `output` is a terminal.
         grace: From asking to stop (SIGTERM) to making (SIGKILL).
         followers: Roles that have nothing to do once the others are done: they are then asked to stop.
+        restarts: How often each member is started again that was killed, or exited with os.EX_TEMPFAIL as one
+            does that others have let down. One that failed by itself would fail again.
+        chief: The name of the member with whose clean end the run is finished, also for who restarted so late
+            that nobody is left to say so.
         tap: Sees all lines before they are shown.
         events: A StopRequest put here stops the run; a second one, at once.
 
@@ -174,12 +198,12 @@ def run_members(
     """
     names = [member.name for member in members]
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cannot launch: members must be some, with different names; got {names}")
+        raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
     stream = sys.stdout if output is None else output
     lines = Lines(stream, names, stream.isatty() if color is None else color, tap)
-    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace)
+    running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace, restarts)
     try:
-        return running.until_done(followers)
+        return running.until_done(followers, chief)
     finally:
         running.close()
 
@@ -187,9 +211,15 @@ def run_members(
 class _Running:
     """The children of one run."""
 
-    def __init__(self, members: Sequence[Member], lines: Lines, events: Events, grace: timedelta) -> None:
+    def __init__(
+        self, members: Sequence[Member], lines: Lines, events: Events, grace: timedelta, restarts: int
+    ) -> None:
         self._events = events
         self._grace = grace
+        self._restarts = restarts
+        self._restarted: Counter[str] = Counter()
+        self._due: dict[str, tuple[float, Member]] = {}
+        """Who is to be started again, and when."""
         self._lines = lines
         self._alive: dict[str, subprocess.Popen[bytes]] = {}
         self._threads: list[threading.Thread] = []
@@ -202,40 +232,77 @@ class _Running:
             self.close()
             raise
 
-    def until_done(self, followers: Collection[str]) -> Outcome:
+    def until_done(self, followers: Collection[str], chief: str | None) -> Outcome:
         leaders = {name for name in self._alive if name.rpartition(" ")[0] not in followers}
         leaders = leaders or set(self._alive)
         outcome: Outcome | None = None
         deadline: float | None = None
         stopping = False
-        while self._alive:
+        while self._alive or self._due:
             try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                event = self._events.get(timeout=left)
+                event = self._events.get(timeout=self._left(deadline))
             except queue.Empty:
-                self._ask(self._alive)
-                deadline = None
+                self._start_due()
+                if deadline is not None and time.monotonic() >= deadline:
+                    self._ask(self._alive)
+                    deadline = None
                 continue
             if isinstance(event, StopRequest):
                 text = f"stopped by {signal.Signals(event.signal).name}"
                 outcome = outcome or Outcome(status=128 + event.signal, text=text)
+                leaders -= self._due.keys()
+                self._due.clear()
                 self._ask(self._alive if stopping or not leaders else leaders)
                 stopping = True
                 continue
             self._alive.pop(event.member.name, None)
+            if outcome is None and self._may_start_again(event):
+                continue
             leaders.discard(event.member.name)
+            finished = event.status == 0 and event.member.name == chief
             if event.status != 0 and outcome is None:
                 outcome = failure_of(event)
-                _log.error("%s; stopping the others", outcome.text)
+                restarted = self._restarted[event.member.name]
+                after = f" after {restarted} restarts" if restarted else ""
+                _log.error("%s%s; stopping the others", outcome.text, after)
+                leaders -= self._due.keys()
+                self._due.clear()
                 self._ask(leaders or self._alive)
                 stopping = True
             elif not leaders and stopping and event.member.role not in followers:
                 self._ask(self._alive)
-            elif not leaders and outcome is None and deadline is None:
-                # Leaders tell followers to end; those that were not told hear it from us.
-                deadline = time.monotonic() + self._grace.total_seconds()
+            elif (finished or not leaders) and outcome is None:
+                # Leaders tell followers to end, and the chief everybody; who was not told hears it from us.
+                self._due.clear()
+                patience = LEAVE_WITHIN if finished else self._grace
+                deadline = time.monotonic() + patience.total_seconds()
                 outcome = Outcome(status=0)
         return outcome or Outcome(status=0)
+
+    def _left(self, deadline: float | None) -> float | None:
+        """Return the seconds until something is to be done, whatever happens."""
+        times = [when for when, _ in self._due.values()] + ([] if deadline is None else [deadline])
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _may_start_again(self, event: Ended) -> bool:
+        """Plan to start a member again that has ended, where it may help."""
+        name = event.member.name
+        may_help = event.status < 0 or event.status == os.EX_TEMPFAIL
+        if not may_help or self._restarted[name] >= self._restarts:
+            return False
+        self._restarted[name] += 1
+        _log.warning(
+            "%s; restarting it (%d of %d)", failure_of(event).text, self._restarted[name], self._restarts
+        )
+        self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), event.member
+        return True
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for name, (when, member) in list(self._due.items()):
+            if now >= when:
+                del self._due[name]
+                self._start(member)
 
     def close(self) -> None:
         """End whoever still runs."""
@@ -324,7 +391,7 @@ class Lines:
 def failure_of(event: Ended) -> Outcome:
     name, status = event.member.name, event.status
     if status < 0:
-        text = f"{name} was ended by {signal.Signals(-status).name}"
+        text = f"{name} was killed by {signal.Signals(-status).name}"
         return Outcome(status=128 - status, failed=event.member, text=text)
     return Outcome(status=status, failed=event.member, text=f"{name} exited with status {status}")
 

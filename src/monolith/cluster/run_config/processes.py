@@ -134,10 +134,10 @@ class FailoverConfig(Checked):
     """What happens when a process of the run dies."""
 
     max_retries: int | None = None
-    """How often a worker begins again after others were replaced. None means 6 with partial recovery in
-    asynchronous training, and else 0."""
-    wait: timedelta = timedelta(seconds=30)
-    """Pause before it does."""
+    """How often a worker joins its run again after a server was replaced; a local launcher restarts each
+    process as often. None means 6. 0 ends the run with the first process that is lost."""
+    wait: timedelta = timedelta(seconds=5)
+    """The pause before a worker joins again."""
     partial_recovery: bool | None = None
     """Restore only servers that lost their state, leave the others alone. None means in real time only."""
 
@@ -157,11 +157,16 @@ class TimeoutsConfig(Checked):
     """How long a worker waits for the chief to make or restore the state they share."""
     finish: timedelta = timedelta(minutes=30)
     """How long the chief waits for the workers at the end."""
+    silence: timedelta = timedelta(seconds=60)
+    """How long a worker may be silent, its connection whole, before it counts as lost. A broken connection is
+    noticed at once."""
+    abandoned: timedelta = timedelta(minutes=30)
+    """How long a parameter server whose chief is gone waits for another before it ends with an error."""
     slow_start: timedelta = timedelta(minutes=10)
     """The longest that a worker holds back while the first steps are made."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "start", "finish", "slow_start")
+        yield from not_negative(self, "start", "finish", "silence", "abandoned", "slow_start")
         for name in ("operation", "lookup"):
             given = getattr(self, name)
             if given is not None and given <= timedelta(0):

@@ -8,22 +8,20 @@ from datetime import timedelta
 from monolith.cluster.run_config.run import RunConfig
 from monolith.errors import ConfigError
 
-RETRIES_WITH_PARTIAL_RECOVERY = 6
+RETRIES = 6
 DENSE_EVERY_IN_REALTIME = timedelta(minutes=30)
 
 
 def settle(config: RunConfig) -> RunConfig:
     """Return the config with nothing left open.
 
-    Real time comes first: it turns partial recovery on, and with it the retries.
+    Real time comes first: it turns partial recovery on.
     """
     training, failover, checkpoint = config.training, config.failover, config.checkpoint
     if failover.partial_recovery is None:
         failover = replace(failover, partial_recovery=training.realtime)
     if failover.max_retries is None:
-        asynchronous = not (training.synchronous or training.partially_synchronous)
-        retries = RETRIES_WITH_PARTIAL_RECOVERY if failover.partial_recovery and asynchronous else 0
-        failover = replace(failover, max_retries=retries)
+        failover = replace(failover, max_retries=RETRIES)
     if training.realtime and checkpoint.dense_every is None and checkpoint.dense_every_steps is None:
         checkpoint = replace(checkpoint, dense_every=DENSE_EVERY_IN_REALTIME)
     job = config.job

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from monolith.errors import ConfigError, TrainingError
+from monolith.errors import ConfigError, MonolithError, RetryableError, TrainingError
 from monolith.observe import Metrics, yield_to_others
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.listeners import SaveListener
@@ -413,9 +413,15 @@ class SaveHook(Hook):
         for _ in range(ATTEMPTS - 1):
             try:
                 return act()
-            except Exception:
+            except RetryableError:  # a process is gone, and this run with it
                 self._count_failed.inc(mode=self._mode)
-                _log.warning("saving a checkpoint: %s failed, trying again", doing, exc_info=True)
+                raise
+            except Exception as error:
+                self._count_failed.inc(mode=self._mode)
+                unexpected = not isinstance(error, MonolithError)
+                _log.warning(
+                    "saving a checkpoint: %s failed, trying again: %s", doing, error, exc_info=unexpected
+                )
         try:
             return act()
         except Exception:
@@ -439,7 +445,8 @@ class SaveHook(Hook):
                     _log.exception("%s failed after the save at step %d", type(guard).__name__, step)
 
     def _note_failure(self, save: _Save, error: Exception) -> None:
-        _log.error("saving step %d (%s) failed", save.step, self._mode, exc_info=error)
+        unexpected = None if isinstance(error, MonolithError) else error
+        _log.error("saving step %d (%s) failed: %s", save.step, self._mode, error, exc_info=unexpected)
         self.timer.rearm(self.config.retry_secs)
         if save.timed and not self.config.ignore_errors:
             self._late_error = error

@@ -1,0 +1,189 @@
+"""Fleets of real processes, to be hit: two servers and two workers who train a tallied task.
+
+They are started in one of two ways: all by `monolith train --launch local`, which restarts what dies; or each
+by a loop of its own that restarts failures, as Kubernetes, Ray and YARN do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from train.fleets import Tallied, read_model
+
+TESTS = Path(__file__).parents[1]
+LIMIT = 180.0
+MEMBERS = [("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+
+Place = tuple[str, int]
+"""Role and index."""
+
+
+class FleetProcesses:
+    """Processes that train in one model_dir, with the text of all of them. None outlives its block."""
+
+    def __init__(self, folder: Path, batches: int, *flags: str) -> None:
+        self.model_dir = folder / "model"
+        self.batches = batches
+        self._folder = folder
+        self._flags = flags
+        self._output = (folder / "output.txt").open("a")
+
+    def command(self, *more: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "monolith", "train", "train.fleets:Tallied"),
+            *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
+            *(
+                "--num-ps",
+                "2",
+                "--num-workers",
+                "2",
+                "--save-steps",
+                "20",
+                "--no-summaries",
+                "--threads",
+                "1",
+            ),
+            *("--quiet", "--failover.wait", "0.5s", *self._flags, *more),
+        ]
+
+    def start(self, command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=TESTS,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def output(self) -> str:
+        return (self._folder / "output.txt").read_text()
+
+    # What can be done to them
+
+    def pid(self, place: Place) -> int | None:
+        """Return the process id of a member, not of its guardian."""
+        words_of_it = ["--cluster.role", place[0], "--cluster.index", str(place[1])]
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if (
+                    str(self.model_dir) in words
+                    and words_of_it == words[-5:-1]
+                    and "guardian" not in " ".join(words)
+                ):
+                    return int(folder.name)
+        return None
+
+    def hit(self, place: Place, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a member that runs."""
+        self.wait_for(lambda: self.pid(place) is not None, f"{place} to run")
+        pid = self.pid(place)
+        assert pid is not None
+        os.kill(pid, number)
+        return pid
+
+    # What comes of it
+
+    @property
+    def checkpoints(self) -> set[str]:
+        return {path.name for path in self.model_dir.glob("model.ckpt-*.manifest")}
+
+    def wait_for_another_checkpoint(self) -> None:
+        before = self.checkpoints
+        self.wait_for(lambda: self.checkpoints - before, "another checkpoint")
+
+    def wait_for(self, found: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not found():
+            assert time.monotonic() < deadline, f"waited {LIMIT:g} s for {what}:\n{self.output[-5000:]}"
+            time.sleep(0.05)
+
+    def check_every_record_was_trained_once(self) -> None:
+        model = read_model(Tallied(batches=self.batches), self.model_dir)
+        assert model.step == self.batches
+        assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
+
+    def close(self) -> None:
+        for place in MEMBERS:
+            if (pid := self.pid(place)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._output.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class LaunchedFleet(FleetProcesses):
+    """All by one command, which restarts what dies."""
+
+    def __init__(self, folder: Path, batches: int, *flags: str) -> None:
+        super().__init__(folder, batches, "--launch", "local", *flags)
+        self.launcher = self.start(self.command())
+
+    def finish(self) -> None:
+        """Wait for the end of the run, which is a good one."""
+        status = self.launcher.wait(LIMIT)
+        assert status == 0, self.output[-5000:]
+
+    def close(self) -> None:
+        self.launcher.kill()  # its guardians end the others
+        self.launcher.wait()
+        super().close()
+
+
+class LoopedFleet(FleetProcesses):
+    """Each process in a loop that starts it again until it exits with 0."""
+
+    def __init__(self, folder: Path, batches: int, *flags: str) -> None:
+        found = ("--discovery.kind", "files", "--discovery.folder", str(folder / "registry"))
+        super().__init__(
+            folder, batches, *found, "--cluster.listen", "127.0.0.1", "--cluster.port", "0", *flags
+        )
+        self._closing = threading.Event()
+        self.exits: dict[Place, list[int]] = {place: [] for place in MEMBERS}
+        self._threads = [threading.Thread(target=self._loop, args=(place,)) for place in MEMBERS]
+        for thread in self._threads:
+            thread.start()
+
+    def _loop(self, place: Place) -> None:
+        role, index = place
+        while not self._closing.is_set():
+            process = self.start(self.command("--cluster.role", role, "--cluster.index", str(index)))
+            while process.poll() is None:
+                if self._closing.wait(0.1):
+                    process.kill()
+            self.exits[place].append(process.wait())
+            if self.exits[place][-1] == 0:
+                return
+
+    def finish(self) -> None:
+        """Wait until every process has exited with 0."""
+        for thread in self._threads:
+            thread.join(LIMIT)
+        done = [place for place, exits in self.exits.items() if exits[-1:] == [0]]
+        assert done == MEMBERS, f"{self.exits}\n{self.output[-5000:]}"
+
+    def close(self) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
+        super().close()
