@@ -107,6 +107,7 @@ class Table {
 
   std::size_t remove(std::span<const std::int64_t> ids);
   std::size_t evict(std::int64_t now);
+  std::size_t count_expired(std::int64_t now) const;
   // With room for `rows` rows, so that filling it again need not grow it step by step.
   void clear(std::size_t rows = 0);
 
@@ -142,6 +143,11 @@ class Table {
   struct Aim;
   class Writing;
   enum class OnAbsent { kAsk, kCreate };
+  // What of a row's time counts beside that of a write. Training on older data does not make a row older: the
+  // newest of its event times stays. Whoever writes whole rows sets their time, too.
+  static std::uint32_t held_time(OnAbsent absent) {
+    return absent == OnAbsent::kAsk ? std::numeric_limits<std::uint32_t>::max() : 0;
+  }
   // What all windows of one task share.
   struct Writes {
     EventTimes times;

@@ -474,6 +474,8 @@ class Table:
 
     def evict(self, now: int) -> int: ...
 
+    def count_expired(self, now: int) -> int: ...
+
     def clear(self, rows: int = 0) -> None:
         """
         Drop all rows; with room for `rows` new ones, which need not then grow it step by step.

@@ -188,7 +188,7 @@ class DictTable:
                     self._counts.removed += self._rows.pop(key, None) is not None
                 elif row := self._row_for(key, time):
                     row.values[:] = self._as_served(value)
-                    row.event_time = time
+                    row.event_time = max(row.event_time, time)
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         with self._writing():
@@ -196,7 +196,7 @@ class DictTable:
             for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
                 if row := self._row_for(key, time):
                     row.values[:] = self._as_served(row.values + value)
-                    row.event_time = time
+                    row.event_time = max(row.event_time, time)
 
     def apply_gradients(
         self,
@@ -248,12 +248,13 @@ class DictTable:
             self._counts.removed += removed
             return removed
 
+    def count_expired(self, now: int) -> int:
+        with self._open():
+            return len(self._expired(now))
+
     def evict(self, now: int | None = None) -> int:
         with self._writing():
-            keys = np.fromiter(self._rows, np.int64, len(self._rows))
-            times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
-            now = self._counts.max_event_time if now is None else now
-            expired = keys[self._config.expiry.expired(keys, times, now)].tolist()
+            expired = self._expired(self._counts.max_event_time if now is None else now)
             for key in expired:
                 del self._rows[key]
             self._counts.evicted += len(expired)
@@ -303,8 +304,8 @@ class DictTable:
                 self._thawed.notify_all()
 
     def cut(self) -> DictTableCut:
-        """Hold this moment fast, by copying all of it."""
-        with self._writing():
+        """Hold this moment fast, by copying all of it. A table that is held still can be cut."""
+        with self._open():
             if self._cut is not None:
                 raise TableArgumentError("table: a cut is open already; close it first")
             rows = self._copied()
@@ -312,7 +313,7 @@ class DictTable:
             return self._cut
 
     def track_changes(self, on: bool = True) -> None:
-        with self._writing():
+        with self._open():
             rows = self._copied()
             self._saved = rows if on else None
 
@@ -387,6 +388,12 @@ class DictTable:
     def _found(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.array([key in self._rows for key in keys.tolist()], dtype=np.bool_)
 
+    def _expired(self, now: int) -> list[int]:
+        keys = np.fromiter(self._rows, np.int64, len(self._rows))
+        times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
+        expired: list[int] = keys[self._config.expiry.expired(keys, times, now)].tolist()
+        return expired
+
     def _gather(self, keys: NDArray[np.int64]) -> Rows:
         return _gathered(self._rows, keys, self.dim, self.state_dim)
 
@@ -425,7 +432,7 @@ class DictTable:
                 take_step(optimizer, values, state, gradient, rate=rate, step=step)
                 if optimizer.stochastic_rounding:
                     values[:] = self._rounded(key, piece.columns, values, step)
-            row.event_time = time
+            row.event_time = max(row.event_time, time)
             changed.append(key)
         self._touch(np.array(changed, np.int64))
 

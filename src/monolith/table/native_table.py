@@ -183,6 +183,9 @@ class NativeTable:
     def remove(self, ids: Tensor) -> int:
         return self.core.remove(arguments.id_array(ids))
 
+    def count_expired(self, now: int) -> int:
+        return self.core.count_expired(now)
+
     def evict(self, now: int | None = None) -> int:
         core = self.core
         return core.evict(core.max_event_time if now is None else now)
