@@ -197,11 +197,14 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
     for name, column in ids.items():
         if column.dtype is not torch.int64:
             raise DataError(f"batch: feature {name!r} must hold ids, int64, got {column.dtype}")
-    time = records.columns.get(spec.event_time or "")
-    newest = int(time.flat_values.max()) if time is not None and len(time.flat_values) else 0
+    times = _event_times(records, spec.event_time)
     return Batch(
         FeatureIds.pack(
-            ids, shared=records.shared & ids.keys(), batch_size=records.size, event_time=max(newest, 0)
+            ids,
+            shared=records.shared & ids.keys(),
+            batch_size=records.size,
+            event_time=0 if times is None or not len(times) else int(times.max()),
+            event_times=times,
         ),
         {
             name: records[name].to_padded(width)
@@ -215,3 +218,11 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
             if column in records.columns
         },
     )
+
+
+def _event_times(records: Records, column: str | None) -> Tensor | None:
+    """Return Unix seconds of all records that have one; None where there is no such column."""
+    found = records.columns.get(column or "")
+    if found is None:
+        return None
+    return found.flat_values.long().clamp(min=0)

@@ -1,7 +1,7 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
 from monolith.observe.exits import install_exit_signals
-from monolith.observe.logs import configure_logging
+from monolith.observe.logs import Doublings, configure_logging
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
 from monolith.observe.priority import Resting, yield_to_others
 from monolith.observe.progress import Progress, progress
@@ -9,6 +9,7 @@ from monolith.observe.stacks import install_stack_dump, print_stack_trace
 
 __all__ = [
     "Counter",
+    "Doublings",
     "Gauge",
     "Histogram",
     "Metrics",

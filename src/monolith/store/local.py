@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,11 @@ class LocalStore:
     def pull_dense(self) -> None:
         """Do nothing: the variables are the only copy."""
 
-    def evict(self, now: int | None = None) -> dict[str, int]:
-        return self._multi.evict(now)
+    def count_expired(self, now: int) -> dict[str, int]:
+        return self._multi.count_expired(now)
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
+        return self._multi.evict(now, tables=tables)
 
     def stats(self) -> dict[str, TableStats]:
         return self._multi.stats()

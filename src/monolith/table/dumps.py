@@ -332,10 +332,11 @@ def _write(
     kept = _resumable(basename, wanted, workers) if resume else {}
     if kept:
         wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
-    for shard in kept.values() if written is not None else ():
-        with ShardReader(shard.path) as reader:
-            for rows in reader:
-                written(rows.ids)
+    if written is not None:
+        for shard in kept.values():
+            with ShardReader(shard.path) as reader:
+                for rows in reader:
+                    written(rows.ids)
     paths = sharded_names(f"{basename}.{wanted.dump}", total)
     expired = [0] * total
 
