@@ -181,6 +181,15 @@ def test_a_run_that_goes_on_has_the_clock_it_ended_with(tmp_path: Path) -> None:
     assert whole.times[-1] is not None
 
 
+def test_times_in_milliseconds_end_neither_a_run_nor_its_next_start(tmp_path: Path) -> None:
+    data = write_days(tmp_path / "data.parquet", 0, 10, milliseconds=[120, 121, 4999])
+    task = Items((data,), days=30)
+    first = Trainer(task, config(tmp_path / "run", steps=20)).train()
+    second = Trainer(task, config(tmp_path / "run")).train()
+    assert first.examples + second.examples == 4997
+    assert saved_items(tmp_path / "run")[-1] == ITEMS
+
+
 @pytest.mark.parametrize("wrong", [{"max_share": -0.1}, {"max_share": 1.1}, {"max_ahead": timedelta(-1)}])
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expiry"):
