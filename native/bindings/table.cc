@@ -243,6 +243,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_dim", &Table::state_dim)
       .def_prop_ro("row_bytes", &Table::row_bytes, "Bytes of one row as stored.")
+      .def_prop_ro("refused", &Table::refused)
       .def_prop_ro("max_event_time", &Table::max_event_time)
       .def("__len__", &Table::size)
       .def("lookup", &lookup, "ids"_a.noconvert(), "out"_a.noconvert(),

@@ -123,6 +123,8 @@ class Table {
   void freeze();
   void thaw();
 
+  // Ids that found no room, ever. Cheap: to be asked after every write.
+  std::uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
   std::int64_t max_event_time() const { return max_event_time_.load(std::memory_order_relaxed); }
   std::vector<float> scales() const { return entry_.scales(); }
   void set_scales(const std::vector<float>& scales) { entry_.set_scales(scales); }
@@ -227,6 +229,7 @@ class Table {
   mutable Budget budget_;
   std::atomic<Body*> body_;
   std::atomic<std::int64_t> max_event_time_{0};
+  std::atomic<std::uint64_t> refused_{0};
   TableStats cleared_;  // counters of bodies that clear() dropped; guarded by gate_mutex_
 
   // Calls that write, counted at both ends: equal means that nothing is being changed right now.

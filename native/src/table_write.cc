@@ -156,6 +156,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
       slot = insert(body, part, items[i].hash, time);
       if (slot == nullptr) {
         ++part.refused;
+        refused_.fetch_add(1, std::memory_order_relaxed);
         continue;
       }
       fresh[i] = true;

@@ -446,6 +446,9 @@ class Table:
         """Bytes of one row as stored."""
 
     @property
+    def refused(self) -> int: ...
+
+    @property
     def max_event_time(self) -> int: ...
 
     def __len__(self) -> int: ...

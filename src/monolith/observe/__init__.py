@@ -2,6 +2,7 @@
 
 from monolith.observe.exits import install_exit_signals
 from monolith.observe.logs import Doublings, configure_logging
+from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
 from monolith.observe.priority import Resting, yield_to_others
 from monolith.observe.progress import Progress, progress
@@ -12,6 +13,8 @@ __all__ = [
     "Doublings",
     "Gauge",
     "Histogram",
+    "MemoryUse",
+    "MemoryWatch",
     "Metrics",
     "MetricsServer",
     "Progress",
@@ -19,6 +22,7 @@ __all__ = [
     "configure_logging",
     "install_exit_signals",
     "install_stack_dump",
+    "memory_use",
     "print_stack_trace",
     "progress",
     "yield_to_others",

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from monolith import native
 from monolith.errors import FeatureError
+from monolith.observe import MemoryWatch
+from monolith.observe.progress import describe_bytes
 from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
@@ -31,6 +33,7 @@ class LocalStore:
         filters: Table to the filter it asks, for checkpoints to keep.
         workers: Threads that share a batch; None works on the calling thread alone.
         counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
+        memory: Looks, as rows are trained, whether memory runs short.
     """
 
     def __init__(
@@ -40,10 +43,12 @@ class LocalStore:
         filters: Mapping[str, AdmissionFilter] | None = None,
         workers: native.Workers | None = None,
         counts_sightings: bool = True,
+        memory: MemoryWatch | None = None,
     ) -> None:
         self.filters = dict(filters or {})
         self._multi = MultiTable(tables, workers=workers, exclusive=True)
         self._counts_sightings = counts_sightings
+        self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -120,6 +125,7 @@ class LocalStore:
             latest_values=latest_values,
             counts=ids.counts if self._counts_sightings else None,
         )
+        self._memory.look(self._describe)
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:
@@ -146,3 +152,12 @@ class LocalStore:
 
     def close(self) -> None:
         self._multi.close()
+
+    def _describe(self) -> str:
+        stats = self.stats()
+        total = sum(one.bytes_total for one in stats.values())
+        largest = max(stats, key=lambda name: stats[name].bytes_total)
+        return (
+            f"{describe_bytes(total)} of tables, most of it in {largest!r} "
+            f"({describe_bytes(stats[largest].bytes_total)}, {stats[largest].rows:,} rows)"
+        )

@@ -22,6 +22,7 @@ from monolith.table import arguments
 from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import draws, mix, mix_one
+from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.update_rules import take_step
 
@@ -135,6 +136,7 @@ class DictTable:
         self._rows: dict[int, _Row] = {}
         self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
         self._counts = _Counts()
+        self._refusals = Refusals(config)
         self._cut: DictTableCut | None = None
         self._saved: dict[int, _Row] | None = None  # as of the last cut; None tracks nothing
         self._closed = False
@@ -455,6 +457,7 @@ class DictTable:
                 return None
         if not self._makes_room(time):
             self._counts.refused += 1
+            self._refusals.note(self._counts.refused, self._rows.__len__)
             return None
         self._counts.inserted += 1
         return self._rows.setdefault(key, self._new_row(key, time))

@@ -85,6 +85,11 @@ class MultiTable:
         self._delayed = next(
             (c for c in configs if any(s.optimizer.delay_compensation is not None for s in c.segments)), None
         )
+        self._budgeted = [
+            table
+            for table in self._tables.values()
+            if isinstance(table, NativeTable) and table.config.capacity_bytes is not None
+        ]
         self._num_rates = len(segments)
         self._fixed_rates = arguments.fixed_rates(segments)
 
@@ -289,6 +294,8 @@ class MultiTable:
             else arguments.float_array(latest_values, shape, "latest_values"),
             counts=arguments.count_array(counts, len(keys)),
         )
+        for table in self._budgeted:
+            table.note_refusals()
 
     # All tables
 
