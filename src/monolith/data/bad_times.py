@@ -17,7 +17,7 @@ from monolith.data.format import BadRecord
 from monolith.data.records import BatchSpec, Records, timely
 from monolith.errors import TooManyBadRecordsError
 from monolith.observe import Doublings
-from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
+from monolith.table.arguments import is_second, wrong_second
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class BadTimes:
     def _bad(self, records: Records, row: int) -> BadRecord:
         column = self._spec.event_time or ""
         one = records.take(torch.tensor([row]))
-        wrong = next(time for time in one[column].flat_values.tolist() if not 0 <= time <= MAX_EVENT_TIME)
+        wrong = next(time for time in one[column].flat_values.tolist() if not is_second(time))
         return BadRecord(row, f"event time {column!r} {wrong_second(int(wrong))}", _as_json(one))
 
 

@@ -96,9 +96,14 @@ def event_second(time: int, name: str = "event_time") -> int:
     """Return one event time, within what a row can hold."""
     if not isinstance(time, int):
         raise TableArgumentError(f"{name} must be Unix seconds from 0 to {MAX_EVENT_TIME}, got {time!r}")
-    if not 0 <= time <= MAX_EVENT_TIME:
+    if not is_second(time):
         raise TableArgumentError(f"{name}: {wrong_second(time)}")
     return time
+
+
+def is_second(time: float) -> bool:
+    """Whether a row can keep an event time."""
+    return 0 <= time <= MAX_EVENT_TIME
 
 
 def wrong_second(time: int) -> str:
