@@ -243,6 +243,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("state_dim", &Table::state_dim)
       .def_prop_ro("row_bytes", &Table::row_bytes, "Bytes of one row as stored.")
+      .def_prop_ro("refused", &Table::refused)
       .def_prop_ro("max_event_time", &Table::max_event_time)
       .def("__len__", &Table::size)
       .def("lookup", &lookup, "ids"_a.noconvert(), "out"_a.noconvert(),
@@ -260,6 +261,7 @@ void bind_table(nb::module_& m) {
            "state"_a.noconvert().none(), "fresh_state"_a.noconvert().none())
       .def("remove", &remove, "ids"_a.noconvert())
       .def("evict", &Table::evict, "now"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("count_expired", &Table::count_expired, "now"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("clear", &Table::clear, "rows"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
            "Drop all rows; with room for `rows` new ones, which need not then grow it step by step.")
       .def("scan", &scan<Table>, "cursor"_a, "last"_a, "limit"_a,

@@ -343,6 +343,30 @@ std::size_t Table::expire_oldest(Body& body, Partition& part, std::size_t wanted
   return wanted;
 }
 
+std::size_t Table::count_expired(std::int64_t now) const {
+  const Epochs::Visit visit(epochs_);
+  Body& body = *body_.load();
+  std::vector<Partition*> parts;
+  {
+    std::lock_guard lock(body.mutex);
+    for (const auto& part : body.partitions) parts.push_back(part.get());
+  }
+  std::atomic<std::size_t> total{0};
+  spread(parts.size(), 4, [&](std::size_t begin, std::size_t end) {
+    std::size_t found = 0;
+    for (std::size_t p = begin; p < end; ++p) {
+      std::lock_guard lock(parts[p]->mutex);
+      const Index index = parts[p]->index.load(std::memory_order_relaxed);
+      for (std::size_t i = 0; i < index.size(); ++i) {
+        const Slot& slot = index.slots()[i];
+        found += slot.row != 0 && expired(slot.hash, slot.time, now);
+      }
+    }
+    total += found;
+  });
+  return total;
+}
+
 std::size_t Table::evict(std::int64_t now) {
   Writing writing(*this);
   Body& body = *body_.load();

@@ -107,6 +107,7 @@ class Table {
 
   std::size_t remove(std::span<const std::int64_t> ids);
   std::size_t evict(std::int64_t now);
+  std::size_t count_expired(std::int64_t now) const;
   // With room for `rows` rows, so that filling it again need not grow it step by step.
   void clear(std::size_t rows = 0);
 
@@ -122,6 +123,8 @@ class Table {
   void freeze();
   void thaw();
 
+  // Ids that found no room, ever. Cheap: to be asked after every write.
+  std::uint64_t refused() const { return refused_.load(std::memory_order_relaxed); }
   std::int64_t max_event_time() const { return max_event_time_.load(std::memory_order_relaxed); }
   std::vector<float> scales() const { return entry_.scales(); }
   void set_scales(const std::vector<float>& scales) { entry_.set_scales(scales); }
@@ -142,6 +145,11 @@ class Table {
   struct Aim;
   class Writing;
   enum class OnAbsent { kAsk, kCreate };
+  // What of a row's time counts beside that of a write. Training on older data does not make a row older: the
+  // newest of its event times stays. Whoever writes whole rows sets their time, too.
+  static std::uint32_t held_time(OnAbsent absent) {
+    return absent == OnAbsent::kAsk ? std::numeric_limits<std::uint32_t>::max() : 0;
+  }
   // What all windows of one task share.
   struct Writes {
     EventTimes times;
@@ -221,6 +229,7 @@ class Table {
   mutable Budget budget_;
   std::atomic<Body*> body_;
   std::atomic<std::int64_t> max_event_time_{0};
+  std::atomic<std::uint64_t> refused_{0};
   TableStats cleared_;  // counters of bodies that clear() dropped; guarded by gate_mutex_
 
   // Calls that write, counted at both ends: equal means that nothing is being changed right now.

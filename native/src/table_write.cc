@@ -145,6 +145,7 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
     }
   }
   if (coming > 0) make_room(body, part, static_cast<std::uint32_t>(coming), latest);
+  const std::uint32_t held = held_time(absent);
   for (std::size_t i = 0; i < count; ++i) {
     rows[i] = nullptr;
     fresh[i] = false;
@@ -155,11 +156,12 @@ void Table::admit(Body& body, Partition& part, const Item* items, std::size_t co
       slot = insert(body, part, items[i].hash, time);
       if (slot == nullptr) {
         ++part.refused;
+        refused_.fetch_add(1, std::memory_order_relaxed);
         continue;
       }
       fresh[i] = true;
     } else {
-      poke(slot->time, time);
+      poke(slot->time, std::max(slot->time & held, time));
     }
     rows[i] = body.rows.row(slot->row);
   }
@@ -226,7 +228,9 @@ std::size_t Table::write_window(Body& body, Partition& part, const Item* items, 
       work.fetch(items[i].position);
     }
     const EventTimes times = writes.times;  // a copy, which no store to a slot can change
-    for (std::size_t i = 0; i < count; ++i) poke(slots[i]->time, times.at(items[i].position));
+    const std::uint32_t held = held_time(writes.absent);
+    for (std::size_t i = 0; i < count; ++i)
+      poke(slots[i]->time, std::max(slots[i]->time & held, times.at(items[i].position)));
     work(rows, nullptr, items, count, writes);
   } else {
     // A few at a time, and worked on at once: letting in the next may push out these.

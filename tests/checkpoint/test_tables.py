@@ -33,6 +33,7 @@ from monolith.checkpoint.part import RestoreOptions, SavedPart
 from monolith.errors import ConfigError, CorruptFileError, RestoreError, SaveError
 from monolith.table import (
     DictTable,
+    Expiry,
     NativeTable,
     OneBit,
     ProbabilisticFilter,
@@ -46,6 +47,20 @@ from monolith.table import (
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
+
+
+# Any table
+
+
+@pytest.mark.parametrize("kind", [DictTable, NativeTable])
+def test_a_save_writes_all_rows_and_counts_by_slot_those_it_wrote(folder: Path, kind: Any) -> None:
+    """Whether rows have expired is for who evicts them to say: saving takes none."""
+    table = kind(TableConfig(name="item", segments=(Segment(dim=2),), expiry=Expiry.days(1)))
+    table.assign(ids(1, 2, 1 << 48), torch.ones(3, 2), event_time=ids(0, 0, 100 * 86_400))
+    cut = TablesPart({"item": table}).cut(1)
+    entry = cut.write(str(folder / "model.ckpt-1"), full=True)
+    cut.close(saved=True)
+    assert (entry["tables"]["item"]["rows"], entry["slots"]) == (3, {"0": 2, "1": 1})
 
 
 # Any number of servers

@@ -19,7 +19,7 @@ from monolith.cluster.run_config import RunConfig
 from monolith.cluster.run_config.templates import template
 from monolith.config import describe_fields
 from monolith.errors import ConfigError
-from monolith.train import KeepConfig, SaveConfig, TideWindow, TrainConfig
+from monolith.train import ExpiryConfig, KeepConfig, SaveConfig, TideWindow, TrainConfig
 
 TASK = "train.tasks:Clicks"
 
@@ -79,6 +79,8 @@ def test_fields_go_over_to_the_training(write: Any) -> None:
         dense_every_steps = 7
         keep = 4
         evict_expired = true
+        max_expired_share = 0.5
+        max_clock_ahead = "2h"
         [restore]
         folder = "old"
         checkpoint = "model.ckpt-3"
@@ -93,6 +95,7 @@ def test_fields_go_over_to_the_training(write: Any) -> None:
     assert config.save == SaveConfig(secs=600, steps=None, asynchronous=True)
     assert config.dense_save == SaveConfig(steps=7)
     assert config.keep == KeepConfig(max_to_keep=4, evict=True)
+    assert config.expiry == ExpiryConfig(max_share=0.5, max_ahead=timedelta(hours=2))
     assert (config.restore.dir, config.restore.checkpoint) == ("old", "model.ckpt-3")
     assert config.restore.alias_map == {"b.weight": "a.weight"}  # new name -> old
     assert (config.restore.auto_alias, config.summary_every_steps) == (False, 9)

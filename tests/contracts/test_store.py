@@ -144,6 +144,14 @@ def test_rows_expire_by_event_time(make: MakeStore) -> None:
     assert store.lookup(keys([1, 2], [3])).tolist() == [0, 0, 1, 1, 0]
 
 
+def test_what_would_expire_is_counted_and_a_table_can_be_left_alone(make: MakeStore) -> None:
+    store = make(configs(expiry=Expiry.days(1)))
+    train(store, keys([1, 2], [3]), [0] * 5, event_time=torch.tensor([0, 100_000, 0]))
+    assert store.count_expired(100_000) == {"a": 1, "b": 1}
+    assert store.evict(100_000, tables={"b"}) == {"a": 0, "b": 1}
+    assert store.count_expired(100_000) == {"a": 1, "b": 0}
+
+
 def test_without_a_time_each_table_is_its_own_clock(make: MakeStore) -> None:
     store = make(configs(expiry=Expiry.days(1)))
     train(store, keys([1, 2], [3]), [0] * 5, event_time=torch.tensor([0, 100_000, 0]))

@@ -181,7 +181,7 @@ def test_assign_overwrites_and_keeps_the_optimizer_state(make: Make) -> None:
 
 def test_repeats_are_assigned_in_order(table: Table) -> None:
     table.assign(ids(1, 1), rows([1, 1], [2, 2]), event_time=torch.tensor([8, 5]))
-    assert everything(table) == {1: (5, [2, 2], [])}
+    assert everything(table) == {1: (8, [2, 2], [])}  # the newest of their times
 
 
 def test_assign_add_starts_a_new_row_from_its_initializer(make: Make) -> None:
@@ -444,6 +444,35 @@ def test_any_write_refreshes_and_a_read_does_not(make: Make) -> None:
     table.lookup(ids(4))
     table.evict()
     assert sorted(everything(table)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dedup", [False, True])
+def test_older_data_does_not_make_a_row_older(make: Make, dedup: bool) -> None:
+    table = make(expiry=Expiry.days(1))
+    keys = ids(1, 2, 3)
+    table.apply_gradients(keys, torch.ones(3, 2), event_time=5 * DAY)
+    table.assign(ids(1), rows([1, 1]), event_time=DAY)
+    table.assign_add(ids(2), rows([1, 1]), event_time=2 * DAY)
+    table.apply_gradients(ids(3, 3, 4), torch.ones(3, 2), event_time=ids(3 * DAY, DAY, DAY), dedup=dedup)
+    assert table.lookup_rows(ids(1, 2, 3, 4))[1].event_times.tolist() == [5 * DAY, 5 * DAY, 5 * DAY, DAY]
+    table.apply_gradients(ids(4, 5), torch.ones(2, 2), event_time=ids(0, 0), dedup=dedup)  # beside a new one
+    assert table.lookup_rows(ids(4, 5))[1].event_times.tolist() == [DAY, 0]
+
+
+def test_a_whole_row_brings_its_own_time(make: Make) -> None:
+    table = make()
+    table.apply_gradients(ids(1, 2), torch.ones(2, 2), event_time=7)
+    _, saved = table.lookup_rows(ids(1))
+    table.restore(replace(saved, event_times=ids(3)))
+    table.reinitialize(ids(2), now=4)
+    assert table.lookup_rows(ids(1, 2))[1].event_times.tolist() == [3, 4]
+
+
+def test_what_would_expire_can_be_counted_before(make: Make) -> None:
+    table = make(expiry=Expiry.days(14, {1: 5}))
+    table.assign(ids(1, 2, 1 << 48), torch.ones(3, 2), event_time=ids(DAY, 2 * DAY, 2 * DAY))
+    assert [table.count_expired(now) for now in (0, 7 * DAY, 15 * DAY, 16 * DAY)] == [0, 1, 2, 3]
+    assert (len(table), table.stats().evicted) == (3, 0)
 
 
 def test_event_times_beyond_2038_are_kept(table: Table) -> None:

@@ -252,7 +252,48 @@ def test_a_cut_is_of_one_moment_while_others_write(make: Any) -> None:
     table.close()
 
 
+def test_a_table_that_is_held_still_can_be_cut(table: Any) -> None:
+    """Tables that must agree are held still together, then cut."""
+    train(table, 1, 2, 3)
+    found: list[Content] = []
+
+    def cut_it() -> None:
+        with table.frozen():
+            cut = table.cut()
+            table.track_changes()
+        found.append(scanned(cut))
+        cut.close(saved=True)
+
+    thread = threading.Thread(target=cut_it, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert found == [content(table)]
+
+
 # On disk
+
+
+def test_all_rows_of_a_cut_are_written_unless_a_time_is_given(make: Any, tmp_path: Path) -> None:
+    table, base = make(), str(tmp_path / "item")
+    train(table, 1, 2, time=0)
+    train(table, 3, time=100)
+    cut = table.cut()
+    assert dump_cut(cut, base).rows == 3
+    seen: list[int] = []
+    report = dump_cut(cut, base, expire_at=100, written=lambda keys: seen.extend(keys.tolist()))
+    assert (report.rows, report.expired, seen) == (1, 2, [3])
+
+
+def test_rows_of_files_that_are_kept_count_as_written(make: Any, tmp_path: Path) -> None:
+    table, base = make(), str(tmp_path / "item")
+    train(table, *range(20))
+    cut = table.cut()
+    dump_cut(cut, base, num_shards=3, stamp="now")
+    seen: list[int] = []
+    report = dump_cut(
+        cut, base, num_shards=3, stamp="now", resume=True, written=lambda keys: seen.extend(keys.tolist())
+    )
+    assert (report.skipped, sorted(seen)) == (3, list(range(20)))
 
 
 def test_a_dump_of_a_cut_is_of_its_moment(make: Any, tmp_path: Path) -> None:

@@ -103,6 +103,16 @@ def test_the_watermark_is_what_both_streams_have_reached():
     assert outcome(joiner.push_actions(actions((5, 113, CLICK)))) == [(7, [0.0, 0.0], [])]
 
 
+def test_a_time_in_milliseconds_closes_no_window(caplog):
+    joiner = Joiner(CONFIG)
+    now = 1_700_000_000
+    joiner.push_impressions(impressions((7, now), (8, now * 1000), (9, -1)))
+    joiner.push_actions(actions((8, now * 1000, CLICK)))
+    assert outcome(joiner.push_actions(actions((7, now + 3, CLICK)))) == [(7, [1.0, 0.0], [CLICK])]
+    assert (joiner.stats.bad_times, joiner.stats.impressions, joiner.watermark) == (3, 1, now)
+    assert "milliseconds? It would be 2023-11-14" in caplog.messages[0]
+
+
 def test_a_stream_far_behind_does_not_hold_the_watermark_for_ever():
     joiner = Joiner(replace(CONFIG, max_skew=timedelta(seconds=20)))
     joiner.push_actions(actions((1, 90, CLICK)))

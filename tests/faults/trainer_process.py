@@ -45,6 +45,7 @@ from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.table import Adam, Sgd, Zeros, iterate
 from monolith.train import (
+    ExpiryConfig,
     Hook,
     KeepConfig,
     Mode,
@@ -287,6 +288,7 @@ def train(job: Job) -> None:
         prefetch=job.prefetch,
         save=SaveConfig(steps=job.save_every, asynchronous=job.asynchronous, retry_secs=0.001),
         keep=KeepConfig(max_to_keep=job.max_to_keep, full_every=job.full_every, evict=True),
+        expiry=ExpiryConfig(max_share=1),
         restore=RestoreConfig(checkpoint=job.checkpoint),
         summary_every_steps=job.summary_every,
     )

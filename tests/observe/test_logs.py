@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from monolith.errors import ConfigError
-from monolith.observe import configure_logging
+from monolith.observe import Doublings, configure_logging
 
 
 class Terminal(io.StringIO):
@@ -69,3 +69,10 @@ def test_configuring_again_replaces_our_handler_and_leaves_others_alone(root_log
 def test_an_unknown_level_names_those_that_exist():
     with pytest.raises(ConfigError, match=r"'loud'; choose one of debug, info"):
         configure_logging("loud", stream=io.StringIO())
+
+
+def test_a_count_is_worth_a_line_at_first_and_whenever_it_has_doubled() -> None:
+    doublings = Doublings()
+    assert [count for count in range(100) if doublings.due(count)] == [1, 2, 4, 8, 16, 32, 64]
+    assert doublings.due(1000)
+    assert not doublings.due(1999)

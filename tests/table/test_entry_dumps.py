@@ -125,12 +125,13 @@ def test_chosen_ids_only(cls: Any, base: str) -> None:
     assert all(key % 2 for key in content(half))
 
 
-def test_expired_rows_are_not_written(cls: Any, base: str) -> None:
+def test_rows_that_have_expired_by_a_given_time_are_not_written(cls: Any, base: str) -> None:
     config = TableConfig(name="item", segments=CONFIG.segments, expiry=Expiry.days(1))
     table = cls(config)
     table.assign(ids(1, 2), torch.ones(2, 2), event_time=ids(0, 86400))
-    report = export_entry_dumps(table, base)
+    report = export_entry_dumps(table, base, expire_at=86400)
     assert (report.rows, report.expired) == (1, 1)
+    assert export_entry_dumps(table, base).rows == 2
 
 
 def test_a_serving_table_takes_values_and_times_and_gives_no_entries(cls: Any, base: str) -> None:

@@ -15,7 +15,7 @@ from train.tasks import Clicks, rows_of
 from monolith.data import Stream
 from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
-from monolith.train import Hook, KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
+from monolith.train import ExpiryConfig, Hook, KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
 
 
 class Heard:
@@ -70,6 +70,7 @@ def test_rows_that_a_save_drops_are_not_used_by_what_was_looked_up_ahead(
         prefetch=prefetch,
         save=SaveConfig(steps=4),
         keep=KeepConfig(evict=True),
+        expiry=ExpiryConfig(max_share=1),
     )
     whole = Rows()
     Trainer(Watched(), config, hooks=[whole]).train()

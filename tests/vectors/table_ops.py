@@ -305,7 +305,7 @@ def hash_table_save(case: Case) -> Any:
         getattr(table, name)(id_tensor([key]), floats([value]), event_time=time)
     ids = id_tensor([write[0] for write in writes])
     with tempfile.TemporaryDirectory() as folder:
-        monolith.table.dump(table, str(Path(folder) / "table"))
+        monolith.table.dump(table, str(Path(folder) / "table"), expire_at=table.stats().max_event_time)
         monolith.table.load(restored, str(Path(folder) / "table"))
     return {"saved_ids": ids[restored.contains(ids)], "restored_lookup": restored.lookup(ids)}
 

@@ -330,7 +330,7 @@ class TablesCut:
             basename = table_basename(folder, name)
             watchers = [] if piece == WHOLE else [_only(name, piece)]
             if full:
-                tables[name] = self._write_full(_Watched(cut, slots, *watchers), basename)
+                tables[name] = self._write_full(_Watched(cut, *watchers), basename, slots)
             else:
                 tables[name] = self._write_changes(_Watched(cut, *watchers), basename)
         for name, one in self._filters.items():
@@ -343,7 +343,7 @@ class TablesCut:
             entry["slots"] = met
         return entry
 
-    def _write_full(self, cut: TableCut, basename: str) -> Entry:
+    def _write_full(self, cut: TableCut, basename: str, slots: _Slots) -> Entry:
         done = dump_cut(
             cut,
             basename,
@@ -352,6 +352,7 @@ class TablesCut:
             stamp=self._stamp,
             resume=True,
             progress=self._progress,
+            written=slots,
         )
         return {
             "kind": "full",

@@ -18,6 +18,8 @@ TRAIN_FIELDS: Mapping[str, str] = {
     "checkpoint.dense_every_steps": "dense_save.steps",
     "checkpoint.keep": "keep.max_to_keep",
     "checkpoint.evict_expired": "keep.evict",
+    "checkpoint.max_expired_share": "expiry.max_share",
+    "checkpoint.max_clock_ahead": "expiry.max_ahead",
     "restore.folder": "restore.dir",
     "restore.checkpoint": "restore.checkpoint",
     "restore.reset_dense": "restore.clear_nn",

@@ -265,8 +265,9 @@ def with_failover(
     """Train; where others were lost, wait and go on from the last checkpoint, as often as is allowed."""
     failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
     while True:
+        fleet = fleet_of(run, discovery, metrics, stopper)  # servers that do not come in time will not come
         try:
-            with fleet_of(run, discovery, metrics, stopper) as fleet:
+            with fleet:
                 failover.joined(fleet.servers)
                 return attempt(fleet)
         except RetryableError as error:

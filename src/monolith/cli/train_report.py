@@ -35,6 +35,8 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "stop_reason": report.stop_reason,
         "restored_from": report.restored_from,
         "checkpoint": report.checkpoint,
+        "refused": dict(report.refused),
+        "overdue": dict(report.overdue),
         "metrics": {
             name: None if math.isnan(rows[-1].value) else rows[-1].value
             for name, rows in report.windows.items()
@@ -69,6 +71,9 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
             if name.endswith("auc") and value is not None
         },
     }
+    for name, words in (("refused", "ids found no room"), ("overdue", "expired rows were kept")):
+        if report.get(name):
+            facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
     if report["restored_from"] is not None:
         facts["went on from"] = report["restored_from"]
     if not report["model_dir"]:

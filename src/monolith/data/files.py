@@ -261,6 +261,17 @@ class FileSource:
         """
         self._files.commit(position)
 
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        """Count records that could be read and are bad all the same, and keep them in the quarantine.
+
+        They are not judged by the policy: whoever found them does that.
+        """
+        self._count_bad(len(bad))
+        if self._policy.quarantine is not None and bad:
+            # Named after what they hold, so that finding them again writes the file again, and not one more.
+            number = zlib.crc32(b"".join(record.payload for record in bad))
+            _quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -343,13 +354,17 @@ class FileSource:
     def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
         if self._metrics is not None:
             self._metrics.counter("data_records", "Records read from files.").inc(len(chunk.records))
-            bad = self._metrics.counter("data_bad_records", "Records of files that could not be read.")
-            bad.inc(len(chunk.bad))
+        self._count_bad(len(chunk.bad))
         if chunk.bad:
             assert spot.file is not None
             if self._policy.quarantine is not None:
                 _quarantine(self._policy.quarantine, spot.file, spot.place, chunk.bad)
             self._judge(self._reading, at_end=False, last=f"{spot.file}: {chunk.bad[0].reason}")
+
+    def _count_bad(self, count: int) -> None:
+        if self._metrics is not None:
+            bad = self._metrics.counter("data_bad_records", "Records of files that could not be used.")
+            bad.inc(count)
 
     def _judge(self, spot: Spot, *, at_end: bool, last: str = "") -> None:
         total = spot.good + spot.bad

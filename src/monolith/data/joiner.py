@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -38,11 +39,14 @@ from numpy.typing import NDArray
 from monolith import filesystem
 from monolith.data.join_store import BLOCK_RECORDS, JoinStore, StoredBlock
 from monolith.data.record_bytes import Arrays, pack, unpack
-from monolith.data.records import LABEL, LINE_ID, Records, concat
+from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
 from monolith.errors import ConfigError, DataError, FileMissingError, RestoreError
-from monolith.observe import Metrics
+from monolith.observe import Doublings, Metrics
+from monolith.table.arguments import is_second, wrong_second
 from monolith.table.hashing import mix, mix_one
 from monolith.tensors import RaggedTensor
+
+_log = logging.getLogger(__name__)
 
 Key = int | bytes
 
@@ -135,6 +139,8 @@ class JoinStats:
     negatives: int = 0
     """Examples that came out."""
     negatives_left_out: int = 0
+    bad_times: int = 0
+    """Records of both streams that were left out because their time is no Unix second."""
 
 
 @dataclass(slots=True)
@@ -192,6 +198,7 @@ class Joiner:
         self._key_kind: type | None = None
         self._newest: dict[str, int | None] = {"impressions": None, "actions": None}
         self._reached: float = -np.inf
+        self._bad_times = Doublings()
         """The watermark, which never falls."""
         self._held: dict[int, _Held] = {}
         self._index: dict[Key, int] = {}
@@ -236,6 +243,7 @@ class Joiner:
         Raises:
             DataError: Key or time is missing or not one per record. Nothing was taken.
         """
+        records = self._timely(records, "impressions")
         if not records.size:
             return Records(0, {})
         keys, times = self._keys(records, "impressions"), self._times(records, "impressions")
@@ -262,6 +270,7 @@ class Joiner:
         Raises:
             DataError: Key or time is missing or not one per record. Nothing was taken.
         """
+        records = self._timely(records, "actions")
         if not records.size:
             return Records(0, {})
         keys, times = self._keys(records, "actions"), self._times(records, "actions")
@@ -470,6 +479,23 @@ class Joiner:
                 f"{self._key_kind.__name__} before; impressions and actions need keys of one kind"
             )
         return keys
+
+    def _timely(self, records: Records, stream: str) -> Records:
+        """Leave out records whose time cannot be: one in milliseconds would close every window for good."""
+        fine = timely(records, self.config.time)
+        if bool(fine.all()):
+            return records
+        self._stats.bad_times += int((~fine).sum())
+        if self._bad_times.due(self._stats.bad_times):
+            wrong = [time for time in records[self.config.time].flat_values.tolist() if not is_second(time)]
+            _log.warning(
+                "joiner: left out %d records so far: the time %r of the %s %s",
+                self._stats.bad_times,
+                self.config.time,
+                stream,
+                wrong_second(int(wrong[0])),
+            )
+        return records.keep(fine)
 
     def _times(self, records: Records, stream: str) -> NDArray[np.int64]:
         column = self._one_each(records, self.config.time, stream)

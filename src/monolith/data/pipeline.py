@@ -24,13 +24,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 from torch import Tensor
 
+from monolith.data.bad_times import BadTimes
+from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
 from monolith.data.records import LINE_ID, BatchSpec, Records, concat, make_batch
 from monolith.data.shuffling import ShuffleConfig, permutation
@@ -126,6 +128,10 @@ class Pipeline:
         """
         _commit(self._source, position)
 
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        """Hand bad records to the source, if it keeps them; see `FileSource.set_aside`."""
+        _set_aside(self._source, bad)
+
     def close(self) -> None:
         self._source.close()
 
@@ -172,6 +178,9 @@ class _Passing:
     def commit(self, position: Position) -> None:
         _commit(self._source, position)
 
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        _set_aside(self._source, bad)
+
     def close(self) -> None:
         self._source.close()
 
@@ -197,9 +206,12 @@ class _Batched(_Passing):
         self._spec = spec
 
     def __iter__(self) -> Iterator[Batch]:
+        times = BadTimes(self._spec, self.set_aside)
         with closed_after(self._source) as batches:
             for records in batches:
-                yield make_batch(records, self._spec)
+                if len(fine := times.left_out(records)):
+                    yield make_batch(fine, self._spec)
+        times.judge(at_end=True)
 
 
 class _Watched(_Passing):
@@ -302,6 +314,9 @@ class _Holding:
 
     def commit(self, position: Position) -> None:
         _commit(self._source, position["source"])
+
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        _set_aside(self._source, bad)
 
     def close(self) -> None:
         self._source.close()
@@ -524,6 +539,9 @@ class _Ahead(Generic[Item]):
     def commit(self, position: Position) -> None:
         _commit(self._source, position)
 
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        _set_aside(self._source, bad)
+
     def close(self) -> None:
         if self._running is not None:
             self._running.close()
@@ -550,3 +568,9 @@ def _commit(source: object, position: Position) -> None:
     commit = getattr(source, "commit", None)
     if commit is not None:
         commit(position)
+
+
+def _set_aside(source: object, bad: Sequence[BadRecord]) -> None:
+    set_aside = getattr(source, "set_aside", None)
+    if set_aside is not None:
+        set_aside(bad)

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from monolith.errors import DataError
+from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
+from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
 LABEL = "label"
@@ -189,19 +190,48 @@ class BatchSpec:
     """Task to the column it reads and the position in it; NaN where a record has none there."""
     event_time: str | None = LINE_ID + "req_time"
     """An int64 column of Unix seconds; None, or a column that is not there, leaves 0."""
+    max_bad_times: float = 0.1
+    """The share of records whose event time may be out of range, 0 to 1. They are left out, counted and put
+    where the source puts malformed records; more of them end the run, and with 0 the first does."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_bad_times <= 1:
+            raise ConfigError(f"batch: max_bad_times must be from 0 to 1, got {self.max_bad_times}")
+
+
+def timely(records: Records, column: str | None) -> Tensor:
+    """Return a bool per record: whether its event time, if it has one, is a second that a row can keep."""
+    fine = torch.ones(records.size, dtype=torch.bool)
+    times = records.columns.get(column or "")
+    if times is None:
+        return fine
+    wrong = (times.flat_values < 0) | (times.flat_values > MAX_EVENT_TIME)
+    if bool(wrong.any()):
+        if column in records.shared:
+            return ~fine
+        rows = torch.repeat_interleave(torch.arange(times.nrows), times.row_lengths())
+        fine[rows[wrong]] = False
+    return fine
 
 
 def make_batch(records: Records, spec: BatchSpec) -> Batch:
-    """Return what a model reads of some records."""
+    """Return what a model reads of some records.
+
+    Raises:
+        DataError: An event time is out of range. `Pipeline.to_batches` leaves such records out.
+    """
     ids = {name: records.columns[name] for name in spec.ids if name in records.columns}
     for name, column in ids.items():
         if column.dtype is not torch.int64:
             raise DataError(f"batch: feature {name!r} must hold ids, int64, got {column.dtype}")
-    time = records.columns.get(spec.event_time or "")
-    newest = int(time.flat_values.max()) if time is not None and len(time.flat_values) else 0
+    times = _event_times(records, spec.event_time)
     return Batch(
         FeatureIds.pack(
-            ids, shared=records.shared & ids.keys(), batch_size=records.size, event_time=max(newest, 0)
+            ids,
+            shared=records.shared & ids.keys(),
+            batch_size=records.size,
+            event_time=0 if times is None or not len(times) else int(times.max()),
+            event_times=times,
         ),
         {
             name: records[name].to_padded(width)
@@ -215,3 +245,15 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
             if column in records.columns
         },
     )
+
+
+def _event_times(records: Records, column: str | None) -> Tensor | None:
+    """Return Unix seconds of all records that have one; None where there is no such column."""
+    found = records.columns.get(column or "")
+    if found is None:
+        return None
+    times = found.flat_values.long()
+    if len(times) and not 0 <= int(times.min()) <= int(times.max()) <= MAX_EVENT_TIME:
+        wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
+        raise DataError(f"batch: event time {column!r} {wrong_second(int(wrong[0]))}")
+    return times

@@ -33,6 +33,9 @@ class FeatureIds:
     """Which features have one cell for all; by default none."""
     event_time: int = 0
     """Unix seconds of the newest example, for the expiry of rows."""
+    event_times: Tensor | None = None
+    """int64 of shape (k,), on the CPU: Unix seconds of all examples that have one, to tell the time by; None
+    takes `event_time` for all of them."""
 
     def __post_init__(self) -> None:
         if not self.shared:
@@ -53,6 +56,7 @@ class FeatureIds:
         *,
         shared: Iterable[str] = (),
         event_time: int = 0,
+        event_times: Tensor | None = None,
         batch_size: int | None = None,
     ) -> FeatureIds:
         """Bring features together.
@@ -90,6 +94,7 @@ class FeatureIds:
             batch_size=batch_size,
             shared=tuple(name in alone for name in ragged),
             event_time=event_time,
+            event_times=event_times,
         )
 
     @classmethod

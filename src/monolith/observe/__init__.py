@@ -1,7 +1,8 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
 from monolith.observe.exits import install_exit_signals
-from monolith.observe.logs import configure_logging
+from monolith.observe.logs import Doublings, configure_logging
+from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
 from monolith.observe.priority import Resting, yield_to_others
 from monolith.observe.progress import Progress, progress
@@ -9,8 +10,11 @@ from monolith.observe.stacks import install_stack_dump, print_stack_trace
 
 __all__ = [
     "Counter",
+    "Doublings",
     "Gauge",
     "Histogram",
+    "MemoryUse",
+    "MemoryWatch",
     "Metrics",
     "MetricsServer",
     "Progress",
@@ -18,6 +22,7 @@ __all__ = [
     "configure_logging",
     "install_exit_signals",
     "install_stack_dump",
+    "memory_use",
     "print_stack_trace",
     "progress",
     "yield_to_others",

@@ -50,6 +50,19 @@ def logs_json() -> bool:
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
+class Doublings:
+    """Says when a count is worth a line in the log: at first, then whenever it has doubled."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def due(self, count: int) -> bool:
+        if count < self._next:
+            return False
+        self._next = 2 * count
+        return True
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per record, always on one line."""
 

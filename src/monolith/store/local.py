@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from monolith import native
 from monolith.errors import FeatureError
+from monolith.observe import MemoryWatch
+from monolith.observe.progress import describe_bytes
 from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
@@ -31,6 +33,7 @@ class LocalStore:
         filters: Table to the filter it asks, for checkpoints to keep.
         workers: Threads that share a batch; None works on the calling thread alone.
         counts_sightings: Whether a table has a filter that wants to know how often ids were seen.
+        memory: Looks, as rows are trained, whether memory runs short.
     """
 
     def __init__(
@@ -40,10 +43,12 @@ class LocalStore:
         filters: Mapping[str, AdmissionFilter] | None = None,
         workers: native.Workers | None = None,
         counts_sightings: bool = True,
+        memory: MemoryWatch | None = None,
     ) -> None:
         self.filters = dict(filters or {})
         self._multi = MultiTable(tables, workers=workers, exclusive=True)
         self._counts_sightings = counts_sightings
+        self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -120,6 +125,7 @@ class LocalStore:
             latest_values=latest_values,
             counts=ids.counts if self._counts_sightings else None,
         )
+        self._memory.look(self._describe)
 
     def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is not None:
@@ -135,11 +141,23 @@ class LocalStore:
     def pull_dense(self) -> None:
         """Do nothing: the variables are the only copy."""
 
-    def evict(self, now: int | None = None) -> dict[str, int]:
-        return self._multi.evict(now)
+    def count_expired(self, now: int) -> dict[str, int]:
+        return self._multi.count_expired(now)
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
+        return self._multi.evict(now, tables=tables)
 
     def stats(self) -> dict[str, TableStats]:
         return self._multi.stats()
 
     def close(self) -> None:
         self._multi.close()
+
+    def _describe(self) -> str:
+        stats = self.stats()
+        total = sum(one.bytes_total for one in stats.values())
+        largest = max(stats, key=lambda name: stats[name].bytes_total)
+        return (
+            f"{describe_bytes(total)} of tables, most of it in {largest!r} "
+            f"({describe_bytes(stats[largest].bytes_total)}, {stats[largest].rows:,} rows)"
+        )

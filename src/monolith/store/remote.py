@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -154,14 +154,21 @@ class ParameterServerStore:
             self._dense.keep({server: answer.data for server, answer in answers.items()})
         self._dense.copy()
 
-    def evict(self, now: int | None = None) -> dict[str, int]:
+    def count_expired(self, now: int) -> dict[str, int]:
+        self._check_open()
+        now = arguments.event_second(now, "now")
+        found = self.group.call_all("count_expired", held=True, store=self._number, now=now)
+        return {name: sum(one[name] for one in found) for name in self._dims}
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
         self._check_open()
         if now is None:  # a table's clock is that of its newest row, on whichever server it is
             times = {name: stats.max_event_time for name, stats in self.stats().items()}
         else:
             times = dict.fromkeys(self._dims, arguments.event_second(now, "now"))
+        times = {name: time for name, time in times.items() if tables is None or name in tables}
         gone = self.group.call_all("evict", held=True, store=self._number, now=times)
-        return {name: sum(one[name] for one in gone) for name in self._dims}
+        return {name: sum(one.get(name, 0) for one in gone) for name in self._dims}
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds on all servers together; `load` is their mean."""

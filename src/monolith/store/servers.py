@@ -155,6 +155,7 @@ class ParameterServer:
             "hello": self._hello,
             "describe": self._describe,
             "stats": self._stats,
+            "count_expired": lambda body: self._store(body).count_expired(body["now"]),
             "evict": self._evict,
             "step": lambda body: self._about(self._meant(body)),
             "set_step": self._set_step,
@@ -251,7 +252,7 @@ class ParameterServer:
 
     def _evict(self, body: dict[str, Any]) -> dict[str, Any]:
         store, now = self._store(body), body["now"]
-        return {name: store.table(name).evict(now[name]) for name in store.tables}
+        return {name: store.table(name).evict(now[name]) for name in store.tables if name in now}
 
     def _set_step(self, body: dict[str, Any]) -> dict[str, Any]:
         held = self._meant(body)

@@ -8,7 +8,7 @@ implementation passes `tests/contracts/test_store.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,8 +81,17 @@ class Store(Protocol):
     def pull_dense(self) -> None:
         """Make the variables attached here hold the newest values this store promises."""
 
-    def evict(self, now: int | None = None) -> dict[str, int]:
-        """Drop rows that expired; return how many, by table."""
+    def count_expired(self, now: int) -> dict[str, int]:
+        """Return how many rows `evict` would drop, by table."""
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
+        """Drop rows that expired by `now`; return how many, by table.
+
+        Args:
+            now: Unix seconds; by default each table's newest event time, which a single event from the
+                future sets: see `Table.evict`.
+            tables: From which to drop; by default all.
+        """
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds."""

@@ -38,6 +38,7 @@ from monolith.table.entry_dumps import (
     export_entry_dumps,
     import_entry_dumps,
 )
+from monolith.table.event_clock import EventClock
 from monolith.table.expiry import Expiry
 from monolith.table.initializers import (
     INITIALIZERS,
@@ -109,6 +110,7 @@ __all__ = [
     "DumpReport",
     "DumpableTable",
     "DynamicWdAdagrad",
+    "EventClock",
     "Expiry",
     "FixedR8",
     "Fp16",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import NoReturn
 
 import numpy as np
@@ -78,10 +79,8 @@ def event_time_array(event_time: int | Tensor, n: int) -> NDArray[np.int64]:
             _refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
         # Negative times are huge as unsigned, so one comparison finds both ends.
         if n and int(times.view(np.uint64).max()) > MAX_EVENT_TIME:
-            raise TableArgumentError(
-                f"event_time must be Unix seconds from 0 to {MAX_EVENT_TIME}, "
-                f"got {int(times.min())} to {int(times.max())}"
-            )
+            wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
+            raise TableArgumentError(f"event_time: {wrong_second(int(wrong[0]))}")
         return times
     return np.array([event_second(event_time)], dtype=np.int64)
 
@@ -95,9 +94,26 @@ def event_second_array(event_time: int | Tensor, n: int) -> NDArray[np.uint32]:
 
 def event_second(time: int, name: str = "event_time") -> int:
     """Return one event time, within what a row can hold."""
-    if not isinstance(time, int) or not 0 <= time <= MAX_EVENT_TIME:
+    if not isinstance(time, int):
         raise TableArgumentError(f"{name} must be Unix seconds from 0 to {MAX_EVENT_TIME}, got {time!r}")
+    if not is_second(time):
+        raise TableArgumentError(f"{name}: {wrong_second(time)}")
     return time
+
+
+def is_second(time: float) -> bool:
+    """Whether a row can keep an event time."""
+    return 0 <= time <= MAX_EVENT_TIME
+
+
+def wrong_second(time: int) -> str:
+    """Return what to say of an event time that is out of range."""
+    what = f"must be Unix seconds from 0 to {MAX_EVENT_TIME}, got {time}"
+    for unit, per_second in (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9)):
+        if MAX_EVENT_TIME < time <= MAX_EVENT_TIME * per_second:
+            moment = datetime.fromtimestamp(time // per_second, UTC)
+            return f"{what}; {unit}? It would be {moment:%Y-%m-%d %H:%M} UTC. Divide by {per_second}"
+    return what
 
 
 def rate_array(learning_rates: Tensor | None, config: TableConfig, step: int) -> NDArray[np.float32]:

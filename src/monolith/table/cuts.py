@@ -32,7 +32,7 @@ class TableCut(Protocol):
 
     @property
     def max_event_time(self) -> int:
-        """The table's own clock at that moment."""
+        """The newest event time that the table had been told by then."""
 
     @property
     def captured_bytes(self) -> int:
@@ -79,7 +79,8 @@ class DumpableTable(Table, Protocol):
         """Hold writers off while the block runs; readers go on. Nests."""
 
     def cut(self) -> TableCut:
-        """Hold this moment fast. Writers wait while it is opened, not longer.
+        """Hold this moment fast. Writers wait while it is opened, not longer. In a `frozen` block it is
+        opened at once, so that many tables can be cut at one moment.
 
         Raises:
             TableArgumentError: Another cut is open.

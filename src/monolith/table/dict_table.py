@@ -22,6 +22,7 @@ from monolith.table import arguments
 from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import draws, mix, mix_one
+from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.update_rules import take_step
 
@@ -135,6 +136,7 @@ class DictTable:
         self._rows: dict[int, _Row] = {}
         self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
         self._counts = _Counts()
+        self._refusals = Refusals(config)
         self._cut: DictTableCut | None = None
         self._saved: dict[int, _Row] | None = None  # as of the last cut; None tracks nothing
         self._closed = False
@@ -188,7 +190,7 @@ class DictTable:
                     self._counts.removed += self._rows.pop(key, None) is not None
                 elif row := self._row_for(key, time):
                     row.values[:] = self._as_served(value)
-                    row.event_time = time
+                    row.event_time = max(row.event_time, time)
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         with self._writing():
@@ -196,7 +198,7 @@ class DictTable:
             for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
                 if row := self._row_for(key, time):
                     row.values[:] = self._as_served(row.values + value)
-                    row.event_time = time
+                    row.event_time = max(row.event_time, time)
 
     def apply_gradients(
         self,
@@ -248,12 +250,13 @@ class DictTable:
             self._counts.removed += removed
             return removed
 
+    def count_expired(self, now: int) -> int:
+        with self._open():
+            return len(self._expired(now))
+
     def evict(self, now: int | None = None) -> int:
         with self._writing():
-            keys = np.fromiter(self._rows, np.int64, len(self._rows))
-            times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
-            now = self._counts.max_event_time if now is None else now
-            expired = keys[self._config.expiry.expired(keys, times, now)].tolist()
+            expired = self._expired(self._counts.max_event_time if now is None else now)
             for key in expired:
                 del self._rows[key]
             self._counts.evicted += len(expired)
@@ -303,8 +306,8 @@ class DictTable:
                 self._thawed.notify_all()
 
     def cut(self) -> DictTableCut:
-        """Hold this moment fast, by copying all of it."""
-        with self._writing():
+        """Hold this moment fast, by copying all of it. A table that is held still can be cut."""
+        with self._open():
             if self._cut is not None:
                 raise TableArgumentError("table: a cut is open already; close it first")
             rows = self._copied()
@@ -312,7 +315,7 @@ class DictTable:
             return self._cut
 
     def track_changes(self, on: bool = True) -> None:
-        with self._writing():
+        with self._open():
             rows = self._copied()
             self._saved = rows if on else None
 
@@ -387,6 +390,12 @@ class DictTable:
     def _found(self, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.array([key in self._rows for key in keys.tolist()], dtype=np.bool_)
 
+    def _expired(self, now: int) -> list[int]:
+        keys = np.fromiter(self._rows, np.int64, len(self._rows))
+        times = np.fromiter((row.event_time for row in self._rows.values()), np.int64, len(keys))
+        expired: list[int] = keys[self._config.expiry.expired(keys, times, now)].tolist()
+        return expired
+
     def _gather(self, keys: NDArray[np.int64]) -> Rows:
         return _gathered(self._rows, keys, self.dim, self.state_dim)
 
@@ -425,7 +434,7 @@ class DictTable:
                 take_step(optimizer, values, state, gradient, rate=rate, step=step)
                 if optimizer.stochastic_rounding:
                     values[:] = self._rounded(key, piece.columns, values, step)
-            row.event_time = time
+            row.event_time = max(row.event_time, time)
             changed.append(key)
         self._touch(np.array(changed, np.int64))
 
@@ -448,6 +457,7 @@ class DictTable:
                 return None
         if not self._makes_room(time):
             self._counts.refused += 1
+            self._refusals.note(self._counts.refused, self._rows.__len__)
             return None
         self._counts.inserted += 1
         return self._rows.setdefault(key, self._new_row(key, time))

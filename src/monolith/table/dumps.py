@@ -132,7 +132,7 @@ def dump(
     *,
     num_shards: int | None = None,
     workers: int = 4,
-    drop_expired: bool = True,
+    expire_at: int | None = None,
     consistent: bool = True,
     stamp: str | int = "",
     resume: bool = False,
@@ -143,7 +143,7 @@ def dump(
     Args:
         num_shards: Files to write; by default one per million rows, up to 4.
         workers: Files to write at once.
-        drop_expired: Whether rows that are expired by the table's own clock are left out.
+        expire_at: Unix seconds: rows that have expired by then are left out. By default all are written.
         consistent: Whether writers wait until the files are written, so that the dump is
             the table at one moment. Otherwise each row is whole, of whatever moment.
         stamp: A name for the moment that is dumped, such as the checkpoint's.
@@ -167,7 +167,7 @@ def dump(
             basename,
             wanted,
             lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
-            live=_unexpired(table.config, stats.max_event_time) if drop_expired else None,
+            live=_unexpired(table.config, expire_at),
             workers=workers,
             resume=resume,
             progress=progress,
@@ -180,21 +180,28 @@ def dump_cut(
     *,
     num_shards: int | None = None,
     workers: int = 4,
-    drop_expired: bool = True,
+    expire_at: int | None = None,
     stamp: str | int = "",
     resume: bool = False,
     progress: Progress | None = None,
+    written: Callable[[Tensor], None] | None = None,
 ) -> DumpReport:
-    """Write all rows of a cut to `basename`, as `dump` does those of a table."""
+    """Write all rows of a cut to `basename`, as `dump` does those of a table.
+
+    Args:
+        written: Told the ids of all rows that the dump comes to hold, those of kept files too; in several
+            threads at once.
+    """
     total = default_num_shards(len(cut)) if num_shards is None else num_shards
     return _write(
         basename,
         _description(cut.config, Layout.of(cut.config), total, stamp, cut.scales),
         lambda shard, limit: _scanned(cut, shard, total, limit, changed_only=False),
-        live=_unexpired(cut.config, cut.max_event_time) if drop_expired else None,
+        live=_unexpired(cut.config, expire_at),
         workers=workers,
         resume=resume,
         progress=progress,
+        written=written,
     )
 
 
@@ -301,8 +308,8 @@ def _scanned(cut: TableCut, shard: int, num_shards: int, limit: int, *, changed_
         cursor = scan.cursor
 
 
-def _unexpired(config: TableConfig, now: int) -> Callable[[Rows], Rows]:
-    return lambda rows: without_expired(rows, config, now)
+def _unexpired(config: TableConfig, now: int | None) -> Callable[[Rows], Rows] | None:
+    return None if now is None else lambda rows: without_expired(rows, config, now)
 
 
 def _write(
@@ -314,6 +321,7 @@ def _write(
     workers: int,
     resume: bool,
     progress: Progress | None,
+    written: Callable[[Tensor], None] | None = None,
 ) -> DumpReport:
     """Write a dump of `wanted.num_shards` shards; `scan(shard, limit)` yields the rows of one."""
     if resume and wanted.stamp == "":
@@ -324,6 +332,11 @@ def _write(
     kept = _resumable(basename, wanted, workers) if resume else {}
     if kept:
         wanted = replace(wanted, dump=next(iter(kept.values())).description.dump)
+    if written is not None:
+        for shard in kept.values():
+            with ShardReader(shard.path) as reader:
+                for rows in reader:
+                    written(rows.ids)
     paths = sharded_names(f"{basename}.{wanted.dump}", total)
     expired = [0] * total
 
@@ -332,6 +345,8 @@ def _write(
             kept_rows = rows if live is None else live(rows)
             expired[shard] += len(rows) - len(kept_rows)
             if len(kept_rows):
+                if written is not None:
+                    written(kept_rows.ids)
                 yield kept_rows
             if progress is not None:
                 progress.advance(len(rows))
@@ -341,8 +356,8 @@ def _write(
 
     missing = [shard for shard in range(total) if shard not in kept]
     try:
-        written = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
-        shards = [written[shard] for shard in range(total)]
+        done = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
+        shards = [done[shard] for shard in range(total)]
         manifest = Manifest(
             table=wanted.table,
             dump=wanted.dump,

@@ -70,7 +70,7 @@ def export_entry_dumps(
     *,
     num_shards: int | None = None,
     workers: int = 4,
-    drop_expired: bool = True,
+    expire_at: int | None = None,
     consistent: bool = True,
     progress: Progress | None = None,
 ) -> DumpReport:
@@ -85,13 +85,12 @@ def export_entry_dumps(
     config = table.config
     _check_has_state(config, "export_entry_dumps")
     with table.frozen() if consistent else contextlib.nullcontext():
-        stats = table.stats()
-        total = default_num_shards(stats.rows) if num_shards is None else num_shards
+        total = default_num_shards(len(table)) if num_shards is None else num_shards
         return _write(
             _codec(config),
             basename,
             lambda shard, limit: iterate(table, limit=limit, shard=shard, num_shards=total),
-            live=lambda rows: without_expired(rows, config, stats.max_event_time) if drop_expired else rows,
+            live=lambda rows: rows if expire_at is None else without_expired(rows, config, expire_at),
             total=total,
             workers=workers,
             progress=progress,

@@ -9,7 +9,7 @@ follow it. Over native tables a fused call is one call into the core; over any o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -85,6 +85,11 @@ class MultiTable:
         self._delayed = next(
             (c for c in configs if any(s.optimizer.delay_compensation is not None for s in c.segments)), None
         )
+        self._budgeted = [
+            table
+            for table in self._tables.values()
+            if isinstance(table, NativeTable) and table.config.capacity_bytes is not None
+        ]
         self._num_rates = len(segments)
         self._fixed_rates = arguments.fixed_rates(segments)
 
@@ -289,15 +294,26 @@ class MultiTable:
             else arguments.float_array(latest_values, shape, "latest_values"),
             counts=arguments.count_array(counts, len(keys)),
         )
+        for table in self._budgeted:
+            table.note_refusals()
 
     # All tables
 
-    def evict(self, now: int | None = None) -> dict[str, int]:
+    def count_expired(self, now: int) -> dict[str, int]:
+        """Return how many rows `evict` would drop, by table."""
+        return {name: table.count_expired(now) for name, table in self._tables.items()}
+
+    def evict(self, now: int | None = None, *, tables: Collection[str] | None = None) -> dict[str, int]:
         """Drop the rows that expired at `now`, each table by its own expiry; return how many, by table.
 
-        By default each table takes its own newest event time for now.
+        Args:
+            now: By default each table's own newest event time; see `Table.evict`.
+            tables: From which to drop; by default all.
         """
-        return {name: table.evict(now) for name, table in self._tables.items()}
+        return {
+            name: table.evict(now) if tables is None or name in tables else 0
+            for name, table in self._tables.items()
+        }
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds, by table."""

@@ -23,6 +23,7 @@ from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.initializers import RandomUniform
 from monolith.table.optimizers import Optimizer
+from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
@@ -58,6 +59,7 @@ class NativeTable:
         self._dim = config.dim
         self._fixed_rates = arguments.fixed_rates(config.segments)
         self._delayed = any(s.optimizer.delay_compensation is not None for s in config.segments)
+        self._refusals = Refusals(config)
         expiry = config.expiry
         self._core: native.Table | None = native.Table(
             segments=[_segment_spec(segment) for segment in config.segments],
@@ -131,12 +133,14 @@ class NativeTable:
         keys = arguments.id_array(ids)
         new = arguments.float_array(values, (len(keys), self.dim), "values")
         core.assign(keys, new, arguments.event_second_array(event_time, len(keys)))
+        self.note_refusals()
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         core = self.core
         keys = arguments.id_array(ids)
         added = arguments.float_array(values, (len(keys), self.dim), "values")
         core.assign_add(keys, added, arguments.event_second_array(event_time, len(keys)))
+        self.note_refusals()
 
     def apply_gradients(
         self,
@@ -170,6 +174,7 @@ class NativeTable:
             latest,
             arguments.count_array(counts, len(keys)),
         )
+        self.note_refusals()
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
         """Reset rows; -1 for an id that had no row and found no room for one."""
@@ -178,10 +183,20 @@ class NativeTable:
         keys = arguments.id_array(ids)
         status = np.empty(len(keys), np.int8)
         core.reinitialize(keys, arguments.event_second(now, "now"), status)
+        self.note_refusals()
         return torch.from_numpy(status)
+
+    def note_refusals(self) -> None:
+        """Warn if the core has refused ids: after every write, also one that went past this table."""
+        core = self._core
+        if core is not None and (refused := core.refused):
+            self._refusals.note(refused, core.__len__)
 
     def remove(self, ids: Tensor) -> int:
         return self.core.remove(arguments.id_array(ids))
+
+    def count_expired(self, now: int) -> int:
+        return self.core.count_expired(now)
 
     def evict(self, now: int | None = None) -> int:
         core = self.core

@@ -1,8 +1,9 @@
 """The table seam: int64 ids to rows that are born, trained and expire.
 
-A row is an embedding, the optimizer state that trains it and the event time of
-its last update. Every implementation (a plain dict, the native core, a shard
-behind a wire) answers the same calls and passes `tests/contracts/test_table.py`.
+A row is an embedding, the optimizer state that trains it and the newest event time
+it was trained with: older data does not make it older. Every implementation (a plain
+dict, the native core, a shard behind a wire) answers the same calls and passes
+`tests/contracts/test_table.py`.
 
 Ids are any int64. Calls are batched and thread-safe; each row changes as a
 whole, a batch does not.
@@ -27,7 +28,7 @@ class Rows:
     ids: Tensor
     """int64 of shape (n,)."""
     event_times: Tensor
-    """int64 of shape (n,): Unix seconds of each row's last update."""
+    """int64 of shape (n,): Unix seconds of the newest event that changed each row."""
     values: Tensor
     """float32 of shape (n, dim): all segments side by side, as stored (never fake-quantized)."""
     state: Tensor
@@ -69,7 +70,7 @@ class TableStats:
     removed: int
     """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
     max_event_time: int
-    """The newest event time written so far: the table's own clock."""
+    """The newest event time written so far."""
 
 
 class Table(Protocol):
@@ -154,8 +155,15 @@ class Table(Protocol):
     def remove(self, ids: Tensor) -> int:
         """Drop rows; return how many there were."""
 
+    def count_expired(self, now: int) -> int:
+        """Return how many rows `evict` would drop."""
+
     def evict(self, now: int | None = None) -> int:
-        """Drop rows whose age at `now` (default: the newest event time) reached their slot's expiry.
+        """Drop rows whose age at `now` reached their slot's expiry.
+
+        Args:
+            now: Unix seconds. By default the newest event time that was written, which a single event
+                from the future sets: who trains on data that others write asks an `EventClock`.
 
         Returns:
             How many there were.

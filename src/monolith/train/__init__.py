@@ -1,6 +1,7 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
+from monolith.train.expiring import ExpiryConfig
 from monolith.train.fleet import Fleet, join_fleet
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
@@ -15,6 +16,7 @@ from monolith.train.trainer import LocalRun, Trainer, TrainReport
 __all__ = [
     "METRICS",
     "AlertConfig",
+    "ExpiryConfig",
     "Fleet",
     "Hook",
     "KeepConfig",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
+from monolith.train.expiring import ExpiryConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 
 
@@ -23,7 +24,7 @@ class KeepConfig:
     full_every: int = 1
     """Every so many checkpoints a full one; those between hold only the rows that changed."""
     evict: bool = False
-    """Drop expired rows from memory before each save, instead of only leaving them out."""
+    """Drop expired rows before each save, as `expiry` says; a save by itself writes all rows there are."""
 
     def __post_init__(self) -> None:
         if self.max_to_keep < 0:
@@ -91,7 +92,8 @@ class TrainConfig:
     async_push: bool = True
     """Update rows while the next batch is computed."""
     evict_every_steps: int | None = None
-    """Drop expired rows that often."""
+    """Drop expired rows that often, as `expiry` says; None only where `keep.evict` asks for it."""
+    expiry: ExpiryConfig = field(default_factory=ExpiryConfig)
     save: SaveConfig = field(default_factory=lambda: SaveConfig(steps=1000, asynchronous=True))
     dense_save: SaveConfig | None = None
     """How often the dense weights alone are saved too, in `dense_only` below model_dir; None never."""

@@ -106,11 +106,13 @@ def join_fleet(
         ),
         on_waiting=on_waiting,
     )
-    options = {} if call_timeout is None else {"timeout": call_timeout}
-    addresses = _wait_for_answers(manager, num_ps, guard, start_timeout, on_waiting)
-    group = ServerGroup(addresses, guard=guard, patience=PATIENCE, **options)
+
+    def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
+        options = {} if call_timeout is None else {"timeout": call_timeout}
+        return ServerGroup(addresses, guard=guard, patience=patience, **options)
+
+    group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
     try:
-        group.describe()
         return Fleet(
             group,
             index,
@@ -124,14 +126,14 @@ def join_fleet(
         raise
 
 
-def _wait_for_answers(
+def _answering(
     manager: ClusterManager,
     num_ps: int,
-    guard: Guard | None,
+    connect: Callable[[Sequence[str], timedelta], ServerGroup],
     timeout: timedelta,
     on_waiting: OnWaiting | None,
-) -> list[str]:
-    """Return the addresses of all servers once each of them answers.
+) -> ServerGroup:
+    """Return connections to all servers once each of them answers.
 
     A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
     it says is true.
@@ -139,23 +141,30 @@ def _wait_for_answers(
     began = time.monotonic()
     while True:
         addresses = manager.query_ps(num_ps)
-        with contextlib.closing(ServerGroup(addresses, guard=guard, patience=timedelta())) as group:
-            server = 0
+        answered = 0
+        try:
+            with contextlib.closing(connect(addresses, timedelta())) as probe:
+                for server in range(num_ps):
+                    probe.call(server, "hello")
+                    answered += 1
+            group = connect(addresses, PATIENCE)
             try:
-                while server < num_ps:
-                    group.call(server, "hello")
-                    server += 1
-                return addresses
-            except RetryableError as cause:
-                elapsed = timedelta(seconds=time.monotonic() - began)
-                if elapsed >= timeout:
-                    raise DeadlineExceededError(
-                        f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
-                    ) from cause
-                _log.debug("not all servers answer yet: %s", cause)
+                group.describe()
+                return group
+            except BaseException:
+                group.close()
+                raise
+        except RetryableError as cause:
+            elapsed = timedelta(seconds=time.monotonic() - began)
+            if elapsed >= timeout:
+                raise DeadlineExceededError(
+                    f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
+                ) from cause
+            _log.debug("not all servers answer yet: %s", cause)
         if on_waiting is not None:
-            who = f"parameter server {server} at {addresses[server]} to answer"
-            on_waiting(Waiting(who, server, num_ps, elapsed))
+            late = min(answered, num_ps - 1)
+            who = f"parameter server {late} at {addresses[late]} to answer"
+            on_waiting(Waiting(who, answered, num_ps, elapsed))
         time.sleep(_ASK_EVERY)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer
+from monolith.observe import Metrics
 from monolith.store import ParameterServerStore, ServerGroup
 from monolith.train.config import TrainConfig
 from monolith.train.fleet import Fleet, State
@@ -42,6 +44,8 @@ class FleetSession(Session):
         fleet: Fleet,
         *,
         report: Callable[[str, WindowRow], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        metrics: Metrics | None = None,
     ) -> None:
         if config.alert is not None and config.alert.action == "rollback":
             raise ConfigError("alert: several processes cannot roll back together yet; set action to 'stop'")
@@ -50,7 +54,7 @@ class FleetSession(Session):
         self._starts: list[State] = []
         self._first_examples = 0
         self._halts: dict[int, Position] = {}
-        super().__init__(task, config, report=report)
+        super().__init__(task, config, report=report, clock=clock, metrics=metrics)
         weights = self.model.weights()
         self._served = ServedDense(fleet, self.model.dense_part(), weights, self.model.dense)
         store = self.model.stores[0]
@@ -90,7 +94,11 @@ class FleetSession(Session):
 
     def state(self) -> State:
         """Return what a checkpoint keeps of this worker."""
-        return {"position": self._position, "examples": self.examples - self._first_examples}
+        return {
+            "position": self._position,
+            "examples": self.examples - self._first_examples,
+            "event_time": self.expiry.now(),
+        }
 
     def meet(self, run: Run) -> None:
         """Halt, stop or fail as the others do; between two steps."""
@@ -141,7 +149,7 @@ class FleetSession(Session):
             ServedTables(self._fleet),
             self._served,
             StatePart("position", self._positions, self._go_to),
-            StatePart("progress", lambda: {"examples": self.total_examples}, self._set_progress),
+            StatePart("progress", self._progress, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
         ]
 
@@ -183,9 +191,15 @@ class FleetSession(Session):
             )
         return data
 
-    def _evict(self) -> None:
+    def _expiry_time(self) -> int | None:
+        """As for a session; of several workers the one with the oldest data says it, so that the rows it
+        trains live. What others have reached is known from the last halt."""
+        times = [super()._expiry_time(), *(state.get("event_time") for state in self._others)]
+        return min((time for time in times if time is not None), default=None)
+
+    def _evict(self, now: int) -> None:
         if self._fleet.is_chief:
-            super()._evict()
+            super()._evict(now)
 
     def _idle(self) -> None:
         self._fleet.check()

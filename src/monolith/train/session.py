@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,10 +28,11 @@ from monolith.model import (
     PreparedBatch,
     apply_gradients,
 )
-from monolith.observe import Resting
+from monolith.observe import Metrics, Resting
 from monolith.store import LocalStore, MakeStore, Store, default_stores
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
+from monolith.train.expiring import RowExpiry
 from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
 from monolith.train.metrics import MetricSet, WindowRow
@@ -169,10 +171,18 @@ class Session:
     Args:
         window: Of its metrics: examples, or event time.
         report: Given "head/metric" and the row of each window that ends.
+        clock: Unix seconds, which event times are held against.
+        metrics: Where what became of expired rows is counted.
     """
 
     def __init__(
-        self, task: Task, config: TrainConfig, *, report: Callable[[str, WindowRow], None] | None = None
+        self,
+        task: Task,
+        config: TrainConfig,
+        *,
+        report: Callable[[str, WindowRow], None] | None = None,
+        clock: Callable[[], float] = time.time,
+        metrics: Metrics | None = None,
     ) -> None:
         self.task = task
         self.config = config
@@ -184,6 +194,7 @@ class Session:
         self.metrics = HeadMetrics(task, Mode.TRAIN, window=config.metric_window, report=report)
         self.data: Stream[Batch] = self._open_data()
         self._position = self.data.position()
+        self.expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         self._evicted = 0
         self._lane: Lane[_Read, _Rows] | None = None
         self._interrupted = False
@@ -221,7 +232,7 @@ class Session:
         return [
             *self.model.parts(incremental=self.config.keep.full_every > 1, beside=self.config.saves_beside),
             StatePart("position", lambda: self._position, self._go_to),
-            StatePart("progress", lambda: {"examples": self.examples}, self._set_progress),
+            StatePart("progress", self._progress, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
         ]
 
@@ -242,6 +253,7 @@ class Session:
         apply_gradients(outputs.loss, self._sparse, self._dense, updates, push=lane.push)
         self._position = position
         self.examples += len(batch)
+        self.expiry.observe(batch.ids)
         every = self.config.evict_every_steps
         if every is not None and self.step // every != self._evicted:
             self._evicted = self.step // every
@@ -253,7 +265,9 @@ class Session:
 
         What was looked up ahead still has them, and a run that is restored would not.
         """
-        self._open_lane().push(self._evict)
+        now = self._expiry_time()
+        if now is not None:
+            self._open_lane().push(lambda: self._evict(now))
 
     def interrupt(self) -> None:
         """Wait for data no longer: a step that does is not taken. From any thread."""
@@ -315,9 +329,12 @@ class Session:
         for batch in self.data:
             yield _Read(batch, self.data.position())
 
-    def _evict(self) -> None:
-        for store in self.model.stores:
-            store.evict()
+    def _expiry_time(self) -> int | None:
+        """Return the time by which rows expire; None as long as nobody can tell."""
+        return self.expiry.now()
+
+    def _evict(self, now: int) -> None:
+        self.expiry.evict(self.model.stores, now)
 
     def _close_lane(self) -> None:
         if self._lane is not None:
@@ -333,8 +350,12 @@ class Session:
         self.data.restore(position)
         self._position = position
 
+    def _progress(self) -> dict[str, Any]:
+        return {"examples": self.total_examples, "event_times": self.expiry.state()}
+
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
         self.examples = int(saved["examples"])
+        self.expiry.restore(saved.get("event_times", []))
 
 
 class HeadMetrics:

@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -75,6 +75,10 @@ class TrainReport:
     """By "head/metric": the rows of the windows that ended in this run."""
     checkpoint: str | None
     """The last one that was saved."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By table: ids that it had no room for, in this process; a server logs its own."""
+    overdue: Mapping[str, int] = field(default_factory=dict)
+    """By table: rows that were kept although they have expired, because too many had at once."""
 
 
 class LocalRun:
@@ -193,9 +197,11 @@ class Trainer:
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
             session = (
-                Session(self.task, config, report=tell)
+                Session(self.task, config, report=tell, clock=self._clock, metrics=self._metrics)
                 if fleet is None
-                else FleetSession(self.task, config, fleet, report=tell)
+                else FleetSession(
+                    self.task, config, fleet, report=tell, clock=self._clock, metrics=self._metrics
+                )
             )
             open_things.callback(session.close)
             self._run = run = LocalRun(session, model_dir, None if fleet is None else FleetBarrier(fleet))
@@ -238,6 +244,8 @@ class Trainer:
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
+                refused={} if fleet is not None else _refused(session),
+                overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
             )
 
     def evaluate(
@@ -380,6 +388,10 @@ class Trainer:
 
     def _forget_run(self) -> None:
         self._run = None
+
+
+def _refused(session: Session) -> dict[str, int]:
+    return {name: stats.refused for name, stats in session.model.stats().items() if stats.refused}
 
 
 class _SessionHook(Hook):

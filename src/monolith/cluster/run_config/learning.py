@@ -116,7 +116,12 @@ class CheckpointConfig(Checked):
     merge_ranks: bool = True
     """Synchronous training: all ranks write into one checkpoint. Off gives each rank a folder of its own."""
     evict_expired: bool = False
-    """Drop rows that have expired before saving."""
+    """Drop rows that have expired before saving; without it a save writes all rows there are."""
+    max_expired_share: float = 0.1
+    """The share of a table that may expire at once, 0 to 1. Where more has expired, the table keeps all of
+    its rows and a warning says so; 1 lets all go."""
+    max_clock_ahead: timedelta = timedelta(hours=1)
+    """How far event times may move the clock of expiry ahead of the wall clock."""
     count_fids: bool = False
     """Write beside a checkpoint how many ids each slot has."""
 
@@ -124,6 +129,10 @@ class CheckpointConfig(Checked):
         yield from at_most_one(self, "every", "every_steps")
         yield from at_most_one(self, "dense_every", "dense_every_steps")
         yield from at_least(1, self, "every_steps", "dense_every_steps", "keep")
+        if not 0 <= self.max_expired_share <= 1:
+            yield Problem(("max_expired_share",), f"must be from 0 to 1, got {self.max_expired_share}")
+        if self.max_clock_ahead < timedelta(0):
+            yield Problem(("max_clock_ahead",), f"must not be negative, got {self.max_clock_ahead}")
         for name in ("every", "dense_every"):
             given = getattr(self, name)
             if given is not None and given <= timedelta(0):

@@ -214,6 +214,14 @@ class KafkaSource:
                 lags[partition] = max(high - offset, 0)
         return lags
 
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        """Count messages that could be read and are bad all the same, and hand them to `on_bad`."""
+        if self._count_bad is not None:
+            self._count_bad.inc(len(bad), topic=",".join(self.config.topics))
+        if self._on_bad is not None:
+            for record in bad:
+                self._on_bad(record)
+
     def close(self) -> None:
         """Leave the group, with a note of how far its partitions were read. The position remains."""
         self._closed = True

@@ -1,0 +1,129 @@
+"""Event times that cannot be: left out, counted, kept by the source, and no end of a run."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.lists import records
+
+from monolith.data import BadRecord, BadRecordPolicy, BatchSpec, FileSource, Pipeline, make_batch
+from monolith.data.formats.json_lines import JsonLinesFormat
+from monolith.data.formats.memory import MemorySource
+from monolith.data.records import timely
+from monolith.data.shuffling import ShuffleConfig
+from monolith.errors import ConfigError, DataError, TooManyBadRecordsError
+from monolith.observe import Metrics
+
+NOW = 1_700_000_000
+SPEC = BatchSpec(ids=("item",), labels={}, event_time="time")
+RANGE = "must be Unix seconds from 0 to 4294967295, got"
+
+
+def source(*times: int, batch_size: int = 4) -> MemorySource:
+    return MemorySource({"item": list(range(len(times))), "time": list(times)}, batch_size=batch_size)
+
+
+def items(batches: Any) -> list[list[int]]:
+    return [batch.ids["item"].flat_values.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("wrong", [NOW * 1000, NOW * 10**6, NOW * 10**9, -1, 2**32, -(2**63), 2**63 - 1])
+def test_a_record_whose_time_is_out_of_range_is_left_out(wrong: int) -> None:
+    times = [NOW] * 20
+    times[5] = wrong
+    batches = list(Pipeline(source(*times)).to_batches(SPEC))
+    assert items(batches) == [[0, 1, 2, 3], [4, 6, 7], *([i, i + 1, i + 2, i + 3] for i in (8, 12, 16))]
+    assert {batch.ids.event_time for batch in batches} == {NOW}
+
+
+def test_times_that_are_far_off_and_can_be_are_trained_on() -> None:
+    """Files of made-up dates, too; that they do not expire rows is for the clock to see to."""
+    times = [0, 1, NOW + 10 * 365 * 86_400, 2**32 - 1]
+    (batch,) = Pipeline(source(*times)).to_batches(SPEC)
+    assert len(batch) == 4
+    assert batch.ids.event_times is not None
+    assert batch.ids.event_times.tolist() == times
+
+
+def test_a_batch_of_which_nothing_is_left_is_passed_over() -> None:
+    times = [NOW] * 100 + [NOW * 1000] * 4 + [NOW] * 4
+    assert [len(batch) for batch in Pipeline(source(*times)).to_batches(SPEC)] == [4] * 26
+
+
+def test_where_most_times_are_wrong_the_column_is(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TooManyBadRecordsError, match=r"4 of 4 .*milliseconds\? It would be 2023-11-14"):
+        list(Pipeline(source(*[NOW * 1000] * 4)).to_batches(SPEC))
+    assert "left out 4 of 4 records" in caplog.messages[0]
+
+
+def test_the_share_is_a_setting_and_judged_when_there_is_something_to_judge() -> None:
+    times = [-1, *[NOW] * 2000, -1, -1, -1]
+    few, none = (replace(SPEC, max_bad_times=share) for share in (0.001, 0.0))
+    with pytest.raises(TooManyBadRecordsError, match="4 of 2004"):
+        list(Pipeline(source(*times)).to_batches(few))
+    with pytest.raises(TooManyBadRecordsError, match="1 of 4"):
+        list(Pipeline(source(*times)).to_batches(none))
+    with pytest.raises(ConfigError, match="max_bad_times"):
+        BatchSpec(ids=(), max_bad_times=1.5)
+
+
+def test_warnings_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    times = [NOW * 1000 if i % 20 == 3 else NOW for i in range(2000)]
+    list(Pipeline(source(*times)).to_batches(SPEC))
+    assert len(caplog.messages) == 7  # at 1, 2, 4 and on to 64 of 100
+
+
+def test_they_are_counted_and_quarantined_by_the_source_below_whatever_stages(tmp_path: Path) -> None:
+    file, folder, metrics = tmp_path / "a.jsonl", tmp_path / "bad", Metrics()
+    lines = [{"item": i, "text": "é", "time": NOW * 1000 if i == 7 else NOW} for i in range(40)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    def read() -> int:
+        files = FileSource(
+            [str(file)],
+            JsonLinesFormat(),
+            batch_size=5,
+            bad=BadRecordPolicy(quarantine=str(folder)),
+            metrics=metrics,
+        )
+        piped = Pipeline(files).map(lambda some: some).shuffle(ShuffleConfig(seed=1, buffer=10))
+        piped = piped.rebatch(8).take(1000).prefetch(2)
+        quiet = piped.with_progress(every=timedelta(hours=1))
+        return sum(map(len, quiet.to_batches(SPEC).prefetch(2)))
+
+    assert [read(), read()] == [39, 39]  # a restart reads them again
+    (kept,) = folder.iterdir()
+    (line,) = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert line["path"] == str(file)
+    assert f"{RANGE} {NOW * 1000}; milliseconds?" in line["reason"]
+    assert json.loads(base64.b64decode(line["payload"])) == {"item": [7], "text": ["é"], "time": [NOW * 1000]}
+    assert b"data_bad_records_total 2.0" in metrics.render()
+
+
+def test_a_shared_time_is_everybodys() -> None:
+    some = records(shared=["time"], item=[[1], [2]], time=[[NOW * 1000]])
+    assert timely(some, "time").tolist() == [False, False]
+    assert timely(some, None).tolist() == timely(some, "other").tolist() == [True, True]
+
+
+def test_who_makes_batches_by_hand_hears_of_it() -> None:
+    with pytest.raises(DataError, match=r"'time' must be Unix seconds .*milliseconds\?"):
+        make_batch(records(item=[[1]], time=[[NOW * 1000]]), SPEC)
+
+
+def test_stages_hand_them_down() -> None:
+    class Keeps(MemorySource):
+        kept: list[BadRecord]
+
+        def set_aside(self, bad: list[BadRecord]) -> None:
+            self.kept = bad
+
+    below = Keeps({"item": list(range(20)), "time": [NOW] * 19 + [-5]}, batch_size=20)
+    list(Pipeline(below).to_batches(SPEC))
+    assert [(one.place, one.reason) for one in below.kept] == [(19, f"event time 'time' {RANGE} -5")]

@@ -1,0 +1,27 @@
+"""What a store in this process adds to its tables; all else is in the contract of stores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from monolith.observe import MemoryUse, MemoryWatch
+from monolith.store import LocalStore
+from monolith.store.store import TableIds
+from monolith.table import NativeTable, Segment, TableConfig
+
+MIB = 1 << 20
+
+
+def test_whoever_trains_rows_is_warned_when_memory_runs_short(caplog: pytest.LogCaptureFixture) -> None:
+    table = NativeTable(TableConfig(name="item", segments=(Segment(dim=1),)))
+    now = [0.0]
+    memory = MemoryWatch(lambda: MemoryUse(60 * MIB, 90 * MIB, 100 * MIB), clock=lambda: now[0])
+    store = LocalStore({"item": table}, memory=memory)
+    for first in range(0, 100, 10):
+        ids = TableIds(torch.arange(first, first + 10), torch.tensor([10]))
+        store.apply_gradients(ids, torch.ones(10))
+        now[0] += 10
+    (message,) = caplog.messages
+    for part in ("90 MiB of 100 MiB", "60 MiB of them by this process", "most of it in 'item'", "10 rows"):
+        assert part in message
