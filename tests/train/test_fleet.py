@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -10,21 +12,22 @@ from typing import Any
 
 import pytest
 from torch import nn
-from train.fleets import PATIENT, Outcome, Tallied, TalliedModel, read_model, run_fleet
+from train.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedModel, read_model, run_fleet
 
-from monolith.cluster import MemoryDiscovery
+from monolith.cluster import MemoryDiscovery, Waiting
 from monolith.data import ClickLog, ClickLogConfig, Stream
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ClusterError,
     ConfigError,
+    DeadlineExceededError,
     MonolithError,
     RestoreError,
     UnavailableError,
 )
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.store import LocalStore
+from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
     AlertConfig,
     ExpiryConfig,
@@ -41,7 +44,7 @@ from monolith.train import (
     serve_parameters,
 )
 from monolith.train.hooks import BarrierHook
-from monolith.train.parameter_server import ServerEnd
+from monolith.train.parameter_server import ServedShare, ServerEnd
 
 TASK = Tallied()
 
@@ -172,6 +175,8 @@ def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
         hooks=lambda worker: [Ask()] if worker == 0 else [],
     )
     assert {outcome.report(worker).stop_reason for worker in (0, 1)} == {"received SIGTERM"}
+    assert not any(outcome.report(worker).finished for worker in (0, 1)), "there is more to do"
+    assert not any(end.finished for end in outcome.servers.values())
     saved = read_model(TASK, tmp_path)
     assert saved.step == outcome.chief.step < TASK.batches
     assert sum(saved.tally.values()) == 8 * saved.step
@@ -456,9 +461,102 @@ def test_a_chief_who_is_done_asks_the_others_to_stop_after_a_while_and_saves_wha
         save=SaveConfig(steps=1000),
     )
     assert "the chief has waited 0:00:01" in outcome.report(1).stop_reason
+    assert not outcome.chief.finished
+    assert not outcome.report(1).finished
     saved = read_model(TASK, tmp_path)
     assert TASK.batches // 2 <= saved.step == outcome.chief.step < TASK.batches
     assert sum(saved.tally.values()) == 8 * saved.step
+
+
+def test_a_worker_that_is_stopped_alone_stops_the_run_which_is_not_finished_then(tmp_path: Path) -> None:
+    worker: list[Trainer] = []
+
+    class Ask(Hook):
+        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            worker[0].stop("SIGTERM")
+
+    outcome = run_fleet(
+        TASK,
+        tmp_path,
+        trainers=lambda index, trainer: worker.append(trainer) if index == 1 else None,
+        hooks=lambda index: [Ask()] if index == 1 else [],
+    )
+    assert not any(outcome.report(index).finished for index in (0, 1))
+    assert not any(end.finished for end in outcome.servers.values())
+    saved = read_model(TASK, tmp_path)
+    assert sum(saved.tally.values()) == 8 * saved.step < TASK.records
+
+
+class AskAtTheEnd(Hook):
+    """Looks at the tables when training is over, as the live line does."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self.rows = 0
+
+    def end(self, run: Run) -> None:  # noqa: ARG002
+        threading.Event().wait(0.5)  # so that servers that do not wait are gone
+        self.rows = self._run.session.model.stats()[TALLY].rows
+
+
+def test_hooks_of_every_worker_can_look_at_the_tables_when_they_end(tmp_path: Path) -> None:
+    seen: list[AskAtTheEnd] = []
+
+    def look(run: Any) -> list[Hook]:
+        seen.append(AskAtTheEnd(run))
+        return [seen[-1]]
+
+    outcome = run_fleet(TASK, tmp_path, hooks=lambda _: look)
+    assert all(outcome.report(worker).finished for worker in (0, 1))
+    assert len(seen) == 2
+    assert all(hook.rows > 0 for hook in seen)
+
+
+def test_a_worker_waits_for_the_ports_of_servers_as_long_as_it_may() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    discovery = MemoryDiscovery()
+    discovery.register("ps", 0, f"127.0.0.1:{port}")
+    serving: list[threading.Thread] = []
+
+    def serve() -> None:
+        serve_parameters(
+            TASK, TrainConfig(), discovery, index=0, num_ps=1, num_workers=1, port=port, stop=stop
+        )
+
+    def waiting(_: Waiting) -> None:
+        asked.append(_)
+        if len(asked) == 2:
+            serving.append(threading.Thread(target=serve, daemon=True))
+            serving[0].start()
+
+    stop = threading.Event()
+    asked: list[Waiting] = []
+    patient = timedelta(seconds=PATIENT)
+    with join_fleet(discovery, index=0, num_ps=1, num_workers=1, start_timeout=patient, on_waiting=waiting):
+        assert asked[0].what == f"parameter server 0 at 127.0.0.1:{port} to answer"
+    stop.set()
+    serving[0].join(PATIENT)
+    discovery.register("ps", 0, f"127.0.0.1:{port}")
+    with pytest.raises(DeadlineExceededError, match=r"waited 0:00:00\.5.* for 1 parameter servers to answer"):
+        join_fleet(discovery, index=0, num_ps=1, num_workers=1, start_timeout=timedelta(seconds=0.5))
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: Path, began: bool) -> None:
+    share = ServedShare(TASK, TrainConfig(model_dir=str(tmp_path)), index=0, num_ps=1, num_workers=1)
+    with share.serve("127.0.0.1", 0, None) as server:
+        if began:
+            with contextlib.closing(ServerGroup([server.address])) as group:
+                group.call(0, "server.begin", run="r")
+                group.call(0, "server.attend", run="r", wait=0)
+        setting = "timeouts.abandoned" if began else "timeouts.start"
+        with pytest.raises(DeadlineExceededError, match=rf"server 0 has been without a chief .*{setting}"):
+            share.wait(
+                threading.Event(),
+                start_timeout=timedelta(hours=1) if began else timedelta(),
+                abandoned_after=timedelta() if began else timedelta(hours=1),
+            )
 
 
 class Gone(Hook):

@@ -391,7 +391,7 @@ class Fleet:
             now, who = self._clock(), ", ".join(map(str, missing))
             if asked_at is None and now >= limit:
                 _log.warning("workers %s still train; asking them to stop", who)
-                self.stop(f"the chief has waited {self._finish_timeout} for this worker")
+                self.stop(f"the chief has waited {self._finish_timeout} for this worker", unfinished=True)
                 asked_at = now
             elif asked_at is not None and now - asked_at > STOP_WITHIN:
                 raise DeadlineExceededError(

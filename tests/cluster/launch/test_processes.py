@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from monolith.cluster.launch import Member, job_members, launch, run_members
+from monolith.cluster.launch import Member, job_members, launch, processes, run_members
 from monolith.cluster.launch.processes import StopRequest
 from monolith.cluster.run_config import load_run_config
 from monolith.errors import ConfigError, WrongThreadError
@@ -131,6 +131,55 @@ def test_a_member_that_is_killed_is_named_with_its_signal():
     assert outcome.failed is not None
     assert (outcome.failed.index, outcome.status) == (1, 128 + 9)
     assert "SIGKILL" in outcome.text
+
+
+def lives(tmp_path: Path, *ends: str) -> str:
+    """Return a script that ends otherwise each time it is started."""
+    cases = "".join(f"{number}) {end};; " for number, end in enumerate(ends))
+    count = tmp_path / "count"
+    return f"n=$(wc -l < {count}); echo >> {count}; case $n in {cases} esac"
+
+
+@pytest.mark.parametrize("end", ["kill -9 $$", f"exit {os.EX_TEMPFAIL}"])
+def test_a_member_that_was_killed_or_let_down_is_restarted(tmp_path: Path, end: str, caplog):
+    (tmp_path / "count").touch()
+    members = [shell("worker", 0, lives(tmp_path, end, end, "exit 0"))]
+    assert run_members(members, output=io.StringIO(), restarts=2).status == 0
+    assert [line for line in caplog.messages if "restarting it" in line][1].endswith("restarting it (2 of 2)")
+    assert (tmp_path / "count").read_text() == "\n" * 3
+
+
+def test_a_member_that_died_more_often_than_it_may_ends_the_run(tmp_path: Path):
+    (tmp_path / "count").touch()
+    members = [
+        shell("worker", 0, lives(tmp_path, "kill -9 $$", "kill -9 $$")),
+        shell("ps", 0, "exec sleep 100"),
+    ]
+    outcome = run_members(members, output=io.StringIO(), restarts=1, grace=GRACE)
+    assert (outcome.status, outcome.failed) == (128 + 9, members[0])
+
+
+def test_a_member_that_failed_by_itself_is_not_restarted(tmp_path: Path):
+    (tmp_path / "count").touch()
+    members = [shell("worker", 0, lives(tmp_path, "exit 2", "exit 0"))]
+    assert run_members(members, output=io.StringIO(), restarts=3).status == 2
+
+
+def test_a_stop_request_is_not_answered_by_a_restart():
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Timer(1.0, lambda: events.put(StopRequest(signal.SIGTERM))).start()
+    members = [shell("worker", 0, "exec sleep 100"), shell("worker", 1, "kill -9 $$")]
+    outcome = run_members(members, output=io.StringIO(), restarts=1000, grace=GRACE, events=events)
+    assert (outcome.status, outcome.text) == (128 + 15, "stopped by SIGTERM")
+
+
+def test_when_the_chief_is_done_the_run_is_and_who_restarted_too_late_is_asked_to_stop(monkeypatch):
+    monkeypatch.setattr(processes, "LEAVE_WITHIN", timedelta(seconds=0.5))
+    late = shell("worker", 1, "exec sleep 100")
+    outcome = run_members(
+        [shell("worker", 0, "exit 0"), late], output=io.StringIO(), grace=GRACE, chief="worker 0"
+    )
+    assert outcome.status == 0
 
 
 def test_a_command_that_is_not_there_fails_with_a_line_that_says_so():

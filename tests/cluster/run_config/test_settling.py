@@ -35,22 +35,20 @@ def test_real_time_recovers_in_part_saves_weights_often_and_retries():
 def test_real_time_changes_nothing_that_was_chosen():
     chosen = load(enable_realtime_training=True, partial_recovery=False, dense_only_save_checkpoints_steps=5)
     config = settle(chosen)
-    assert (config.failover.partial_recovery, config.failover.max_retries) == (False, 0)
+    assert (config.failover.partial_recovery, config.failover.max_retries) == (False, 6)
     assert (config.checkpoint.dense_every, config.checkpoint.dense_every_steps) == (None, 5)
 
 
 @pytest.mark.parametrize(
     "values, retries",
-    [
-        ({}, 0),
-        ({"partial_recovery": True}, 6),
-        ({"partial_recovery": True, "enable_sync_training": True}, 0),
-        ({"partial_recovery": True, "max_retry_times": 2}, 2),
-        ({"max_retry_times": 0, "partial_recovery": True}, 6),
-    ],
+    [({}, 6), ({"partial_recovery": True}, 6), ({"max_retry_times": 2}, 2), ({"max_retry_times": 0}, 6)],
 )
-def test_retries_follow_from_partial_recovery_in_asynchronous_training(values, retries):
+def test_a_worker_joins_again_six_times_unless_told(values, retries):
     assert settle(load(**values)).failover.max_retries == retries
+
+
+def test_no_retries_can_be_asked_for():
+    assert settle(load_run_config(code={"failover.max_retries": 0})).failover.max_retries == 0
 
 
 def test_summaries_go_where_the_checkpoints_are_unless_told():
