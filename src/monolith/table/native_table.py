@@ -254,6 +254,7 @@ class NativeTable:
             evicted=found.evicted,
             removed=found.removed,
             max_event_time=found.max_event_time,
+            non_finite=found.non_finite,
         )
 
     def close(self) -> None:
