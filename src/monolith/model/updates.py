@@ -7,14 +7,15 @@ decay outside the optimizer, gradients averaged over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, NonFiniteError
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.nn import GradClipType, clip_gradients
 
@@ -75,7 +76,8 @@ def apply_gradients(
 ) -> Tensor | None:
     """Differentiate `loss` and take one step of everything; the global step counts up last.
 
-    Gradients that were there before count in, as in a plain loop, and are cleared afterwards.
+    Gradients that were there before count in, as in a plain loop, and are cleared afterwards. A loss or a
+    gradient that is not finite is not applied, nor is anything else of the batch.
 
     Args:
         average: Averages dense gradients over the ranks that train together, in place.
@@ -83,6 +85,10 @@ def apply_gradients(
 
     Returns:
         The common norm of all gradients before clipping, where it was needed; else None.
+
+    Raises:
+        NonFiniteError: The loss or a gradient is NaN or infinite. Nothing was changed, no step was counted,
+            and all gradients were cleared: go on with the next batch, or do not.
     """
     config = UpdateConfig() if config is None else config
     torch.autograd.backward(loss)
@@ -90,6 +96,10 @@ def apply_gradients(
     weights = [weight for weight in weights if weight.grad is not None]
     rows = [p for group in sparse.param_groups for p in group["params"] if p.grad is not None]
     with torch.no_grad():
+        trouble = find_non_finite(loss, [w.grad for w in weights], [row.grad for row in rows])
+        if trouble is not None:
+            _forget(sparse, dense)
+            raise NonFiniteError(trouble)
         if config.multiply_rows_by not in (None, 1):
             torch._foreach_mul_([row.grad for row in rows], config.multiply_rows_by)
         sparse.zero_below(config.min_norms)
@@ -105,6 +115,11 @@ def apply_gradients(
             step=sparse.global_step,
             sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
         )
+        if any(
+            norm is not None and not norm.isfinite() for norm in (clipped.dense_norm, clipped.sparse_norm)
+        ):
+            _forget(sparse, dense)
+            raise NonFiniteError("the gradients are so large that their norm is not finite")
         if average is not None:
             average(clipped.dense)
         if config.dense_weight_decay:
@@ -119,3 +134,47 @@ def apply_gradients(
     else:
         push(sparse.take())
     return clipped.dense_norm
+
+
+def find_non_finite(
+    loss: Tensor, dense: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+) -> str | None:
+    """Return what of a batch is NaN or infinite, in words; None where all is finite.
+
+    The one verdict on a batch: whoever trains together has to agree on it before anybody applies anything.
+    It adds everything up, which NaN and infinity survive, and looks closer only where the sum is not finite.
+
+    Args:
+        dense: Gradients of dense weights.
+        rows: Gradients of rows.
+    """
+    kinds = {
+        "the loss": [loss.detach()],
+        "a gradient of the dense weights": [gradient for gradient in dense if gradient is not None],
+        "a gradient of the rows": [gradient for gradient in rows if gradient is not None],
+    }
+    if all(_sum_is_finite(tensors) for tensors in kinds.values()):
+        return None
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            bad = tensor[~tensor.isfinite()]
+            if bad.numel() and kind == "the loss":
+                return f"{kind} is {bad.flatten()[0].item()}"
+            if bad.numel():
+                return f"{kind} has {bad.numel():,} of {tensor.numel():,} floats that are NaN or infinite"
+    return None
+
+
+def _sum_is_finite(tensors: Sequence[Tensor]) -> bool:
+    if not tensors:
+        return True
+    if len(tensors) == 1:
+        return math.isfinite(tensors[0].sum())
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    return math.isfinite(torch.stack(sums).sum())
+
+
+def _forget(sparse: EmbeddingOptimizer, dense: DenseOptimizer | None) -> None:
+    sparse.zero_grad()
+    if dense is not None:
+        dense.zero_grad()

@@ -48,6 +48,7 @@ class FleetSession(Session):
         self._others: list[State] = []
         self._starts: list[State] = []
         self._first_examples = 0
+        self._first_skipped = 0
         self._halts: dict[int, Position] = {}
         super().__init__(task, config, report=report)
         weights = self.model.weights()
@@ -86,7 +87,11 @@ class FleetSession(Session):
 
     def state(self) -> State:
         """Return what a checkpoint keeps of this worker."""
-        return {"position": self._position, "examples": self.examples - self._first_examples}
+        return {
+            "position": self._position,
+            "examples": self.examples - self._first_examples,
+            "skipped": self.skipped - self._first_skipped,
+        }
 
     def meet(self, run: Run) -> None:
         """Halt, stop or fail as the others do; between two steps."""
@@ -127,6 +132,10 @@ class FleetSession(Session):
     def total_examples(self) -> int:
         return self.examples + sum(int(state["examples"]) for state in self._others)
 
+    @property
+    def total_skipped(self) -> int:
+        return self.skipped + sum(int(state["skipped"]) for state in self._others)
+
     # Saving and restoring, as the chief
 
     def dense_part(self) -> Part:
@@ -137,7 +146,7 @@ class FleetSession(Session):
             ServedTables(self._fleet),
             self._served,
             StatePart("position", self._positions, self._go_to),
-            StatePart("progress", lambda: {"examples": self.total_examples}, self._set_progress),
+            StatePart("progress", self._progress, self._set_progress),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
         ]
 
@@ -153,6 +162,7 @@ class FleetSession(Session):
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
         super()._set_progress(saved)
         self._first_examples = self.examples
+        self._first_skipped = self.skipped
 
     # Inside
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint import Checkpointer, CustomRestore, ModelDirLock, Restored, Saver, start_from
-from monolith.errors import ConfigError, RestoreError
+from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
@@ -66,6 +66,8 @@ class TrainReport:
     """Taken in this run."""
     examples: int
     """Trained on in this run."""
+    skipped: int = 0
+    """Batches of this run that were not trained on, because their loss or a gradient is not finite."""
     seconds: float
     stop_reason: str
     restored_from: str | None
@@ -189,27 +191,36 @@ class Trainer:
             keeper = Keeper(session, config, self._clock) if model_dir else None
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
-            first, first_step = session.examples, session.step
+            first, first_step, first_skipped = session.examples, session.step, session.skipped
             if self._stop_asked is not None:
                 run.request_stop(self._stop_asked)
             restored: list[Restored] = []
 
             def create() -> None:
-                nonlocal first, first_step
+                nonlocal first, first_step, first_skipped
                 session.begin()
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
                 session.ready()
-                first, first_step = session.examples, session.step
+                first, first_step, first_skipped = session.examples, session.step, session.skipped
                 if model_dir:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
+
+            def step() -> StepResult | None:
+                try:
+                    return session.take_step()
+                except DivergedError as error:
+                    if keeper is None or keeper.alert is None:
+                        raise
+                    keeper.alert.go_on_after(error, run)
+                    return session.take_step()
 
             chief = fleet is None or fleet.is_chief
             drive(
                 run,
                 [*own, *given, *self.task.hooks(Mode.TRAIN)],
-                step=session.take_step,
+                step=step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if chief else (),
             )
@@ -217,6 +228,7 @@ class Trainer:
                 step=session.step,
                 steps=session.step - first_step,
                 examples=session.total_examples - first,
+                skipped=session.total_skipped - first_skipped,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
                 restored_from=restored[0].prefix if restored else None,
@@ -232,6 +244,9 @@ class Trainer:
         advance: Callable[[int], object] | None = None,
     ) -> dict[str, float]:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
+
+        Batches with a prediction that is NaN or infinite are not in the metrics; where there were some,
+        "left_out" says how many.
 
         Args:
             steps: Batches to look at; by default all there are.
@@ -251,7 +266,8 @@ class Trainer:
                 advance(len(batch))
         if not examples:
             raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
-        return {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
+        found = {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
+        return found | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
 
     def predict(
         self, *, steps: int | None = None, checkpoint: str | None = None
