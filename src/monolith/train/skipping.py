@@ -44,8 +44,8 @@ class Skipping:
             raise DivergedError(
                 f"training ended at step {step}, before it saved: {many} in a row could not be trained on; "
                 f"of the last, {cause}. Lower the learning rate or clip gradients; look for NaN in the data "
-                "with `monolith data validate`; or, if the model is spoiled, go back to an earlier checkpoint "
-                "with --restore-checkpoint. Up to max_skipped_in_a_row in a row are skipped."
+                "with `monolith data validate`; or, if the model is spoiled, go back to an earlier "
+                "checkpoint with --restore-checkpoint. Up to max_skipped_in_a_row in a row are skipped."
             ) from cause
         if self.batches <= LINES or self.batches % 100 == 0:
             _log.warning(
