@@ -16,8 +16,9 @@ them; `EmbeddingOptimizer` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,9 @@ class Watcher(Protocol):
     def watch(
         self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int
     ) -> None: ...
+
+    def row_scale(self, examples: int) -> float:
+        """Return by what backward multiplies the gradient of rows of so many examples."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -149,13 +153,15 @@ class EmbeddingCollection(nn.Module):
 
     def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
-        rows = prepared.rows
+        rows, gathered = prepared.rows, prepared.gathered
+        scale: Callable[[], float] | None = None
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
             if self.training:
                 for watcher in self._watchers:
                     watcher.watch(self, rows, prepared.keys, prepared.event_time)
-        return prepared.gathered.layouts(prepared.gathered.outputs(rows))
+                    scale = partial(watcher.row_scale, gathered.batch_size)
+        return gathered.layouts(gathered.outputs(rows, scale))
 
     def _prepared(self, batch: Input) -> PreparedBatch:
         held = self._held

@@ -34,10 +34,11 @@ class UpdateConfig:
     dense_weight_decay: float = 0.0
     """This times each dense weight is added to its gradient, after clipping."""
     divide_dense_by: int = 1
-    """For losses that are sums over a batch: its size. Before clipping, so that norms are of the mean."""
+    """For losses that are sums over a batch: its size, with a multiply_rows_by of 1. Before clipping, so that
+    norms are of the mean."""
     multiply_rows_by: float | None = None
-    """For losses that are means over a batch: its size, so that how far a row goes does not depend on how
-    many examples it came with. None is 1 here; a trainer takes the size of the batch."""
+    """Times which gradients of rows count. None is the size of the batch, since a loss is a mean over it: so
+    how far a row goes does not depend on how many examples it came with. 1 is for losses that are sums."""
     min_norms: Mapping[str, float] = field(default_factory=dict)
     """Table to a norm: where the gradient of its rows is not longer, they are not updated in that step."""
 
@@ -91,6 +92,8 @@ def apply_gradients(
             and all gradients were cleared: go on with the next batch, or do not.
     """
     config = UpdateConfig() if config is None else config
+    if config.multiply_rows_by is not None:
+        sparse.multiply_rows_by = config.multiply_rows_by
     torch.autograd.backward(loss)
     weights = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
     weights = [weight for weight in weights if weight.grad is not None]
@@ -100,8 +103,6 @@ def apply_gradients(
         if trouble is not None:
             _forget(sparse, dense)
             raise NonFiniteError(trouble)
-        if config.multiply_rows_by not in (None, 1):
-            torch._foreach_mul_([row.grad for row in rows], config.multiply_rows_by)
         sparse.zero_below(config.min_norms)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:

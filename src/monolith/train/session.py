@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -265,13 +264,10 @@ class Session:
 
     def _train(self, batch: Batch, rows: _Rows, lane: Lane[_Read, _Rows]) -> Outputs | None:
         """Train on a batch; None where it was skipped, and everything is as before."""
-        updates = self._updates
-        if updates.multiply_rows_by is None:
-            updates = replace(updates, multiply_rows_by=len(batch))
         buffers = [(buffer, buffer.clone()) for buffer in self.model.module.buffers()]
         outputs = self.model.outputs(batch, rows)
         try:
-            apply_gradients(outputs.loss, self._sparse, self._dense, updates, push=lane.push)
+            apply_gradients(outputs.loss, self._sparse, self._dense, self._updates, push=lane.push)
         except NonFiniteError as cause:
             for buffer, before in buffers:  # a forward pass changes them: the means of a batch norm
                 buffer.copy_(before)
