@@ -30,6 +30,7 @@ from monolith.observe import Resting
 from monolith.store import LocalStore, MakeStore, Store, default_stores
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
+from monolith.train.every import Every
 from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
 from monolith.train.metrics import MetricSet, WindowRow
@@ -184,7 +185,8 @@ class Session:
         self.metrics = HeadMetrics(task, Mode.TRAIN, window=config.metric_window, report=report)
         self.data: Stream[Batch] = self._open_data()
         self._position = self.data.position()
-        self._evicted = 0
+        every = config.evict_every_steps
+        self._evictions = None if every is None else Every(every)
         self._lane: Lane[_Read, _Rows] | None = None
         self._interrupted = False
         self._skipping = Skipping(config.max_skipped_in_a_row)
@@ -256,9 +258,7 @@ class Session:
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
         self.examples += len(batch)
-        every = self.config.evict_every_steps
-        if every is not None and self.step // every != self._evicted:
-            self._evicted = self.step // every
+        if self._evictions is not None and self._evictions.crossed(self.step):
             self.evict()
         return StepResult(self.step, batch, loss, predictions)
 
@@ -321,7 +321,8 @@ class Session:
     def go_on_from(self, step: int) -> None:
         """Count steps from here: what a restore found."""
         self._sparse.global_step = step
-        self._evicted = step // (self.config.evict_every_steps or 1)
+        if self._evictions is not None:
+            self._evictions.begin(step)
 
     def close(self) -> None:
         self._close_lane()
