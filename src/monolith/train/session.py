@@ -133,10 +133,14 @@ class Model:
         """Look the rows of a batch up, from any thread."""
         return [collection.prepare(batch) for collection in self.collections]
 
-    def outputs(self, batch: Batch, rows: _Rows) -> Outputs:
-        """Run the model on a batch whose rows were looked up."""
+    def outputs(self, batch: Batch, rows: _Rows, *, otherwise: Callable[[], None] | None = None) -> Outputs:
+        """Run the model on a batch whose rows were looked up.
+
+        Args:
+            otherwise: Called before the model looks rows up itself; see `EmbeddingCollection.hold`.
+        """
         for collection, prepared in zip(self.collections, rows, strict=True):
-            collection.hold(batch, prepared)
+            collection.hold(batch, prepared, otherwise)
         try:
             return self.task.outputs(self.module, batch)
         finally:
@@ -265,7 +269,9 @@ class Session:
     def _train(self, batch: Batch, rows: _Rows, lane: Lane[_Read, _Rows]) -> Outputs | None:
         """Train on a batch; None where it was skipped, and everything is as before."""
         buffers = [(buffer, buffer.clone()) for buffer in self.model.module.buffers()]
-        outputs = self.model.outputs(batch, rows)
+        # Which updates a lookup in the step would find is a matter of time, unless all are done.
+        settle = lane.drain if self.config.deterministic else None
+        outputs = self.model.outputs(batch, rows, otherwise=settle)
         try:
             apply_gradients(outputs.loss, self._sparse, self._dense, self._updates, push=lane.push)
         except NonFiniteError as cause:

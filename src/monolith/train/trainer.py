@@ -12,6 +12,7 @@ record it had not trained on. Evaluating and predicting read checkpoints and wri
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import threading
@@ -48,6 +49,7 @@ from monolith.train.hooks.barrier import Barrier
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics import WindowRow
+from monolith.train.own_random import OwnRandom
 from monolith.train.session import HeadMetrics, Model, Session
 from monolith.train.task import Mode, Outputs, Task
 
@@ -246,7 +248,7 @@ class Trainer:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
 
         Batches with a prediction that is NaN or infinite are not in the metrics; where there were some,
-        "left_out" says how many.
+        "left_out" says how many. Torch's random numbers are the caller's again afterwards.
 
         Args:
             steps: Batches to look at; by default all there are.
@@ -308,7 +310,9 @@ class Trainer:
             raise RestoreError(
                 f"there is no checkpoint in {config.model_dir}; train first, or check the path"
             )
-        model = Model(self.task, mode, seed=config.seed)
+        own = OwnRandom(config.seed)
+        with own.drawn():
+            model = Model(self.task, mode, seed=config.seed)
         with contextlib.closing(model):
             custom = CustomRestore(alias_map=config.restore.alias_map, auto_alias=config.restore.auto_alias)
             options = replace(
@@ -316,12 +320,15 @@ class Trainer:
             )
             restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            data = self.task.dataset(mode)
+            with own.drawn():
+                data = self.task.dataset(mode)
             with contextlib.closing(data):
-                for number, batch in enumerate(data):
-                    if steps is not None and number >= steps:
-                        return
-                    with torch.no_grad():
+                batches = iter(data)
+                for _ in itertools.count() if steps is None else range(steps):
+                    with own.drawn(), torch.no_grad():
+                        batch = next(batches, None)
+                        if batch is None:
+                            return
                         outputs = model.outputs(batch, model.prepare(batch))
                     yield batch, outputs
 
