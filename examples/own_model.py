@@ -69,7 +69,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if number % 100 == 0:
-            print(f"step {number}: loss {loss.item() / size:.3f}")
+            print(f"step {number}: loss {loss.item():.3f}")
 
     first, tested = steps * size, 50_000
     test = log.batch(first, tested)

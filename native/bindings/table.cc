@@ -209,6 +209,7 @@ void bind_table(nb::module_& m) {
       .def_ro("refused", &TableStats::refused)
       .def_ro("evicted", &TableStats::evicted)
       .def_ro("removed", &TableStats::removed)
+      .def_ro("non_finite", &TableStats::non_finite)
       .def_ro("bytes_total", &TableStats::bytes_total)
       .def_ro("bytes_rows", &TableStats::bytes_rows)
       .def_ro("bytes_index", &TableStats::bytes_index)

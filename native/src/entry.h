@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -76,9 +77,11 @@ class Entry {
   void step(std::byte* row, std::int64_t id, const float* gradient, const float* latest, const float* rates,
             std::int64_t step, float* scratch) const;
 
-  // The kernel that is the whole of `step` at these rates, or null when there is more to it than one.
+  // The kernel that is the whole of `step` at these rates, or null when there is more to it than one. Its
+  // steps by usable gradients stay finite: a decay that takes more than the weight itself is not among them.
   StepsKernel plain_kernel(std::span<const float> rates) const {
-    return std::equal(rates.begin() + 1, rates.end(), rates.begin()) ? plain_ : nullptr;
+    const bool alike = std::equal(rates.begin() + 1, rates.end(), rates.begin());
+    return alike && !(std::abs(rates[0] * plain_spec().weight_decay) > 1) ? plain_ : nullptr;
   }
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
 

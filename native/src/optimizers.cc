@@ -414,6 +414,33 @@ StepKernels step_kernels(OptimizerKind kind, int dim) {
   return {};
 }
 
+namespace {
+
+// Sums of `of` each float, in lanes that the compiler adds up side by side. NaN and infinity survive them.
+template <class Of, class All>
+inline bool lanes_are(const float* values, std::size_t count, Of of, All all) {
+  constexpr std::size_t kLanes = 16;
+  float sums[kLanes] = {};
+  const std::size_t whole = count / kLanes * kLanes;
+  for (std::size_t i = 0; i < whole; i += kLanes)
+    for (std::size_t lane = 0; lane < kLanes; ++lane) sums[lane] += of(values[i + lane]);
+  for (std::size_t i = whole; i < count; ++i) sums[i - whole] += of(values[i]);
+  return std::all_of(sums, sums + kLanes, all);
+}
+
+}  // namespace
+
+bool usable(const float* gradients, std::size_t count) {
+  const auto size = [](float x) { return std::abs(x); };
+  const auto small = [](float x) { return x <= kMaxGradient; };
+  return lanes_are(gradients, count, size, small) ||  // what is small in sum is small
+         std::all_of(gradients, gradients + count, [&](float x) { return small(size(x)); });
+}
+
+bool finite(const float* values, std::size_t count) {
+  return lanes_are(values, count, [](float x) { return x - x; }, [](float x) { return x == 0; });
+}
+
 void initialize_state(const OptimizerSpec& spec, float* state, int dim) {
   std::fill(state, state + state_floats(spec.kind, dim), 0.0f);
   switch (spec.kind) {

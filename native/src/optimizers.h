@@ -35,6 +35,14 @@ struct OptimizerSpec {
   bool operator==(const OptimizerSpec&) const = default;
 };
 
+// A gradient is usable when none of its floats is NaN or larger than this. Squares of such, and sums of many
+// squares, are finite, and so are the rows that they train.
+constexpr float kMaxGradient = 1e15f;
+
+// Whether all of `count` floats are usable, or finite.
+bool usable(const float* gradients, std::size_t count);
+bool finite(const float* values, std::size_t count);
+
 // One step of values `w` and state `state` by gradient `g`, `dim` floats each. A rate of zero, as at
 // the first step of a warm-up, leaves the optimizers that divide by it untouched.
 using StepKernel = void (*)(const OptimizerSpec& spec, float* w, float* state, const float* g, int dim,

@@ -120,6 +120,7 @@ TableStats Table::stats() const {
   total.bytes_index = body.heap.bytes() + parts.size() * sizeof(Partition) + body.directory.load()->bytes();
   total.bytes_total = total.bytes_rows + total.bytes_index;
   total.max_event_time = max_event_time();
+  total.non_finite = non_finite_.load(std::memory_order_relaxed);
   return total;
 }
 

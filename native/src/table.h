@@ -56,7 +56,7 @@ struct EventTimes {
 };
 
 struct TableStats {
-  std::uint64_t rows = 0, inserted = 0, filtered = 0, refused = 0, evicted = 0, removed = 0;
+  std::uint64_t rows = 0, inserted = 0, filtered = 0, refused = 0, evicted = 0, removed = 0, non_finite = 0;
   std::uint64_t bytes_total = 0, bytes_rows = 0, bytes_index = 0, slots = 0, partitions = 0;
   std::int64_t max_event_time = 0;
 };
@@ -97,6 +97,7 @@ class Table {
 
   void assign(std::span<const std::int64_t> ids, const float* values, EventTimes times);
   void assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times);
+  // Gradients that are NaN or beyond kMaxGradient leave their rows as they are, and are counted.
   void apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
                        std::span<const float> rates, std::int64_t step, EventTimes times, bool dedup);
   // Per id 1 when the row was there, 0 when it was made, -1 when there was no room to make it.
@@ -174,6 +175,7 @@ class Table {
              OnAbsent absent, std::byte** rows, bool* fresh);
   template <class Put>
   void without_zeros(std::span<const std::int64_t> ids, const float* values, Put&& put);
+  bool all_usable(const float* gradients, std::size_t count) const;
   void group(std::span<const std::int64_t> ids, int bits, Batch& batch) const;
   std::size_t bring_together(Batch& batch, std::size_t first_group, std::size_t last_group,
                              EventTimes merged) const;
@@ -230,6 +232,7 @@ class Table {
   std::atomic<Body*> body_;
   std::atomic<std::int64_t> max_event_time_{0};
   std::atomic<std::uint64_t> refused_{0};
+  std::atomic<std::uint64_t> non_finite_{0};  // updates that were left out
   TableStats cleared_;  // counters of bodies that clear() dropped; guarded by gate_mutex_
 
   // Calls that write, counted at both ends: equal means that nothing is being changed right now.

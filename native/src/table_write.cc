@@ -391,8 +391,11 @@ struct Train {
   std::size_t dim;
   bool dedup;
   StepsKernel plain;  // the whole step, when all segments take it alike and there is nothing around it
+  std::atomic<std::uint64_t>* non_finite;
 
-  std::size_t scratch_floats() const { return plain == nullptr ? 2 * dim : dedup ? kWindow * dim : 0; }
+  std::size_t scratch_floats() const {
+    return plain == nullptr ? 2 * dim + entry.row_bytes() / sizeof(float) : dedup ? kWindow * dim : 0;
+  }
   void fetch(std::uint32_t position) const { prefetch<0>(gradients + position * dim, dim * sizeof(float)); }
 
   // The gradient of an id, or the sum of its gradients, put into `sum`.
@@ -417,7 +420,13 @@ struct Train {
     if (fresh) entry.initialize(row, id);
     const float* gradient = gradient_of(item, writes.next, writes.scratch + dim);
     const float* seen = latest != nullptr ? latest + item.position * dim : nullptr;
+    float* const before = writes.scratch + 2 * dim;
+    std::memcpy(before, row, entry.row_bytes());
     entry.step(row, id, gradient, seen, rates, step, writes.scratch);
+    if (!finite(reinterpret_cast<const float*>(row), dim)) [[unlikely]] {
+      std::memcpy(row, before, entry.row_bytes());
+      non_finite->fetch_add(1, std::memory_order_relaxed);
+    }
   }
 
   template <class Item, class Writes>
@@ -536,9 +545,43 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   if (entry_.counts_steps() && step < 0)
     throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
   entry_.begin_step(step);
-  write(ids, times, OnAbsent::kAsk, dedup, true,
-        Train{entry_, gradients, latest, rates.data(), step, static_cast<std::size_t>(dim()), dedup,
-              entry_.plain_kernel(rates)});
+  const auto dim = static_cast<std::size_t>(entry_.dim());
+  const auto train = [&](std::span<const std::int64_t> some, const float* by, const float* seen,
+                         EventTimes at) {
+    write(some, at, OnAbsent::kAsk, dedup, true,
+          Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernel(rates), &non_finite_});
+  };
+  if (all_usable(gradients, ids.size() * dim)) [[likely]] {
+    train(ids, gradients, latest, times);
+    return;
+  }
+  std::vector<std::int64_t> kept;
+  std::vector<float> by, seen;
+  std::vector<std::uint32_t> each, counts;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const float* const gradient = gradients + i * dim;
+    if (!usable(gradient, dim)) continue;
+    kept.push_back(ids[i]);
+    by.insert(by.end(), gradient, gradient + dim);
+    if (latest != nullptr) seen.insert(seen.end(), latest + i * dim, latest + (i + 1) * dim);
+    each.push_back(times.at(i));
+    counts.push_back(times.count(i));
+  }
+  non_finite_.fetch_add(ids.size() - kept.size(), std::memory_order_relaxed);
+  train(kept, by.data(), latest != nullptr ? seen.data() : nullptr,
+        {times.all, times.each != nullptr ? each.data() : nullptr,
+         times.counts != nullptr ? counts.data() : nullptr});
+}
+
+// Looked at in one go before anything is trained, since each instruction among the steps themselves is felt.
+bool Table::all_usable(const float* gradients, std::size_t count) const {
+  constexpr std::size_t kGrain = 1 << 16;
+  if (count <= kGrain) return usable(gradients, count);
+  std::atomic<bool> all{true};
+  spread(count, kGrain, [&](std::size_t begin, std::size_t end) {
+    if (!usable(gradients + begin, end - begin)) all.store(false, std::memory_order_relaxed);
+  });
+  return all.load();
 }
 
 void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status) {

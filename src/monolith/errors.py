@@ -41,6 +41,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── WrongThreadError        only the main thread may make this call              (also RuntimeError)
     ├── TrainingError           a run cannot go on, or cannot do what was asked      (also RuntimeError)
     │   ├── DivergedError       the loss is NaN, infinite or exploding
+    │   │   └── NonFiniteError  of one batch: nothing of it was applied
     │   └── BarrierAlreadyPlacedError  somebody else holds the workers back
     ├── ModelDirLockedError     another process writes to this model_dir; names it
     ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
@@ -242,6 +243,10 @@ class TrainingError(MonolithError, RuntimeError):
 
 class DivergedError(TrainingError):
     """The loss is NaN, infinite or exploding: what this run goes on to learn is worth nothing."""
+
+
+class NonFiniteError(DivergedError):
+    """The loss or a gradient of a batch is NaN or infinite; nothing of it was applied."""
 
 
 class BarrierAlreadyPlacedError(TrainingError):

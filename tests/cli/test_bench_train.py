@@ -73,7 +73,7 @@ def test_all_contenders_train_the_same_model() -> None:
     ours = trainers.OurTrainer(*SHAPE, 1)
     losses = trained(ours, ours.model)
     assert losses[0] != losses[1]
-    others: list[Any] = [trainers.TorchTrainer(*SHAPE), trainers.FusedTorchTrainer(*SHAPE)]
+    others: list[Any] = [trainers.TorchTrainer(*SHAPE, 16), trainers.FusedTorchTrainer(*SHAPE, 16)]
     for other in others:
         assert_close(trained(other, other._half), losses, rtol=1e-4, atol=1e-4)
 

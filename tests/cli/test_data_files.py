@@ -128,6 +128,19 @@ def test_what_cannot_be_converted_is_refused(file: str, capsys: pytest.CaptureFi
 # validate
 
 
+def test_floats_that_are_not_finite_are_found_with_file_record_and_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.csv"
+    path.write_text("item,price,label\n1,0.5,1.0\n2,nan,0.0\n3,inf,0.5\n4,1.5,nan\n")
+    assert main(["data", "validate", str(path)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{path}: record 1: column 'price' is nan" in printed
+    assert f"{path}: record 2: column 'price' is inf" in printed
+    assert f"{path}: record 3: column 'label' is nan" in printed
+    assert "1 good records, 3 faults" in printed
+
+
 def test_good_files_have_no_faults(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "validate", file]) == 0
     assert "4 good records, 0 faults" in capsys.readouterr().out

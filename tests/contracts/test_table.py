@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.testing import assert_close
 import monolith.table
 from monolith.errors import RestoreError, ServingTableError, TableArgumentError, TableClosedError
 from monolith.table import (
+    OPTIMIZERS,
     Adagrad,
     Adam,
     BatchSoftmax,
@@ -26,6 +28,7 @@ from monolith.table import (
     Expiry,
     FixedR8,
     Fp16,
+    Momentum,
     OneBit,
     Ones,
     PolynomialDecay,
@@ -302,6 +305,57 @@ def test_delay_compensation_corrects_by_what_the_worker_saw(make: Make) -> None:
     table.assign(ids(1), rows([3]))
     table.apply_gradients(ids(1), rows([2]), latest_values=rows([1]))
     assert table.lookup(ids(1)).tolist() == [[3 - (2 + 0.5 * 4 * 2)]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
+@pytest.mark.parametrize("dedup", [False, True])
+def test_a_gradient_that_is_not_finite_leaves_its_row_and_is_counted(
+    make: Make, bad: float, dedup: bool
+) -> None:
+    for optimizer in OPTIMIZERS.values():
+        table = make(
+            Segment(dim=1, optimizer=optimizer()),
+            *([] if optimizer is BatchSoftmax else [Segment(dim=16, optimizer=optimizer())]),
+        )
+        table.apply_gradients(ids(1, 2), torch.full((2, table.dim), 0.5), event_time=10)
+        before = everything(table)
+        gradients = torch.full((4, table.dim), 0.5)
+        gradients[torch.tensor([0, 3]), -1] = bad
+        table.apply_gradients(
+            ids(1, 2, 3, 4), gradients, event_time=torch.tensor([20, 21, 22, 99]), dedup=dedup, step=1
+        )
+        after = everything(table)
+        assert after[1] == before[1]
+        assert after[2][0] == 21
+        assert after.keys() == {1, 2, 3}
+        assert (table.stats().non_finite, table.stats().max_event_time) == (2, 22)
+        assert torch.isfinite(table.lookup(ids(1, 2, 3))).all()
+
+
+def test_a_large_batch_loses_only_what_is_not_finite(make: Make) -> None:
+    many, gradients = torch.arange(20_000), torch.ones(20_000, 2)
+    gradients[12_345, 1] = math.nan
+    table = make()
+    table.apply_gradients(many, gradients)
+    assert (len(table), table.stats().non_finite) == (19_999, 1)
+    assert table.lookup(ids(12_345, 12_346)).tolist() == [[0, 0], [-1, -1]]
+
+
+@pytest.mark.parametrize("wide", [2, 32])
+def test_a_step_whose_row_would_not_be_finite_is_not_taken(make: Make, wide: int) -> None:
+    """Each takes place in a row of its own: a decay past all measure, and a correction by what was seen."""
+    decaying = Momentum(weight_decay=1e20)
+    table = make(Segment(dim=wide, optimizer=decaying, learning_rate=1e10))
+    table.assign(ids(1), torch.full((1, wide), 1e15))
+    table.apply_gradients(ids(1), torch.zeros(1, wide))
+    assert (table.lookup(ids(1)).unique().tolist(), table.stats().non_finite) == (
+        [torch.tensor(1e15).item()],
+        1,
+    )
+    delayed = make(Segment(dim=wide, optimizer=DelayCompensated(Sgd(), 0.5), learning_rate=1.0))
+    delayed.assign(ids(1), torch.ones(1, wide))
+    delayed.apply_gradients(ids(1), torch.ones(1, wide), latest_values=torch.full((1, wide), math.nan))
+    assert (delayed.lookup(ids(1)).unique().tolist(), delayed.stats().non_finite) == ([1], 1)
 
 
 def test_stochastic_rounding_leaves_halves_and_rounds_only_its_own_segment(make: Make) -> None:

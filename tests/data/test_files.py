@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from monolith.data import BadRecord, Chunk, RecordWriter
+from monolith.data import BadRecord, BatchSpec, Chunk, Pipeline, RecordWriter, format_of
 from monolith.data.discovery import Watch
 from monolith.data.files import BadRecordPolicy, FileSource
 from monolith.data.formats.memory import to_records
@@ -224,6 +224,44 @@ def test_bad_records_can_be_looked_at_afterwards(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["path"], line["place"], line["reason"]) for line in lines] == [("a", 1, "a text")] * 2
     assert [base64.b64decode(line["payload"]) for line in lines] == [b"x", b"y"]
+
+
+def labelled(folder: Path, *labels: str) -> str:
+    path = folder / "day.csv"
+    path.write_text("item,label\n" + "".join(f"{n},{label}\n" for n, label in enumerate(labels)))
+    return str(path)
+
+
+SPEC = BatchSpec(ids=("item",), event_time=None)
+
+
+def test_a_record_whose_label_is_not_finite_is_a_bad_one(tmp_path: Path) -> None:
+    path = labelled(tmp_path, "1.0", "nan", "0.5", "inf", "0.0")
+    policy = BadRecordPolicy(max_share=0.5, quarantine=str(tmp_path / "bad"))
+    source = FileSource([path], format_of(path), batch_size=2, bad=policy)
+    batches = list(Pipeline(source).rebatch(2).to_batches(SPEC).prefetch(1))
+    assert [batch.ids["item"].flat_values.tolist() for batch in batches] == [[0, 2], [4]]
+    assert (source.records, source.bad_records) == (3, 2)
+    (file,) = (tmp_path / "bad").iterdir()
+    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    assert "record 1 of the chunk at 0: 'label' is nan" in first["reason"]
+    assert json.loads(base64.b64decode(second["payload"])) == {"item": [3], "label": [float("inf")]}
+    with pytest.raises(TooManyBadRecordsError, match="'label' is nan"):
+        list(Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(SPEC))
+
+
+def test_a_source_goes_on_right_after_bad_labels(tmp_path: Path) -> None:
+    path = labelled(tmp_path, "1.0", "nan", "0.5", "nan", "0.0", "1.0")
+    policy = BadRecordPolicy(max_share=0.5)
+
+    def batches() -> Any:
+        return Pipeline(FileSource([path], format_of(path), batch_size=2, bad=policy)).to_batches(SPEC)
+
+    reading = batches()
+    assert next(iter(reading)).ids["item"].flat_values.tolist() == [0, 2]
+    again = batches()
+    again.restore(reading.position())
+    assert [batch.ids["item"].flat_values.tolist() for batch in again] == [[4, 5]]
 
 
 @pytest.mark.parametrize("policy", [{"max_share": -0.1}, {"max_share": 1.1}, {"after": -1}])

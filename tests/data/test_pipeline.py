@@ -20,6 +20,7 @@ from monolith.data.pipeline import Pipeline, ProgressLine
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.work_queue import LocalFileQueue
 from monolith.errors import ConfigError, DataError
+from monolith.tensors import RaggedTensor
 
 
 def source(count: int = 10, batch_size: int = 4) -> MemorySource:
@@ -260,3 +261,14 @@ def test_progress_keeps_quiet_about_what_is_over_soon_and_needs_no_event_time() 
     line.finish()
     assert stream.getvalue() == ""
     assert sum(map(len, Pipeline(source()).with_progress(stream=stream))) == 10
+
+
+def test_a_label_that_a_function_made_nan_leaves_its_record_out(caplog: pytest.LogCaptureFixture) -> None:
+    labels = RaggedTensor.from_list([[1.0], [float("nan")], [], [0.0]])
+    records = Records(4, {"item": RaggedTensor.from_list([[1], [2], [3], [4]], dtype=torch.int64)})
+    spec = BatchSpec(ids=("item",), event_time=None)
+    source = MemorySource(records, batch_size=4)
+    (batch,) = Pipeline(source).map(lambda some: some.with_columns({"label": labels})).to_batches(spec)
+    assert batch.ids["item"].flat_values.tolist() == [1, 3, 4]  # one that has none is no bad one
+    assert batch.label.isnan().tolist() == [False, True, False]
+    assert "left out 1 records: label 'label' is NaN" in caplog.text

@@ -161,7 +161,7 @@ def test_a_store_must_have_the_tables() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_each_distinct_id_is_stepped_once_with_the_sum_of_its_gradients(device: str) -> None:
     embeddings = collection(device=device)
-    optimizer = EmbeddingOptimizer(embeddings)
+    optimizer = EmbeddingOptimizer(embeddings, multiply_rows_by=1)
     out = embeddings(BATCH)
     (out["bias"].sum() + out["vectors"].sum()).backward()
     optimizer.step()
@@ -175,7 +175,7 @@ def test_gradients_accumulate_until_the_step() -> None:
         (together, [{"item": torch.tensor([1, 2, 1])}]),
         (apart, [{"item": torch.tensor([1, 2])}, {"item": torch.tensor([1])}]),
     ):
-        optimizer = EmbeddingOptimizer(embeddings)
+        optimizer = EmbeddingOptimizer(embeddings, multiply_rows_by=1)
         for batch in batches:
             out = embeddings(batch)
             (out["vectors"].sum() + 2 * out["bias"].sum()).backward()
@@ -365,7 +365,7 @@ def test_a_whole_model_can_be_compiled_around_the_lookup() -> None:
 
 def test_rows_can_be_looked_up_ahead_of_the_step() -> None:
     embeddings = collection()
-    optimizer = EmbeddingOptimizer(embeddings)
+    optimizer = EmbeddingOptimizer(embeddings, multiply_rows_by=1)
     ahead = embeddings.prepare(BATCH)
     fill(embeddings, {1: [5, 5, 5]})
     out = embeddings(ahead)

@@ -81,9 +81,7 @@ def train_and_test(
     for batch in map(change, log.batches(STEPS, BATCH_SIZE)):
         loss = torch.zeros(())
         for task, logits in by_task(model(batch)).items():
-            loss = loss + nn.functional.binary_cross_entropy_with_logits(
-                logits, batch.labels[task], reduction="sum"
-            )
+            loss = loss + nn.functional.binary_cross_entropy_with_logits(logits, batch.labels[task])
         loss.backward()
         sparse.step()
         if dense is not None:

@@ -51,7 +51,8 @@ def train_tables(seed: int, threshold: int) -> tuple[EmbeddingCollection, list[f
     )
     embeddings = EmbeddingCollection([Layout("x", CONCAT, features.slices(NAMES, "vector", DIM))])
     head = dense_head()
-    sparse, dense = EmbeddingOptimizer(embeddings), torch.optim.Adagrad(head.parameters(), lr=0.05)
+    sparse = EmbeddingOptimizer(embeddings, multiply_rows_by=1)  # the other side knows of no examples
+    dense = torch.optim.Adagrad(head.parameters(), lr=0.05)
     losses = []
     for ids, labels in batches(seed):
         loss = loss_of(head(embeddings(FeatureIds.pack(ids))["x"]), labels)

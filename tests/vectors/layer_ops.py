@@ -115,7 +115,9 @@ def autoint(case: Case) -> Any:
 
 def batch_softmax_loss(case: Case) -> Any:
     names = ("query", "item", "item_step_interval", "r")
-    loss = losses.batch_softmax_loss(*(floats(case.inputs[name]) for name in names), **case.params)
+    loss = losses.batch_softmax_loss(
+        *(floats(case.inputs[name]) for name in names), **case.params, reduction="sum"
+    )
     return {"loss": loss}
 
 

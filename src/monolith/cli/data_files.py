@@ -24,6 +24,7 @@ from monolith.cli.commands import (
 )
 from monolith.data import Chunk, Format, Records
 from monolith.data.formats import format_of
+from monolith.data.records import not_finite
 from monolith.data.statistics import Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
 from monolith.observe import progress
@@ -117,13 +118,16 @@ def validate(options: DataValidateOptions) -> int:
     console = Console()
     records = wrong = 0
     for path in expanded(options.paths):
+        first = 0
         try:
             for _, chunk in read([path], options.format, (), "Reading"):
-                records += len(chunk.records)
-                for one in chunk.bad:
+                found = list(faults(chunk, first))
+                first += len(chunk.records)
+                records += len(chunk.records) - len({where for where, _ in found[len(chunk.bad) :]})
+                for where, what in found:
                     wrong += 1
                     if wrong <= options.most:
-                        console.print(f"{path}: record at {one.place}: {one.reason}", highlight=False)
+                        console.print(f"{path}: record {where}: {what}", highlight=False)
         except CorruptFileError as error:
             wrong += 1
             console.print(str(error), highlight=False)
@@ -131,6 +135,20 @@ def validate(options: DataValidateOptions) -> int:
         console.print(f"... and {wrong - options.most:,} more")
     console.print(f"{records:,} good records, {wrong:,} faults")
     return 1 if wrong else 0
+
+
+def faults(chunk: Chunk, first: int) -> Iterator[tuple[str, str]]:
+    """Yield which records of a chunk are wrong, and what is wrong with them.
+
+    Args:
+        first: The number of its first record among those of the file that can be read, from 0.
+    """
+    for one in chunk.bad:
+        yield f"at {one.place}", one.reason
+    for name in chunk.records.columns:
+        for number in not_finite(chunk.records[name]).nonzero().squeeze(1).tolist():
+            values = chunk.records.slice(number, number + 1)[name].flat_values
+            yield f"{first + number}", f"column {name!r} is {values[~values.isfinite()][0].item()}"
 
 
 # Reading

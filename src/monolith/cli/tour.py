@@ -165,11 +165,12 @@ def train(tour: Tour, table: NativeTable, ids: Tensor) -> None:
     began = time.perf_counter()
     for step in range(STEPS):
         embeddings = table.lookup(some).requires_grad_()
-        loss = nn.functional.binary_cross_entropy_with_logits(embeddings.sum(1), liked, reduction="sum")
+        loss = nn.functional.binary_cross_entropy_with_logits(embeddings.sum(1), liked)
         loss.backward()  # type: ignore[no-untyped-call]
         assert embeddings.grad is not None
-        table.apply_gradients(some, embeddings.grad, step=step, event_time=NOW + step)
-        losses.append(loss.item() / len(some))
+        gradients = embeddings.grad * len(some)  # a row is in one example only: by the mean it would not move
+        table.apply_gradients(some, gradients, step=step, event_time=NOW + step)
+        losses.append(loss.item())
     elapsed = time.perf_counter() - began
     tour.stop(
         "Train",

@@ -346,6 +346,7 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         every=every,
         stats=run.session.model.stats,
         metrics=run.session.metrics.values,
+        skipped=lambda: run.session.total_skipped,
         steps=config.steps,
         max_steps=config.max_steps,
     )

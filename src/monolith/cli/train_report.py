@@ -30,6 +30,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "step": report.step,
         "steps": report.steps,
         "examples": report.examples,
+        "skipped_batches": report.skipped,
         "seconds": round(report.seconds, 3),
         "examples_per_s": round(report.examples / report.seconds if report.seconds > 0 else 0.0, 1),
         "stop_reason": report.stop_reason,
@@ -74,6 +75,8 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     for name, words in (("refused", "ids found no room"), ("overdue", "expired rows were kept")):
         if report.get(name):
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
+    if report["skipped_batches"]:
+        facts["skipped"] = f"{report['skipped_batches']:,} batches, whose loss or gradient was not finite"
     if report["restored_from"] is not None:
         facts["went on from"] = report["restored_from"]
     if not report["model_dir"]:

@@ -15,14 +15,16 @@ import base64
 import json
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+
+import torch
 
 from monolith.data.discovery import Watch
 from monolith.data.file_order import Files, Listed, Queued, Spot, Step, Watched
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, concat, not_finite
 from monolith.data.share import share_of
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
@@ -173,6 +175,7 @@ class FileSource:
         self._shuffle = shuffle
         self._drop_remainder = drop_remainder
         self._policy = BadRecordPolicy() if bad is None else bad
+        self._finite: frozenset[str] = frozenset()
         self._metrics = metrics
         self._settings: Position = {
             "source": "files",
@@ -182,6 +185,10 @@ class FileSource:
         self._spot = Spot()
         self._reading = Spot()
         self._closed = False
+
+    def require_finite(self, columns: Iterable[str]) -> None:
+        """Count a record as bad where one of these columns has a NaN or an infinity, from now on."""
+        self._finite |= frozenset(columns)
 
     @property
     def records(self) -> int:
@@ -324,7 +331,8 @@ class FileSource:
             if spot.file is not None and not self._files.lost(spot):
                 reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
                 with closed_after(reader) as chunks:
-                    for chunk in chunks:
+                    for found in chunks:
+                        chunk = self._with_finite(spot, found)
                         if spot.skip > len(chunk.records):
                             raise DataError(
                                 f"file source: {spot.file} has {len(chunk.records)} records at place "
@@ -350,6 +358,23 @@ class FileSource:
                 return
             spot = replace(step, good=spot.good, bad=spot.bad)
             self._reading = spot
+
+    def _with_finite(self, spot: Spot, chunk: Chunk) -> Chunk:
+        """Return a chunk whose records have floats in the columns that must; the others are bad ones."""
+        records, reasons = chunk.records, dict[int, str]()
+        for name in sorted(self._finite & records.columns.keys() - records.shared):
+            for number in not_finite(records[name]).nonzero().squeeze(1).tolist():
+                value = ", ".join(map(str, _plain(records, number)[name]))
+                reasons[number] = f"record {number} of the chunk at {spot.place}: {name!r} is {value}"
+        if not reasons:
+            return chunk
+        bad = [
+            BadRecord(spot.place, reason, json.dumps(_plain(records, number)).encode())
+            for number, reason in sorted(reasons.items())
+        ]
+        kept = torch.ones(len(records), dtype=torch.bool)
+        kept[list(reasons)] = False
+        return Chunk(records.keep(kept), chunk.next, (*chunk.bad, *bad))
 
     def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
         if self._metrics is not None:
@@ -377,6 +402,18 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
+
+
+def _plain(records: Records, number: int) -> dict[str, list[object]]:
+    """Return one record as Python objects."""
+    one = records.slice(number, number + 1)
+    return {
+        name: [bytes(text).decode("utf-8", "backslashreplace") for text in row]
+        if one.columns[name].dtype is torch.uint8
+        else row
+        for name in one.columns
+        for row in one[name].to_list()
+    }
 
 
 def _quarantine(folder: str, path: str, place: int, bad: Sequence[BadRecord]) -> None:

@@ -178,6 +178,16 @@ def concat_rows(columns: Sequence[RaggedTensor]) -> RaggedTensor:
     return RaggedTensor.from_row_lengths(values, lengths, validate=False)
 
 
+def not_finite(column: RaggedTensor) -> Tensor:
+    """Return which rows of a column have a float that is NaN or infinite: bool of shape (rows,)."""
+    values = column.values
+    if not isinstance(values, Tensor) or not values.is_floating_point() or bool(values.isfinite().all()):
+        return torch.zeros(column.nrows, dtype=torch.bool)
+    bad = torch.zeros(len(values) + 1, dtype=torch.int64)
+    torch.cumsum(~values.isfinite(), 0, out=bad[1:])
+    return bad[column.row_splits[1:]] > bad[column.row_splits[:-1]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
     """Which columns a model reads, and as what."""
@@ -187,7 +197,8 @@ class BatchSpec:
     floats: Mapping[str, int] = field(default_factory=dict)
     """Features of numbers: float32 column to its width. Short rows are filled with zeros, long ones cut."""
     labels: Mapping[str, tuple[str, int]] = field(default_factory=lambda: {LABEL: (LABEL, 0)})
-    """Task to the column it reads and the position in it; NaN where a record has none there."""
+    """Task to the column it reads and the position in it; NaN where a record has none there. A record that
+    has a NaN or an infinity in such a column is a bad one, and is left out."""
     event_time: str | None = LINE_ID + "req_time"
     """An int64 column of Unix seconds; None, or a column that is not there, leaves 0."""
     max_bad_times: float = 0.1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,17 +100,20 @@ class GatheredBatch:
         """Of the distinct ids' rows, one after another."""
         return self._core.floats
 
-    def outputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
 
         Args:
             rows: float32 of shape (floats,), on any device.
+            scale: Asked in each backward pass by what to multiply the gradient of `rows`; None leaves it.
         """
         if rows.shape != (self.floats,):
             raise FeatureError(f"rows must have shape ({self.floats},), got {tuple(rows.shape)}")
         if rows.device.type == "cpu" and rows.dtype is torch.float32:
-            found: tuple[Tensor, ...] = _Gathered.apply(rows, self)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, ...] = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
             return found
+        if scale is not None and rows.requires_grad:
+            rows = _Scaled.apply(rows, scale)  # type: ignore[no-untyped-call]
         return self._by_torch(rows)
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
@@ -169,17 +173,33 @@ class GatheredBatch:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, batch: GatheredBatch) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, rows: Tensor, batch: GatheredBatch, scale: Callable[[], float] | None
+    ) -> tuple[Tensor, ...]:
         ctx.batch = batch
+        ctx.scale = scale
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows)
         return batch.gather(rows)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return ctx.batch.scatter(rows, gradients), None
+        scale = 1.0 if ctx.scale is None else ctx.scale()
+        return ctx.batch.scatter(rows, gradients, scale), None, None
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scale: Callable[[], float]) -> Tensor:
+        ctx.scale = scale
+        return rows.view_as(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale(), None
 
 
 @dataclass(frozen=True, slots=True)

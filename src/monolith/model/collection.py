@@ -16,8 +16,10 @@ them; `EmbeddingOptimizer` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +44,8 @@ from monolith.feature import (
 from monolith.store import Store, TableIds, make_store
 from monolith.tensors import RaggedTensor
 
+_log = logging.getLogger(__name__)
+
 Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
 
 
@@ -55,12 +59,43 @@ class PreparedBatch:
     event_time: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """Rows that are ready for some ids, as these were when the rows were looked up."""
+
+    ids: FeatureIds
+    versions: tuple[int, ...]
+    prepared: PreparedBatch
+    otherwise: Callable[[], None] | None
+
+    @classmethod
+    def of(cls, ids: FeatureIds, prepared: PreparedBatch, otherwise: Callable[[], None] | None) -> _Held:
+        return cls(ids, _versions(ids), prepared, otherwise)
+
+    def fits(self, ids: FeatureIds) -> bool:
+        """Whether the rows are those of these ids: the same tensors, to which nobody has written."""
+        known = self.ids
+        return (
+            (ids.ids is known.ids and ids.splits is known.splits and ids.names == known.names)
+            and (ids.batch_size == known.batch_size and ids.shared == known.shared)
+            and _versions(ids) == self.versions
+        )
+
+
+def _versions(ids: FeatureIds) -> tuple[int, ...]:
+    """Return how often each tensor was written to; one made in inference mode does not count."""
+    return tuple(0 if one.is_inference() else one._version for one in (ids.ids, ids.splits))
+
+
 class Watcher(Protocol):
     """Told of every batch of rows that training may give a gradient."""
 
     def watch(
         self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int
     ) -> None: ...
+
+    def row_scale(self, examples: int) -> float:
+        """Return by what backward multiplies the gradient of rows of so many examples."""
 
 
 class EmbeddingCollection(nn.Module):
@@ -99,7 +134,8 @@ class EmbeddingCollection(nn.Module):
         )
         self.device = torch.device(device)
         self._watchers: list[Watcher] = []
-        self._held: tuple[Input, PreparedBatch] | None = None
+        self._held: _Held | None = None
+        self._said_twice = False
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -130,12 +166,20 @@ class EmbeddingCollection(nn.Module):
             rows = rows.to(self.device)
         return PreparedBatch(gathered, keys, rows, ids.event_time)
 
-    def hold(self, batch: Input, prepared: PreparedBatch | None) -> None:
+    def hold(
+        self, batch: Input, prepared: PreparedBatch | None, otherwise: Callable[[], None] | None = None
+    ) -> None:
         """Use rows that were prepared when the model reads `batch` next, so that it need not know of them.
 
+        Rows belong to ids: a batch with other labels or floats and the same ids has the same. Where its ids
+        were changed, they are looked up in the step, and a line in the log says so once.
+
         One batch at a time: those held before are let go. None lets go of all.
+
+        Args:
+            otherwise: Called before such a lookup, to see that the updates it should find are done.
         """
-        self._held = None if prepared is None else (batch, prepared)
+        self._held = None if prepared is None else _Held.of(_ids(batch), prepared, otherwise)
 
     def forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         """Return a tensor for each layout, of shape (examples, ...); for NONE a list with one per slice.
@@ -149,17 +193,32 @@ class EmbeddingCollection(nn.Module):
 
     def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
-        rows = prepared.rows
+        rows, gathered = prepared.rows, prepared.gathered
+        scale: Callable[[], float] | None = None
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
             if self.training:
                 for watcher in self._watchers:
                     watcher.watch(self, rows, prepared.keys, prepared.event_time)
-        return prepared.gathered.layouts(prepared.gathered.outputs(rows))
+                    scale = partial(watcher.row_scale, gathered.batch_size)
+        return gathered.layouts(gathered.outputs(rows, scale))
 
     def _prepared(self, batch: Input) -> PreparedBatch:
         held = self._held
-        return held[1] if held is not None and held[0] is batch else self.prepare(batch)
+        if held is None:
+            return self.prepare(batch)
+        ids = _ids(batch)
+        if held.fits(ids):
+            return replace(held.prepared, event_time=ids.event_time)
+        if not self._said_twice:
+            self._said_twice = True
+            _log.warning(
+                "the model reads other ids than those of the batch it was given: rows are looked up a second "
+                "time in every step. Change ids in the dataset, where they are looked up ahead."
+            )
+        if held.otherwise is not None:
+            held.otherwise()
+        return self.prepare(batch)
 
     def attach(self, watcher: Watcher) -> None:
         """Let `watcher` know of every batch of rows from now on. One collection has one optimizer.

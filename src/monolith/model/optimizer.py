@@ -7,6 +7,10 @@ clipping by `torch.nn.utils`.
 
 Its parameters are the rows of the batches seen since the last `zero_grad`, so they
 change from step to step.
+
+A loss is a mean over the examples. A row is met by few of them, and the mean over a thousand would
+leave it a thousandth of its gradient; so backward multiplies the gradients of rows by the size of
+their batch. They are those of the sum, wherever one looks: in `grad`, when clipping, in the table.
 """
 
 from __future__ import annotations
@@ -37,18 +41,28 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
     Args:
         model: A module with collections in it, or collections.
         global_step: The step to begin with; learning rates depend on it. `step` counts it up.
+        multiply_rows_by: Times which gradients of rows count, in place of the size of the batch: 1 for losses
+            that are no means over the examples, but sums.
 
     Raises:
         FeatureError: There is no collection, or one has an optimizer already.
     """
 
-    def __init__(self, model: nn.Module | Iterable[EmbeddingCollection], *, global_step: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Iterable[EmbeddingCollection],
+        *,
+        global_step: int = 0,
+        multiply_rows_by: float | None = None,
+    ) -> None:
         modules = model.modules() if isinstance(model, nn.Module) else model
         collections = [module for module in modules if isinstance(module, EmbeddingCollection)]
         if not collections:
             raise FeatureError("there is no EmbeddingCollection to train; pass the model that holds it")
         super().__init__([{"params": []} for _ in collections], {})
         self.global_step = global_step
+        self.multiply_rows_by = multiply_rows_by
+        """None for the size of the batch."""
         self._pending: dict[EmbeddingCollection, list[_Pending]] = {c: [] for c in collections}
         self._groups = dict(zip(collections, self.param_groups, strict=True))
         for collection in collections:
@@ -58,6 +72,10 @@ class EmbeddingOptimizer(torch.optim.Optimizer):
         """Remember rows that a backward pass may give a gradient; called by the collection."""
         self._pending[collection].append(_Pending(rows, keys, event_time))
         self._groups[collection]["params"].append(rows)
+
+    def row_scale(self, examples: int) -> float:
+        """Return by what backward multiplies the gradient of rows of so many examples."""
+        return float(examples if self.multiply_rows_by is None else self.multiply_rows_by)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -7,14 +7,15 @@ decay outside the optimizer, gradients averaged over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, NonFiniteError
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.nn import GradClipType, clip_gradients
 
@@ -33,10 +34,11 @@ class UpdateConfig:
     dense_weight_decay: float = 0.0
     """This times each dense weight is added to its gradient, after clipping."""
     divide_dense_by: int = 1
-    """For losses that are sums over a batch: its size. Before clipping, so that norms are of the mean."""
+    """For losses that are sums over a batch: its size, with a multiply_rows_by of 1. Before clipping, so that
+    norms are of the mean."""
     multiply_rows_by: float | None = None
-    """For losses that are means over a batch: its size, so that how far a row goes does not depend on how
-    many examples it came with. None is 1 here; a trainer takes the size of the batch."""
+    """Times which gradients of rows count. None is the size of the batch, since a loss is a mean over it: so
+    how far a row goes does not depend on how many examples it came with. 1 is for losses that are sums."""
     min_norms: Mapping[str, float] = field(default_factory=dict)
     """Table to a norm: where the gradient of its rows is not longer, they are not updated in that step."""
 
@@ -75,7 +77,8 @@ def apply_gradients(
 ) -> Tensor | None:
     """Differentiate `loss` and take one step of everything; the global step counts up last.
 
-    Gradients that were there before count in, as in a plain loop, and are cleared afterwards.
+    Gradients that were there before count in, as in a plain loop, and are cleared afterwards. A loss or a
+    gradient that is not finite is not applied, nor is anything else of the batch.
 
     Args:
         average: Averages dense gradients over the ranks that train together, in place.
@@ -83,15 +86,23 @@ def apply_gradients(
 
     Returns:
         The common norm of all gradients before clipping, where it was needed; else None.
+
+    Raises:
+        NonFiniteError: The loss or a gradient is NaN or infinite. Nothing was changed, no step was counted,
+            and all gradients were cleared: go on with the next batch, or do not.
     """
     config = UpdateConfig() if config is None else config
+    if config.multiply_rows_by is not None:
+        sparse.multiply_rows_by = config.multiply_rows_by
     torch.autograd.backward(loss)
     weights = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
     weights = [weight for weight in weights if weight.grad is not None]
     rows = [p for group in sparse.param_groups for p in group["params"] if p.grad is not None]
     with torch.no_grad():
-        if config.multiply_rows_by not in (None, 1):
-            torch._foreach_mul_([row.grad for row in rows], config.multiply_rows_by)
+        trouble = find_non_finite(loss, [w.grad for w in weights], [row.grad for row in rows])
+        if trouble is not None:
+            _forget(sparse, dense)
+            raise NonFiniteError(trouble)
         sparse.zero_below(config.min_norms)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:
@@ -105,6 +116,11 @@ def apply_gradients(
             step=sparse.global_step,
             sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
         )
+        if any(
+            norm is not None and not norm.isfinite() for norm in (clipped.dense_norm, clipped.sparse_norm)
+        ):
+            _forget(sparse, dense)
+            raise NonFiniteError("the gradients are so large that their norm is not finite")
         if average is not None:
             average(clipped.dense)
         if config.dense_weight_decay:
@@ -119,3 +135,47 @@ def apply_gradients(
     else:
         push(sparse.take())
     return clipped.dense_norm
+
+
+def find_non_finite(
+    loss: Tensor, dense: Sequence[Tensor | None], rows: Sequence[Tensor | None]
+) -> str | None:
+    """Return what of a batch is NaN or infinite, in words; None where all is finite.
+
+    The one verdict on a batch: whoever trains together has to agree on it before anybody applies anything.
+    It adds everything up, which NaN and infinity survive, and looks closer only where the sum is not finite.
+
+    Args:
+        dense: Gradients of dense weights.
+        rows: Gradients of rows.
+    """
+    kinds = {
+        "the loss": [loss.detach()],
+        "a gradient of the dense weights": [gradient for gradient in dense if gradient is not None],
+        "a gradient of the rows": [gradient for gradient in rows if gradient is not None],
+    }
+    if all(_sum_is_finite(tensors) for tensors in kinds.values()):
+        return None
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            bad = tensor[~tensor.isfinite()]
+            if bad.numel() and kind == "the loss":
+                return f"{kind} is {bad.flatten()[0].item()}"
+            if bad.numel():
+                return f"{kind} has {bad.numel():,} of {tensor.numel():,} floats that are NaN or infinite"
+    return None
+
+
+def _sum_is_finite(tensors: Sequence[Tensor]) -> bool:
+    if not tensors:
+        return True
+    if len(tensors) == 1:
+        return math.isfinite(tensors[0].sum())
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    return math.isfinite(torch.stack(sums).sum())
+
+
+def _forget(sparse: EmbeddingOptimizer, dense: DenseOptimizer | None) -> None:
+    sparse.zero_grad()
+    if dense is not None:
+        dense.zero_grad()

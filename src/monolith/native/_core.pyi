@@ -413,6 +413,9 @@ class TableStats:
     def removed(self) -> int: ...
 
     @property
+    def non_finite(self) -> int: ...
+
+    @property
     def bytes_total(self) -> int: ...
 
     @property

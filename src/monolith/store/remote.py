@@ -316,6 +316,7 @@ def _sum(found: list[TableStats]) -> TableStats:
         evicted=sum(one.evicted for one in found),
         removed=sum(one.removed for one in found),
         max_event_time=max(one.max_event_time for one in found),
+        non_finite=sum(one.non_finite for one in found),
     )
 
 

@@ -24,7 +24,7 @@ from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import draws, mix, mix_one
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
-from monolith.table.update_rules import take_step
+from monolith.table.update_rules import MAX_GRADIENT, take_step
 
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _ROW_OVERHEAD_BYTES = 24
@@ -67,6 +67,7 @@ class _Counts:
     refused: int = 0
     evicted: int = 0
     removed: int = 0
+    non_finite: int = 0
     max_event_time: int = 0
 
 
@@ -218,6 +219,14 @@ class DictTable:
             rates = arguments.rate_array(learning_rates, self._config, step).tolist()
             keys = arguments.id_array(ids)
             latest = arguments.latest_array(latest_values, self._config, len(keys))
+            given = arguments.float_array(gradients, (len(keys), self.dim), "gradients")
+            usable = (np.abs(given) <= MAX_GRADIENT).all(1)
+            if not usable.all():
+                self._counts.non_finite += int((~usable).sum())
+                kept = torch.from_numpy(usable)
+                ids, gradients, counts = ids[kept], gradients[kept], None if counts is None else counts[kept]
+                latest = None if latest is None else latest[usable]
+                event_time = event_time[kept] if isinstance(event_time, Tensor) else event_time
             keys, grads, times = self._write_arguments(ids, gradients, event_time, "gradients")
             met = arguments.count_array(counts, len(keys))
             seen = np.ones_like(keys) if met is None else met.astype(np.int64)
@@ -356,6 +365,7 @@ class DictTable:
                 evicted=counts.evicted,
                 removed=counts.removed,
                 max_event_time=counts.max_event_time,
+                non_finite=counts.non_finite,
             )
 
     def close(self) -> None:
@@ -422,6 +432,7 @@ class DictTable:
             if row is None:
                 continue
             latest = None if updates.latest is None else updates.latest[position]
+            before = row.values.copy(), row.state.copy()
             for piece, scale, rate in zip(self._pieces, self._scales, rates, strict=True):
                 values, state = row.values[piece.values], row.state[piece.state]
                 gradient = piece.segment.compressor.backward(
@@ -434,6 +445,9 @@ class DictTable:
                 take_step(optimizer, values, state, gradient, rate=rate, step=step)
                 if optimizer.stochastic_rounding:
                     values[:] = self._rounded(key, piece.columns, values, step)
+            if not np.isfinite(row.values).all():
+                self._counts.non_finite += 1
+                row.values[:], row.state[:] = before
             row.event_time = max(row.event_time, time)
             changed.append(key)
         self._touch(np.array(changed, np.int64))

@@ -269,6 +269,7 @@ class NativeTable:
             evicted=found.evicted,
             removed=found.removed,
             max_event_time=found.max_event_time,
+            non_finite=found.non_finite,
         )
 
     def close(self) -> None:

@@ -71,6 +71,8 @@ class TableStats:
     """Rows taken out by `remove`, or by a zero assignment to a table that skips zeros."""
     max_event_time: int
     """The newest event time written so far."""
+    non_finite: int = 0
+    """Updates left out because their gradient, or the row they would have made, was NaN or infinite."""
 
 
 class Table(Protocol):
@@ -134,6 +136,9 @@ class Table(Protocol):
         counts: Tensor | None = None,
     ) -> None:
         """Take one optimizer step per id; a new row starts from its initializer.
+
+        A gradient with a NaN, an infinity or a float beyond 1e15 is left out, and so is a step that would
+        make its row so: the row stays as it is, and `stats().non_finite` counts it.
 
         Args:
             ids: int64 of shape (n,).

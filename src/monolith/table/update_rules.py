@@ -35,6 +35,10 @@ from monolith.table.optimizers import (
     RmspropV2,
 )
 
+MAX_GRADIENT = 1e15
+"""Nothing is trained by a gradient with a float beyond this, or with a NaN: squares of the others, and sums
+of many squares, stay finite."""
+
 Floats = NDArray[np.float32]
 State = dict[str, NDArray[Any]]
 

@@ -103,6 +103,9 @@ class TrainConfig:
     """The daily hours, UTC, in which to train; outside of them the run saves and ends."""
     alert: AlertConfig | None = None
     """What to do about a loss that is NaN or explodes; None does not look."""
+    max_skipped_in_a_row: int = 10
+    """How many batches in a row may be skipped because their loss or a gradient is NaN or infinite; one more
+    ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
     """Metrics are reported for every so many examples, or so much event time."""
     operator_files: bool = False
@@ -123,6 +126,10 @@ class TrainConfig:
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")
         if self.insight_every_steps is not None and self.insight_every_steps < 1:
             raise ConfigError(f"train: insight_every_steps must be above 0, got {self.insight_every_steps}")
+        if self.max_skipped_in_a_row < 0:
+            raise ConfigError(
+                f"train: max_skipped_in_a_row must be 0 or more, got {self.max_skipped_in_a_row}"
+            )
         if self.prefetch < 0:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
         if self.deterministic and self.save.secs is not None:

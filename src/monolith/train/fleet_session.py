@@ -53,6 +53,7 @@ class FleetSession(Session):
         self._others: list[State] = []
         self._starts: list[State] = []
         self._first_examples = 0
+        self._first_skipped = 0
         self._halts: dict[int, Position] = {}
         super().__init__(task, config, report=report, clock=clock, metrics=metrics)
         weights = self.model.weights()
@@ -98,6 +99,7 @@ class FleetSession(Session):
             "position": self._position,
             "examples": self.examples - self._first_examples,
             "event_time": self.expiry.now(),
+            "skipped": self.skipped - self._first_skipped,
         }
 
     def meet(self, run: Run) -> None:
@@ -139,6 +141,10 @@ class FleetSession(Session):
     def total_examples(self) -> int:
         return self.examples + sum(int(state["examples"]) for state in self._others)
 
+    @property
+    def total_skipped(self) -> int:
+        return self.skipped + sum(int(state["skipped"]) for state in self._others)
+
     # Saving and restoring, as the chief
 
     def dense_part(self) -> Part:
@@ -165,6 +171,7 @@ class FleetSession(Session):
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
         super()._set_progress(saved)
         self._first_examples = self.examples
+        self._first_skipped = self.skipped
 
     # Inside
 

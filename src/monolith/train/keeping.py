@@ -77,6 +77,8 @@ class Keeper:
         self._positions: dict[int, Position] = {}
         self.save: SaveHook | None = None
         """The hook that saves, once there is one."""
+        self.alert: AlertHook | None = None
+        """The hook that watches the loss, where one was asked for."""
         self._lock = threading.Lock()  # guards what follows
         self._safe: Position | None = None
         self.newest: str | None = None
@@ -92,6 +94,7 @@ class Keeper:
         if self._config.keep.evict:
             self._session.evict()
         self._session.drain()
+        self._session.check_weights()
         moment = self._checkpointer.cut(step)
         self._positions[step] = self._session.position
         return moment
@@ -135,10 +138,14 @@ class Keeper:
                 save.wait()
                 self._roll_back()
 
-            alert = AlertHook(
-                config.alert, rollback=rollback, also_when=save.timer.should_trigger, metrics=metrics
+            self.alert = AlertHook(
+                config.alert,
+                rollback=rollback,
+                also_when=save.timer.should_trigger,
+                skipped=lambda: self._session.skipped,
+                metrics=metrics,
             )
-            hooks.insert(0, alert)
+            hooks.insert(0, self.alert)
         return hooks
 
     def _dense_saver(self) -> Saver:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
 from monolith.data.source import Position
-from monolith.errors import ConfigError, RestoreError
+from monolith.errors import ConfigError, DivergedError, NonFiniteError, RestoreError
 from monolith.feature import Batch
 from monolith.model import (
     DenseOptimizer,
@@ -32,11 +31,13 @@ from monolith.observe import Metrics, Resting
 from monolith.store import LocalStore, MakeStore, Store, default_stores
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
+from monolith.train.every import Every
 from monolith.train.expiring import RowExpiry
 from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
 from monolith.train.metrics import MetricSet, WindowRow
 from monolith.train.positions import split_position
+from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -134,10 +135,14 @@ class Model:
         """Look the rows of a batch up, from any thread."""
         return [collection.prepare(batch) for collection in self.collections]
 
-    def outputs(self, batch: Batch, rows: _Rows) -> Outputs:
-        """Run the model on a batch whose rows were looked up."""
+    def outputs(self, batch: Batch, rows: _Rows, *, otherwise: Callable[[], None] | None = None) -> Outputs:
+        """Run the model on a batch whose rows were looked up.
+
+        Args:
+            otherwise: Called before the model looks rows up itself; see `EmbeddingCollection.hold`.
+        """
         for collection, prepared in zip(self.collections, rows, strict=True):
-            collection.hold(batch, prepared)
+            collection.hold(batch, prepared, otherwise)
         try:
             return self.task.outputs(self.module, batch)
         finally:
@@ -195,9 +200,11 @@ class Session:
         self.data: Stream[Batch] = self._open_data()
         self._position = self.data.position()
         self.expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
-        self._evicted = 0
+        every = config.evict_every_steps
+        self._evictions = None if every is None else Every(every)
         self._lane: Lane[_Read, _Rows] | None = None
         self._interrupted = False
+        self._skipping = Skipping(config.max_skipped_in_a_row)
         self.examples = 0
         """Trained on so far, in all runs."""
         self.restarts_data = False
@@ -211,6 +218,16 @@ class Session:
     def total_examples(self) -> int:
         """Trained on so far, in all runs and by everybody."""
         return self.examples
+
+    @property
+    def skipped(self) -> int:
+        """Batches that were not trained on because of a loss or gradient that is not finite, in all runs."""
+        return self._skipping.batches
+
+    @property
+    def total_skipped(self) -> int:
+        """The same, by everybody."""
+        return self.skipped
 
     def begin(self) -> None:
         """Make ready for a restore. Nothing to do in one process."""
@@ -237,28 +254,59 @@ class Session:
         ]
 
     def take_step(self) -> StepResult | None:
-        """Predict the next batch, then train on it; None at the end of the data."""
+        """Predict the next batch, then train on it; None at the end of the data.
+
+        Batches whose loss or gradient is not finite are passed over.
+
+        Raises:
+            DivergedError: There were too many of them in a row.
+        """
         lane = self._open_lane()
-        found = lane.next()
-        if found is None:
-            lane.drain()
-            return None
-        (batch, position), rows = found
-        outputs = self.model.outputs(batch, rows)
+        outputs: Outputs | None = None
+        while outputs is None:
+            found = lane.next()
+            if found is None:
+                lane.drain()
+                return None
+            (batch, position), rows = found
+            outputs = self._train(batch, rows, lane)
+            self._position = position
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
-        updates = self._updates
-        if updates.multiply_rows_by is None:
-            updates = replace(updates, multiply_rows_by=len(batch))
-        apply_gradients(outputs.loss, self._sparse, self._dense, updates, push=lane.push)
-        self._position = position
         self.examples += len(batch)
         self.expiry.observe(batch.ids)
-        every = self.config.evict_every_steps
-        if every is not None and self.step // every != self._evicted:
-            self._evicted = self.step // every
+        if self._evictions is not None and self._evictions.crossed(self.step):
             self.evict()
         return StepResult(self.step, batch, loss, predictions)
+
+    def _train(self, batch: Batch, rows: _Rows, lane: Lane[_Read, _Rows]) -> Outputs | None:
+        """Train on a batch; None where it was skipped, and everything is as before."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.module.buffers()]
+        # Which updates a lookup in the step would find is a matter of time, unless all are done.
+        settle = lane.drain if self.config.deterministic else None
+        outputs = self.model.outputs(batch, rows, otherwise=settle)
+        try:
+            apply_gradients(outputs.loss, self._sparse, self._dense, self._updates, push=lane.push)
+        except NonFiniteError as cause:
+            for buffer, before in buffers:  # a forward pass changes them: the means of a batch norm
+                buffer.copy_(before)
+            self._skipping.note(cause, self.step, len(batch))
+            return None
+        self._skipping.note_trained()
+        return outputs
+
+    def check_weights(self) -> None:
+        """See that the dense weights are worth saving.
+
+        Raises:
+            DivergedError: One is NaN or infinite.
+        """
+        for name, weight in self.model.weights().items():
+            if not bool(weight.detach().isfinite().all()):
+                raise DivergedError(
+                    f"step {self.step} was not saved: the weight {name!r} is not finite, so the model is "
+                    "spoiled. Go on from the last checkpoint with a lower learning rate, or clip gradients."
+                )
 
     def evict(self) -> None:
         """Drop expired rows, after the updates so far; before a save, do so before `drain`.
@@ -294,7 +342,8 @@ class Session:
     def go_on_from(self, step: int) -> None:
         """Count steps from here: what a restore found."""
         self._sparse.global_step = step
-        self._evicted = step // (self.config.evict_every_steps or 1)
+        if self._evictions is not None:
+            self._evictions.begin(step)
 
     def close(self) -> None:
         self._close_lane()
@@ -351,10 +400,15 @@ class Session:
         self._position = position
 
     def _progress(self) -> dict[str, Any]:
-        return {"examples": self.total_examples, "event_times": self.expiry.state()}
+        return {
+            "examples": self.total_examples,
+            "skipped": self.total_skipped,
+            "event_times": self.expiry.state(),
+        }
 
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
         self.examples = int(saved["examples"])
+        self._skipping.batches = int(saved.get("skipped", 0))
         self.expiry.restore(saved.get("event_times", []))
 
 
@@ -379,10 +433,12 @@ class HeadMetrics:
         self._report = report
         self._set: MetricSet | None = None
         self._saved: Mapping[str, Any] | None = None
+        self.left_out = 0
+        """Batches that are not measured, because a prediction is not finite."""
 
     def update(self, predictions: Mapping[str, Tensor], batch: Batch) -> None:
-        """Take in a batch as it was predicted; labels that are not predicted are passed over, and so is a
-        batch with a prediction that is NaN."""
+        """Take in a batch as it was predicted; labels that are not predicted are passed over. A batch with a
+        prediction that is not finite is left out, said and counted."""
         heads = [head for head in predictions if head in batch.labels]
         if self._set is None and heads:
             wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
@@ -394,8 +450,16 @@ class HeadMetrics:
                     _log.warning("metrics begin anew: %s", cause)
                     self._set.reset()
                 self._saved = None
-        if self._set is None or not all(bool(predictions[head].isfinite().all()) for head in heads):
-            return  # a loss that diverged is found by whoever watches it
+        if self._set is None:
+            return
+        if bad := [head for head in heads if not bool(predictions[head].isfinite().all())]:
+            self.left_out += 1
+            if self.left_out == 1:
+                _log.warning(
+                    "metrics leave out a batch: predictions of %s are NaN or infinite. More are only counted",
+                    ", ".join(bad),
+                )
+            return
         self._set.update(
             {head: predictions[head] for head in heads},
             {head: batch.labels[head] for head in heads},

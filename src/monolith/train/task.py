@@ -44,8 +44,8 @@ class Outputs:
     """What a model says of a batch."""
 
     loss: Tensor
-    """A scalar, to be made small: the mean over the examples. Rows are trained by the sum; see
-    `UpdateConfig.multiply_rows_by`. Of a batch without labels whatever."""
+    """A scalar, to be made small: the mean over the examples. Rows are trained by its gradient times the size
+    of the batch, as in any loop with an `EmbeddingOptimizer`. Of a batch without labels whatever."""
     predictions: Mapping[str, Tensor]
     """By head, of shape (examples,): probabilities, or values of a regression."""
 

@@ -12,6 +12,7 @@ record it had not trained on. Evaluating and predicting read checkpoints and wri
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import random
 import threading
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint import Checkpointer, CustomRestore, ModelDirLock, Restored, Saver, start_from
-from monolith.errors import ConfigError, RestoreError
+from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
@@ -48,6 +49,7 @@ from monolith.train.hooks.barrier import Barrier
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics import WindowRow
+from monolith.train.own_random import OwnRandom
 from monolith.train.session import HeadMetrics, Model, Session
 from monolith.train.task import Mode, Outputs, Task
 
@@ -66,6 +68,8 @@ class TrainReport:
     """Taken in this run."""
     examples: int
     """Trained on in this run."""
+    skipped: int = 0
+    """Batches of this run that were not trained on, because their loss or a gradient is not finite."""
     seconds: float
     stop_reason: str
     finished: bool
@@ -209,28 +213,37 @@ class Trainer:
             keeper = Keeper(session, config, self._clock) if model_dir else None
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
-            first, first_step = session.examples, session.step
+            first, first_step, first_skipped = session.examples, session.step, session.skipped
             if self._stop_asked is not None:
                 run.interrupt(self._stop_asked)
             restored: list[Restored] = []
 
             def create() -> None:
-                nonlocal first, first_step
+                nonlocal first, first_step, first_skipped
                 session.begin()
                 if keeper is not None and (found := keeper.restore()) is not None:
                     restored.append(found)
                 if (reason := session.ready()) is not None:
                     run.request_stop(reason)
-                first, first_step = session.examples, session.step
+                first, first_step, first_skipped = session.examples, session.step, session.skipped
                 if model_dir:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
+
+            def step() -> StepResult | None:
+                try:
+                    return session.take_step()
+                except DivergedError as error:
+                    if keeper is None or keeper.alert is None:
+                        raise
+                    keeper.alert.go_on_after(error, run)
+                    return session.take_step()
 
             chief = fleet is None or fleet.is_chief
             drive(
                 run,
                 [*own, *given, *self.task.hooks(Mode.TRAIN), *self._last_hooks(run)],
-                step=session.take_step,
+                step=step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if chief else (),
             )
@@ -238,6 +251,7 @@ class Trainer:
                 step=session.step,
                 steps=session.step - first_step,
                 examples=session.total_examples - first,
+                skipped=session.total_skipped - first_skipped,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
                 finished=not run.interrupted and (fleet is None or fleet.finished),
@@ -257,6 +271,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
 
+        Batches with a prediction that is NaN or infinite are not in the metrics; where there were some,
+        "left_out" says how many. Torch's random numbers are the caller's again afterwards.
+
         Args:
             steps: Batches to look at; by default all there are.
             checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
@@ -275,7 +292,8 @@ class Trainer:
                 advance(len(batch))
         if not examples:
             raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
-        return {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
+        found = {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
+        return found | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
 
     def predict(
         self, *, steps: int | None = None, checkpoint: str | None = None
@@ -316,7 +334,9 @@ class Trainer:
             raise RestoreError(
                 f"there is no checkpoint in {config.model_dir}; train first, or check the path"
             )
-        model = Model(self.task, mode, seed=config.seed)
+        own = OwnRandom(config.seed)
+        with own.drawn():
+            model = Model(self.task, mode, seed=config.seed)
         with contextlib.closing(model):
             custom = CustomRestore(alias_map=config.restore.alias_map, auto_alias=config.restore.auto_alias)
             options = replace(
@@ -324,12 +344,15 @@ class Trainer:
             )
             restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            data = self.task.dataset(mode)
+            with own.drawn():
+                data = self.task.dataset(mode)
             with contextlib.closing(data):
-                for number, batch in enumerate(data):
-                    if steps is not None and number >= steps:
-                        return
-                    with torch.no_grad():
+                batches = iter(data)
+                for _ in itertools.count() if steps is None else range(steps):
+                    with own.drawn(), torch.no_grad():
+                        batch = next(batches, None)
+                        if batch is None:
+                            return
                         outputs = model.outputs(batch, model.prepare(batch))
                     yield batch, outputs
 

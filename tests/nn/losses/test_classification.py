@@ -26,11 +26,14 @@ def loss_of(*arguments: Tensor, **options: object) -> float:
 # Sigmoid
 
 
-def test_the_loss_is_summed_cross_entropy_and_the_prediction_a_probability() -> None:
+def test_the_loss_is_the_mean_cross_entropy_and_the_prediction_a_probability() -> None:
     loss, pred = sigmoid_loss_and_pred(LOGITS, LABEL)
     assert loss is not None
     expected = sum(cross_entropy(x, y) for x, y in zip(LOGITS.tolist(), LABEL.tolist(), strict=True))
-    assert loss.item() == pytest.approx(expected)
+    assert loss.item() == pytest.approx(expected / 3)
+    assert loss_of(LOGITS, LABEL, reduction="sum") == pytest.approx(expected)
+    with pytest.raises(LayerArgumentError, match="reduction"):
+        loss_of(LOGITS, LABEL, reduction="most")
     torch.testing.assert_close(pred, torch.sigmoid(LOGITS))
 
 
@@ -50,7 +53,7 @@ def test_the_loss_sees_corrected_logits_and_the_prediction_does_not() -> None:
 def test_rows_have_weights_and_may_be_masked() -> None:
     weight, mask = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([True, True, False])
     expected = cross_entropy(2.0, 1.0) + 3 * cross_entropy(-1.0, 0.0)
-    assert loss_of(LOGITS, LABEL, instance_weight=weight, mask=mask) == pytest.approx(expected)
+    assert loss_of(LOGITS, LABEL, instance_weight=weight, mask=mask) == pytest.approx(expected / 3)
 
 
 def test_a_masked_row_may_hold_anything() -> None:
@@ -58,7 +61,7 @@ def test_a_masked_row_may_hold_anything() -> None:
     loss, _ = sigmoid_loss_and_pred(logits, torch.tensor([1.0, math.nan]), mask=torch.tensor([True, False]))
     assert loss is not None
     loss.backward()
-    assert loss.item() == pytest.approx(cross_entropy(2.0, 1.0))
+    assert loss.item() == pytest.approx(cross_entropy(2.0, 1.0) / 2)  # it counts as an example
     assert logits.grad is not None
     assert logits.grad[1].item() == 0.0
 

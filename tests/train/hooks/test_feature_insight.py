@@ -82,8 +82,9 @@ def test_empty_segments_and_lengths_that_differ_are_refused(inputs: Tensor, weig
 class Training:
     """A run of a few steps of one layer, whose batches are all alike."""
 
-    def __init__(self, model_dir: str, layer: Dense, steps: int) -> None:
+    def __init__(self, model_dir: str, layer: Dense, steps: int, by: int = 1) -> None:
         self.step = 0
+        self.by = by
         self.model_dir = model_dir
         self.stop_reason: str | None = None
         self.layer = layer
@@ -99,7 +100,7 @@ class Training:
     def take_step(self) -> StepResult | None:
         if self.step == self.steps:
             return None
-        self.step += 1
+        self.step += self.by
         return StepResult(self.step, self.batch, self.layer(self.inputs).sum().detach())
 
     def drive(self, *hooks: Hook) -> None:
@@ -159,3 +160,9 @@ def test_a_run_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pyte
     layer = Dense(3, 2)
     Training("", layer, 2).drive(FeatureInsightHook(layer, {"a": 3}, every_steps=1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_jump_are_written_too(tmp_path: Path) -> None:
+    layer = Dense(3, 2)
+    Training(str(tmp_path), layer, 24, by=3).drive(FeatureInsightHook(layer, {"a": 3}, every_steps=5))
+    assert [one.step for one in written(tmp_path)] == [9, 12, 18, 24]  # the first after each multiple

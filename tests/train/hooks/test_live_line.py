@@ -33,11 +33,17 @@ class Shown:
         self.clock = FakeClock(1_000_000.0)
         self.seconds = seconds
         self.seen: list[Standing] = []
-        tables = {"user": stats(3, filtered=5), "item": stats(4, refused=1, evicted=2)}
+        tables = {"user": stats(3, filtered=5, non_finite=6), "item": stats(4, refused=1, evicted=2)}
         self.hook = LiveLineHook(
             self.seen.append,
             every=timedelta(seconds=every),
-            **{"stats": lambda: tables, "clock": self.clock, "timer": self.timer, **options},
+            **{
+                "stats": lambda: tables,
+                "skipped": lambda: 3,
+                "clock": self.clock,
+                "timer": self.timer,
+                **options,
+            },
         )
 
     def run(self, steps: int, *, first_step: int = 0, **how: Any) -> list[Standing]:
@@ -100,6 +106,7 @@ def test_speed_is_that_of_the_last_seconds() -> None:
 def test_tables_are_summed_up() -> None:
     (one,) = Shown().run(1)
     assert (one.rows, one.bytes, one.filtered, one.refused, one.evicted) == (7, 700, 5, 1, 2)
+    assert (one.skipped, one.non_finite) == (3, 6)
 
 
 @pytest.mark.parametrize(("event_time", "lag"), [(999_990, 10.0), (0, None), (1_000_005, 0.0)])
@@ -145,6 +152,11 @@ def test_what_says_nothing_is_left_out() -> None:
     }
     bare = standing(metrics={}, lag_seconds=None, filtered=0, evicted=0, seconds_left=None)
     assert list(describe_standing(bare)) == ["speed", "loss", "rows", "memory"]
+
+
+def test_what_was_not_finite_is_shown() -> None:
+    facts = describe_standing(standing(skipped=4, non_finite=1200))
+    assert (facts["skipped batches"], facts["rows with bad gradients"]) == ("4", "1,200")
 
 
 def test_data_of_long_ago_is_days_behind() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from train.runs import FakeRun
 
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds
@@ -187,3 +188,17 @@ def test_finishing_twice_or_before_the_start_returns() -> None:
     messages.finish()
     messages.finish()
     assert not any(thread.name == "sink" for thread in threading.enumerate())
+
+
+def test_a_scalar_is_stored_though_steps_jump(client: MetricClient) -> None:
+    asked: list[int] = []
+
+    def note(result: StepResult) -> torch.Tensor:
+        asked.append(result.step)
+        return torch.tensor(1.0)
+
+    hook = CustomMetricHook(client, {"x": note}, every_steps=10)
+    hook.after_create(FakeRun())
+    for step in (3, 8, 12, 19, 31, 33):
+        hook.after_step(FakeRun(step=step), result(step))
+    assert asked == [12, 31]

@@ -84,3 +84,28 @@ def test_a_run_without_a_folder_is_left_alone(timer, kind):
 def test_an_interval_of_nothing_is_refused(timer, kind):
     with pytest.raises(ConfigError, match="step_interval"):
         kind(timer, step_interval=0)
+
+
+def by_three(run: FakeRun) -> None:
+    """What a chief sees whose fleet has three workers."""
+    run.step += 2
+
+
+def test_files_of_steps_that_were_jumped_over_are_obeyed(timer, tmp_path):
+    (tmp_path / "stop_100").touch()
+    run = train([ForceDumpHook(timer, clock=at(12))], 200, run=FakeRun(tmp_path), on_step=by_three)
+    assert (run.step, run.stop_reason) == (102, "there is a file stop_100")
+    assert timer.should_trigger(102)
+
+
+def test_a_dump_file_that_was_jumped_over_is_obeyed(timer, tmp_path):
+    (tmp_path / "dump_100").touch()
+    due = []
+    hooks = [ForceDumpHook(timer, window=None), At(102, lambda: due.append(timer.should_trigger(102)))]
+    train(hooks, 50, run=FakeRun(tmp_path), on_step=by_three)
+    assert due == [True]
+
+
+def test_the_online_file_is_looked_for_though_steps_jump(timer, tmp_path):
+    train([OnlineFileHook(timer)], 40, run=FakeRun(tmp_path), on_step=by_three)
+    assert not timer.enabled

@@ -51,3 +51,14 @@ def test_a_run_without_a_folder_has_no_limit(timer):
 def test_an_interval_of_nothing_is_refused(timer):
     with pytest.raises(ConfigError, match="step_interval"):
         RequestTimeHook(timer, step_interval=0)
+
+
+def test_it_looks_though_steps_jump(timer, tmp_path):
+    (tmp_path / "limit_req_time").write_text("1007")
+
+    def by_three(run: FakeRun) -> None:
+        run.step += 2
+
+    hook = RequestTimeHook(timer, step_interval=10)
+    run = train([hook], 20, run=FakeRun(tmp_path), on_step=by_three, event_times=lambda step: 1000 + step)
+    assert run.step == 12

@@ -24,8 +24,9 @@ from monolith.train.metrics import MetricSet
 class Training:
     """A run whose losses are given, on batches of two examples."""
 
-    def __init__(self, model_dir: str, losses: list[float], step: int = 0) -> None:
+    def __init__(self, model_dir: str, losses: list[float], step: int = 0, by: int = 1) -> None:
         self.step = step
+        self.by = by
         self.model_dir = model_dir
         self.stop_reason: str | None = None
         self._losses = iter(losses)
@@ -41,7 +42,7 @@ class Training:
         loss = next(self._losses, None)
         if loss is None:
             return None
-        self.step += 1
+        self.step += self.by
         predictions = {"click": torch.tensor([0.1, 0.9])}
         return StepResult(self.step, self.batch, torch.tensor(loss), predictions)
 
@@ -126,3 +127,8 @@ def test_what_was_written_before_a_crash_is_there(tmp_path: Path) -> None:
 def test_every_steps_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         SummaryHook(every_steps=0)
+
+
+def test_a_step_that_jumps_over_a_multiple_is_written(tmp_path: Path) -> None:
+    Training(str(tmp_path), [1.0] * 8, by=3).drive(SummaryHook(every_steps=10))
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == [12, 21, 24]

@@ -91,8 +91,8 @@ def measure(plan: Plan, report: Report) -> None:
     ours = OurTrainer(*shape, plan.threads)
     trainers: dict[str, Trainer] = {
         "monolith": ours,
-        "nn.EmbeddingBag": TorchTrainer(*shape),
-        "one nn.EmbeddingBag for all": FusedTorchTrainer(*shape),
+        "nn.EmbeddingBag": TorchTrainer(*shape, plan.batch),
+        "one nn.EmbeddingBag for all": FusedTorchTrainer(*shape, plan.batch),
     }
     missing = why_no_fbgemm()
     if missing is None:

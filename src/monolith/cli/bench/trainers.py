@@ -61,12 +61,12 @@ class OurTrainer:
 class TorchTrainer:
     """Two `nn.EmbeddingBag(sparse=True)` for each feature, vectors and biases, with torch's Adagrad."""
 
-    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], examples: int) -> None:
         self._unchecked: Any = torch.sparse.check_sparse_tensor_invariants  # off, said aloud: else it warns
         self._vectors = nn.ModuleList(bag(rows, dim) for _ in range(features))
         self._biases = nn.ModuleList(bag(rows, 1) for _ in range(features))
         self._half = DeepFMDense(features, dim, 0, hidden)
-        self._sparse = adagrad_of(nn.ModuleList([self._vectors, self._biases]))
+        self._sparse = adagrad_of(nn.ModuleList([self._vectors, self._biases]), examples)
         self._dense = dense_adagrad(self._half)
 
     def step(self, positions: Tensor, labels: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ class TorchTrainer:
 class FusedTorchTrainer:
     """One `nn.EmbeddingBag` for all features, vector and bias in one row: what an expert makes of torch."""
 
-    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int]) -> None:
+    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], examples: int) -> None:
         self._unchecked: Any = torch.sparse.check_sparse_tensor_invariants
         self._rows = bag(features * rows, dim + 1)
         self._first = torch.arange(features) * rows
         self._half = DeepFMDense(features, dim, 0, hidden)
-        self._sparse = adagrad_of(self._rows)
+        self._sparse = adagrad_of(self._rows, examples)
         self._dense = dense_adagrad(self._half)
 
     def step(self, positions: Tensor, labels: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class FbgemmTrainer:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    return binary_cross_entropy_with_logits(logits, labels)
 
 
 def bag(rows: int, dim: int) -> nn.EmbeddingBag:
@@ -155,5 +155,13 @@ def dense_adagrad(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def adagrad_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, initial_accumulator_value=ACCUMULATOR)
+def adagrad_of(module: nn.Module, examples: int) -> torch.optim.Optimizer:
+    """Return an Adagrad of rows that trains by gradients of the mean as ours does by those of the sum.
+
+    Gradients that are so many times smaller, on accumulators that begin with the square of that, take the
+    same steps.
+    """
+    accumulator = ACCUMULATOR / examples**2
+    return torch.optim.Adagrad(
+        module.parameters(), lr=LEARNING_RATE, initial_accumulator_value=accumulator, eps=1e-10 / examples
+    )

@@ -12,6 +12,7 @@ from torch.nn import functional
 from monolith.errors import LayerArgumentError
 from monolith.nn.layers.arguments import check_shape
 from monolith.nn.layers.logit_correction import correct_logits
+from monolith.nn.losses.reduction import Reduction, reduced
 
 
 class LossAndPred(NamedTuple):
@@ -32,6 +33,7 @@ def sigmoid_loss_and_pred(
     mask: Tensor | None = None,
     logit_clip_threshold: float | None = None,
     predict_before_correction: bool = True,
+    reduction: Reduction = "mean",
 ) -> LossAndPred:
     """Binary cross entropy on corrected logits, and the probability of a click.
 
@@ -47,9 +49,11 @@ def sigmoid_loss_and_pred(
             this to one minus this; above 0 and below 0.5.
         predict_before_correction: Predict from the logits as they are, for rows as they come
             when serving; otherwise from the corrected ones.
+        reduction: "mean" divides by all rows of the batch, masked ones too, so that a row of weight 1
+            counts the same in every batch. "sum" is what the original does.
 
     Returns:
-        The loss, summed over rows (scalar), and the predictions, float of shape (batch,).
+        The loss, a scalar, and the predictions, float of shape (batch,).
     """
     head = "sigmoid_loss_and_pred"
     logits = _per_row(head, "logits", logits, logits.numel())
@@ -74,7 +78,7 @@ def sigmoid_loss_and_pred(
         corrected, label = corrected[keep], label[keep]
         weight = None if weight is None else weight[keep]
     loss = functional.binary_cross_entropy_with_logits(corrected, label, weight, reduction="sum")
-    return LossAndPred(loss, pred)
+    return LossAndPred(reduced(head, loss, rows, reduction), pred)
 
 
 def softmax_loss_and_pred(logits: Tensor, label: Tensor | None) -> LossAndPred:

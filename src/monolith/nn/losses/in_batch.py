@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from monolith.errors import LayerArgumentError
 from monolith.nn.layers.arguments import check_shape
+from monolith.nn.losses.reduction import Reduction, reduced
 
 NO_LABEL = -10000.0
 """Rows with this label or less take no part in `inbatch_auc_loss`."""
@@ -28,6 +29,7 @@ def batch_softmax_loss(
     *,
     normalize: bool = True,
     temperature: float = 1.0,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """Softmax loss of two-tower retrieval: each query should pick its own item from the batch.
 
@@ -43,7 +45,8 @@ def batch_softmax_loss(
         normalize: Scale the rows of query and item to length 1 first.
 
     Returns:
-        Scalar `-sum_i r_i log softmax(S_i)_i` with `S_ij = q_i . k_j / temperature + log(interval_j)`.
+        Scalar: `-sum_i r_i log softmax(S_i)_i` with `S_ij = q_i . k_j / temperature + log(interval_j)`,
+        divided by the rows unless `reduction` is "sum".
 
     Raises:
         LayerArgumentError: The temperature is not above 0, or shapes do not fit.
@@ -60,16 +63,21 @@ def batch_softmax_loss(
     log_interval = item_step_interval.to(query.dtype).clamp(min=1).log()
     scores = torch.addmm(log_interval, query, item.t(), alpha=1 / temperature)
     own = torch.arange(batch, device=scores.device)
-    return (r * functional.cross_entropy(scores, own, reduction="none")).sum()
+    total = (r * functional.cross_entropy(scores, own, reduction="none")).sum()
+    return reduced("batch_softmax_loss", total, batch, reduction)
 
 
 def _unit_rows(rows: Tensor) -> Tensor:
     return rows * rows.square().sum(1, keepdim=True).clamp(min=_NORM_FLOOR).rsqrt()
 
 
-def inbatch_auc_loss(label: Tensor, logit: Tensor, neg_weight: float = 1.0) -> Tensor:
-    """Return minus `inbatch_auc_log_likelihood`: a loss, to be minimised."""
-    return -inbatch_auc_log_likelihood(label, logit, neg_weight)
+def inbatch_auc_loss(
+    label: Tensor, logit: Tensor, neg_weight: float = 1.0, *, reduction: Reduction = "mean"
+) -> Tensor:
+    """Return minus `inbatch_auc_log_likelihood`, by default for each pair: a loss, to be minimised."""
+    total = -inbatch_auc_log_likelihood(label, logit, neg_weight)
+    positives, negatives = (int(some.sum()) for some in _classes(label))
+    return reduced("inbatch_auc_loss", total, positives * negatives, reduction)
 
 
 def inbatch_auc_log_likelihood(label: Tensor, logit: Tensor, neg_weight: float = 1.0) -> Tensor:
@@ -100,12 +108,17 @@ def inbatch_auc_log_likelihood(label: Tensor, logit: Tensor, neg_weight: float =
     return value
 
 
+def _classes(label: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows are positives, and which are negatives."""
+    return label > 0, (label > NO_LABEL) & (label <= 0)
+
+
 class _InBatchAuc(torch.autograd.Function):
     """Computes the gradient beside the value, since both need all pairs and it is only (batch,) large."""
 
     @staticmethod
     def forward(ctx: Any, label: Tensor, logit: Tensor, neg_weight: float) -> Tensor:
-        positive, negative = label > 0, (label > NO_LABEL) & (label <= 0)
+        positive, negative = _classes(label)
         above, below = logit[positive], logit[negative]
         wants_gradient = ctx.needs_input_grad[1]
         value = logit.new_zeros(())

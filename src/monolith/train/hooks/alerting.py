@@ -61,6 +61,8 @@ class AlertHook(Hook):
         rollback: Restores the last good checkpoint; needed for the action "rollback".
         also_when: Says at which other steps to look: the `should_trigger` of a save hook's timer, so that
             no save comes between a divergence and its discovery.
+        skipped: How many batches were not trained on because their loss or gradient is not finite. They are
+            no steps, and one since the last look is enough.
         metrics: Counts `training_diverged`.
     """
 
@@ -70,6 +72,7 @@ class AlertHook(Hook):
         *,
         rollback: Callable[[], object] | None = None,
         also_when: Callable[[int], bool] = lambda step: False,  # noqa: ARG005
+        skipped: Callable[[], int] = lambda: 0,
         metrics: Metrics | None = None,
     ) -> None:
         self._config = config or AlertConfig()
@@ -77,6 +80,8 @@ class AlertHook(Hook):
             raise ConfigError("alert: the action 'rollback' needs a function that restores a checkpoint")
         self._rollback = rollback
         self._also_when = also_when
+        self._skipped = skipped
+        self._known_skipped = 0
         metrics = metrics if metrics is not None else Metrics()
         self._count = metrics.counter("training_diverged", "Looks that found a loss diverged")
         self._sum: Tensor | None = None
@@ -84,6 +89,9 @@ class AlertHook(Hook):
         self._mean: float | None = None
         self._checks = 0
         self._rollbacks = 0
+
+    def after_create(self, run: Run) -> None:  # noqa: ARG002
+        self._known_skipped = self._skipped()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         loss = result.loss.detach().abs().float()
@@ -94,6 +102,13 @@ class AlertHook(Hook):
 
     def end(self, run: Run) -> None:
         self._look(run)
+
+    def go_on_after(self, error: DivergedError, run: Run) -> None:
+        """Roll back where that is the action: no step could be taken any more. Otherwise raise the error."""
+        if self._config.action != "rollback":
+            raise error
+        self._sum, self._steps = None, 0
+        self._act(run, str(error.__cause__ or error))
 
     def _look(self, run: Run) -> None:
         if self._sum is None:
@@ -106,6 +121,9 @@ class AlertHook(Hook):
             self._mean = mean if self._mean is None else decay * self._mean + (1 - decay) * mean
             self._checks += 1
             return
+        self._act(run, trouble)
+
+    def _act(self, run: Run, trouble: str) -> None:
         self._count.inc()
         message = f"training diverged by step {run.step}: {trouble}"
         if self._config.action == "warn":
@@ -125,8 +143,12 @@ class AlertHook(Hook):
             _log.warning("%s; rollback %d of %d", message, self._rollbacks, self._config.max_rollbacks)
             assert self._rollback is not None  # the constructor saw to it
             self._rollback()
+            self._known_skipped = self._skipped()
 
     def _trouble(self, mean: float) -> str | None:
+        skipped, self._known_skipped = self._skipped() - self._known_skipped, self._skipped()
+        if skipped > 0:
+            return f"{skipped} batches were skipped, whose loss or gradient is not finite"
         if not math.isfinite(mean):
             return f"the loss of the last {self._steps} steps is {mean}"
         limit = self._config.explosion

@@ -17,6 +17,7 @@ from monolith.filesystem import join
 from monolith.nn import Dense, feature_insight, watch_segments
 from monolith.observe.summaries import Groups, TensorSummary, insight_data
 from monolith.observe.summary_files import SummaryWriter
+from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
 
 FOLDER = "summaries/insight"
@@ -81,14 +82,12 @@ class FeatureInsightHook(Hook):
         group_info: Groups | None = None,
         name: str | None = None,
     ) -> None:
-        if every_steps < 1 or max_rows < 1:
-            raise ConfigError(
-                f"feature insight: every_steps and max_rows must be at least 1, got {every_steps}, {max_rows}"
-            )
+        if max_rows < 1:
+            raise ConfigError(f"feature insight: max_rows must be at least 1, got {max_rows}")
         self._layer = layer
         self._segments = dict(segments)
         self._label = label
-        self._every = every_steps
+        self._every = Every(every_steps, "feature insight: every_steps")
         self._most = max_rows
         self._groups = group_info
         self._name = name
@@ -100,9 +99,10 @@ class FeatureInsightHook(Hook):
         if run.model_dir and self._writer is None:
             self._writer = SummaryWriter(join(run.model_dir, FOLDER))
             self._writer.start(run.step)
+        self._every.begin(run.step)
 
     def before_step(self, run: Run) -> None:
-        if self._writer is not None and (run.step + 1) % self._every == 0:
+        if self._writer is not None and self._every.crossed(run.step + 1):
             self._watch = watch_segments(
                 self._layer, list(self._segments.values()), self._keep, aggregate=self._label is None
             )

@@ -53,6 +53,10 @@ class Standing:
     """Ids that were turned away because a table is full."""
     evicted: int
     """Rows that expired."""
+    skipped: int = 0
+    """Batches that were not trained on because their loss or a gradient is not finite."""
+    non_finite: int = 0
+    """Updates of single rows that a table left out, because they are not finite."""
 
 
 class LiveLineHook(Hook):
@@ -62,6 +66,7 @@ class LiveLineHook(Hook):
         show: Called on the training thread, which waits for it.
         stats: What the tables hold, by name.
         metrics: Their values over the last window, as "head/metric".
+        skipped: How many batches were not trained on.
         steps: How many steps this run is to take.
         max_steps: At which step it ends; the nearer of the two counts.
         clock: Unix seconds, for the lag.
@@ -75,6 +80,7 @@ class LiveLineHook(Hook):
         every: timedelta,
         stats: Callable[[], Mapping[str, TableStats]],
         metrics: Callable[[], Mapping[str, float]] = dict,
+        skipped: Callable[[], int] = lambda: 0,
         steps: int | None = None,
         max_steps: int | None = None,
         clock: Callable[[], float] = time.time,
@@ -84,6 +90,7 @@ class LiveLineHook(Hook):
         self._every = every.total_seconds()
         self._stats = stats
         self._metrics = metrics
+        self._skipped = skipped
         self._steps = steps
         self._max_steps = max_steps
         self._clock = clock
@@ -134,6 +141,8 @@ class LiveLineHook(Hook):
                 filtered=sum(table.filtered for table in stats),
                 refused=sum(table.refused for table in stats),
                 evicted=sum(table.evicted for table in stats),
+                skipped=self._skipped(),
+                non_finite=sum(table.non_finite for table in stats),
             )
         )
         self._spoke = True
@@ -178,7 +187,13 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     if standing.lag_seconds is not None:
         days = standing.lag_seconds / 86_400
         facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
-    counts = {"not admitted": standing.filtered, "refused": standing.refused, "evicted": standing.evicted}
+    counts = {
+        "skipped batches": standing.skipped,
+        "rows with bad gradients": standing.non_finite,
+        "not admitted": standing.filtered,
+        "refused": standing.refused,
+        "evicted": standing.evicted,
+    }
     facts |= {name: f"{count:,}" for name, count in counts.items() if count}
     if standing.seconds_left is not None:
         facts["left"] = describe_seconds(standing.seconds_left)
@@ -194,6 +209,7 @@ def log_standing(standing: Standing) -> None:
         for name in ("step", "examples", "examples_per_s", "loss", "rows", "bytes", "filtered", "refused")
     }
     numbers |= {"evicted": standing.evicted, "lag_seconds": standing.lag_seconds}
+    numbers |= {"skipped": standing.skipped, "non_finite": standing.non_finite}
     if math.isnan(standing.loss):
         numbers["loss"] = None  # JSON has no NaN
     _log.info("step %s: %s", done, facts, extra={**numbers, "metrics": dict(standing.metrics)})
@@ -211,6 +227,12 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
         "filtered": metrics.gauge("train_filtered", "Sightings of ids that were not admitted"),
         "refused": metrics.gauge("train_refused", "Ids turned away because a table is full"),
         "evicted": metrics.gauge("train_evicted", "Rows that expired"),
+        "skipped": metrics.gauge(
+            "train_skipped_batches", "Batches not trained on: their loss or a gradient is not finite"
+        ),
+        "non_finite": metrics.gauge(
+            "train_non_finite_updates", "Updates of single rows left out because they are not finite"
+        ),
     }
     lag = metrics.gauge("train_event_time_lag_seconds", "How far training is behind the clock")
     quality = metrics.gauge("train_metric", "Over the last window", ["metric"])

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from monolith.errors import ConfigError
 from monolith.observe import Metrics
+from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
 
 _log = logging.getLogger(__name__)
@@ -139,15 +140,16 @@ class CustomMetricHook(Hook):
     ) -> None:
         if not scalars:
             raise ConfigError("custom metrics: give at least one scalar to store")
-        if every_steps < 1:
-            raise ConfigError(f"custom metrics: every_steps must be at least 1, got {every_steps}")
         self._client = client
         self._scalars = dict(scalars)
-        self._every = every_steps
+        self._every = Every(every_steps, "custom metrics: every_steps")
         self._tags = tags
 
+    def after_create(self, run: Run) -> None:
+        self._every.begin(run.step)
+
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        if result.step % self._every:
+        if not self._every.crossed(result.step):
             return
         for name, read in self._scalars.items():
             scalar = read(result)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from monolith import filesystem
-from monolith.errors import ConfigError
+from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.tide import TideWindow
 from monolith.train.hooks.timer import SaveTimer
@@ -25,7 +25,7 @@ class ForceDumpHook(Hook):
 
     Args:
         timer: Of the save hook. Enabled inside the window and disabled outside of it.
-        step_interval: Looks at steps divisible by this.
+        step_interval: Looks for files of steps divisible by this, when they are reached or passed.
         window: None leaves the timer enabled or disabled as it is.
         clock: Unix seconds.
     """
@@ -38,42 +38,48 @@ class ForceDumpHook(Hook):
         window: TideWindow | None = NIGHTLY,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        _check_interval(step_interval)
         self._timer = timer
-        self._step_interval = step_interval
+        self._every = Every(step_interval, "operator files: step_interval")
         self._window = window
         self._clock = clock
 
+    def after_create(self, run: Run) -> None:
+        self._every.begin(run.step)
+
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        if not run.model_dir or run.step % self._step_interval:
+        reached = self._every.multiples(run.step)
+        if not run.model_dir or not reached:
             return
         if self._window is not None:
             self._timer.enabled = self._window.contains(self._clock())
-        stop = filesystem.exists(filesystem.join(run.model_dir, f"stop_{run.step}"))
-        if stop or filesystem.exists(filesystem.join(run.model_dir, f"dump_{run.step}")):
+        stop = _found(run, "stop", reached)
+        if stop is not None or _found(run, "dump", reached) is not None:
             self._timer.enabled = True
             self._timer.reset()
-        if stop:
-            run.request_stop(f"there is a file stop_{run.step}")
+        if stop is not None:
+            run.request_stop(f"there is a file stop_{stop}")
 
 
 class OnlineFileHook(Hook):
     """Enables a timer while the file `ONLINE` exists, and disables it otherwise. Before its save hook.
 
     Args:
-        step_interval: Looks at steps divisible by this.
+        step_interval: Looks whenever a step divisible by this was reached or passed.
     """
 
     def __init__(self, timer: SaveTimer, *, step_interval: int = 100) -> None:
-        _check_interval(step_interval)
         self._timer = timer
-        self._step_interval = step_interval
+        self._every = Every(step_interval, "operator files: step_interval")
+
+    def after_create(self, run: Run) -> None:
+        self._every.begin(run.step)
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        if run.model_dir and run.step % self._step_interval == 0:
+        if self._every.crossed(run.step) and run.model_dir:
             self._timer.enabled = filesystem.exists(filesystem.join(run.model_dir, "ONLINE"))
 
 
-def _check_interval(step_interval: int) -> None:
-    if step_interval < 1:
-        raise ConfigError(f"operator files: step_interval must be at least 1, got {step_interval}")
+def _found(run: Run, word: str, steps: range) -> int | None:
+    """Return the first of these steps for which there is a file."""
+    paths = {step: filesystem.join(run.model_dir, f"{word}_{step}") for step in steps}
+    return next((step for step, path in paths.items() if filesystem.exists(path)), None)

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 
 from monolith import filesystem
-from monolith.errors import ConfigError, FileMissingError
+from monolith.errors import FileMissingError
+from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.timer import SaveTimer
 
@@ -29,7 +30,7 @@ class RequestTimeHook(Hook):
 
     Args:
         timer: Of the save hook; made due, so that the state of this very step is saved.
-        step_interval: Looks for the file, and at the data, at steps divisible by this.
+        step_interval: Looks for the file, and at the data, when a multiple of this is reached or passed.
     """
 
     def __init__(
@@ -39,14 +40,15 @@ class RequestTimeHook(Hook):
         step_interval: int = 1000,
         request_time: Callable[[StepResult], int] = newest_example,
     ) -> None:
-        if step_interval < 1:
-            raise ConfigError(f"request time: step_interval must be at least 1, got {step_interval}")
         self._timer = timer
-        self._step_interval = step_interval
+        self._every = Every(step_interval, "request time: step_interval")
         self._request_time = request_time
 
+    def after_create(self, run: Run) -> None:
+        self._every.begin(run.step)
+
     def after_step(self, run: Run, result: StepResult) -> None:
-        if not run.model_dir or run.step % self._step_interval:
+        if not self._every.crossed(run.step) or not run.model_dir:
             return
         limit = read_limit(run.model_dir)
         if limit <= 0:

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from monolith.errors import ConfigError
 from monolith.filesystem import join
 from monolith.observe.summary_files import SummaryWriter
 from monolith.table import TableStats
+from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
 
 FOLDER = "summaries"
@@ -51,9 +51,7 @@ class SummaryHook(Hook):
         stats: Callable[[], Mapping[str, TableStats]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if every_steps < 1:
-            raise ConfigError(f"summaries: every_steps must be at least 1, got {every_steps}")
-        self._every = every_steps
+        self._every = Every(every_steps, "summaries: every_steps")
         self._metrics = metrics
         self._stats = stats
         self._clock = clock
@@ -64,6 +62,7 @@ class SummaryHook(Hook):
         if run.model_dir and self._writer is None:
             self._writer = SummaryWriter(join(run.model_dir, FOLDER))
             self._writer.start(run.step)
+        self._every.begin(run.step)
         self._begin_span()
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
@@ -71,7 +70,7 @@ class SummaryHook(Hook):
         self._loss = loss if self._loss is None else self._loss + loss
         self._steps += 1
         self._examples += result.examples
-        if result.step % self._every == 0:
+        if self._every.crossed(result.step):
             self._write(result.step)
 
     def end(self, run: Run) -> None:

@@ -1,0 +1,61 @@
+"""Skipping: a batch whose loss or gradient is not finite is left out, and too many of them end the run.
+
+One NaN that is trained on spreads through the dense weights to every row. So nothing of such a batch
+is applied, and it is counted. A record with a NaN in it passes that way. Where the model itself is
+spoiled, or learns too fast, every batch is bad: after a few in a row the run ends, before it saves.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from monolith.errors import DivergedError, NonFiniteError
+
+_log = logging.getLogger(__name__)
+
+LINES = 20
+"""As many skipped batches have a line in the log; then every hundredth."""
+
+
+class Skipping:
+    """Counts the batches that were skipped.
+
+    Args:
+        max_in_a_row: One more ends the run.
+    """
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+        self.batches = 0
+        """Skipped so far, in all runs."""
+
+    def note(self, cause: NonFiniteError, step: int, examples: int) -> None:
+        """Count a batch that was not trained on, after `step` steps.
+
+        Raises:
+            DivergedError: It was one too many in a row.
+        """
+        self.batches += 1
+        self._in_a_row += 1
+        if self._in_a_row > self._max_in_a_row:
+            many = "1 batch" if self._in_a_row == 1 else f"{self._in_a_row} batches"
+            self._in_a_row = 0
+            raise DivergedError(
+                f"training ended at step {step}, before it saved: {many} in a row could not be trained on; "
+                f"of the last, {cause}. Lower the learning rate or clip gradients; look for NaN in the data "
+                "with `monolith data validate`; or, if the model is spoiled, go back to an earlier "
+                "checkpoint with --restore-checkpoint. Up to max_skipped_in_a_row in a row are skipped."
+            ) from cause
+        if self.batches <= LINES or self.batches % 100 == 0:
+            _log.warning(
+                "skipped a batch of %d examples after step %d: %s. Nothing of it was applied; %d so far",
+                examples,
+                step,
+                cause,
+                self.batches,
+            )
+
+    def note_trained(self) -> None:
+        """Start counting those in a row anew."""
+        self._in_a_row = 0
