@@ -32,7 +32,7 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 from torch import Tensor
 
 from monolith.data.iteration import closed_after
-from monolith.data.records import LINE_ID, BatchSpec, Records, concat, make_batch
+from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records, concat
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position, Source
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -107,7 +107,10 @@ class Pipeline:
         return Pipeline(_Ahead(self._source, batches))
 
     def to_batches(self, spec: BatchSpec) -> Batches:
-        """Turn records into what a model reads."""
+        """Turn records into what a model reads.
+
+        Reading then raises a DataError where the data has no column of that name; see `BatchSpec.optional`.
+        """
         return Batches(_Batched(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:
@@ -195,11 +198,17 @@ class _Batched(_Passing):
     def __init__(self, source: Source, spec: BatchSpec) -> None:
         super().__init__(source)
         self._spec = spec
+        self._make = BatchMaker(spec)
 
     def __iter__(self) -> Iterator[Batch]:
         with closed_after(self._source) as batches:
             for records in batches:
-                yield make_batch(records, self._spec)
+                yield self._make(records)
+        self._make.end()
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._make = BatchMaker(self._spec, resumed=True)
 
 
 class _Watched(_Passing):

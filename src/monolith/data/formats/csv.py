@@ -209,7 +209,7 @@ def _records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
         if inner is not None:
             values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
         columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
-    return Records(parsed.records, columns)
+    return Records(parsed.records, columns, complete=True)
 
 
 def _bad_records(parsed: native.ParsedCsv, names: Sequence[str], window: _Window) -> tuple[BadRecord, ...]:
