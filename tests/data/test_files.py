@@ -74,9 +74,14 @@ def test_a_shorter_batch_can_be_dropped() -> None:
     assert read(source) == []
 
 
-def test_only_the_columns_asked_for_are_read() -> None:
-    source, _ = made([[1, 2]], columns=["id", "no such"])
-    assert [set(batch.columns) for batch in source] == [{"id"}]
+def test_only_the_columns_asked_for_are_read_and_one_that_is_not_there_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, _ = made([[1, 2], [3]], [[4]], columns=["id", "doubel"])
+    assert [set(batch.columns) for batch in source] == [{"id"}, {"id"}]
+    assert caplog.messages == [
+        "file source: a has no column 'doubel'; it has id, double. Did you mean 'double'?"
+    ]
 
 
 def test_files_are_sorted_and_dealt_out_in_turn() -> None:
@@ -87,10 +92,40 @@ def test_files_are_sorted_and_dealt_out_in_turn() -> None:
     assert shares == [[[0, 2, 4]], [[1, 3]]]
 
 
-def test_a_worker_without_files_reads_nothing() -> None:
-    source, _ = made([[1]], worker=1, num_workers=2)
-    assert read(source) == []
-    assert read(FileSource([], Lines({}), batch_size=1)) == []
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_worker_without_files_reads_nothing_and_that_is_said(
+    worker: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, _ = made([[1]], worker=worker, num_workers=3)
+    assert read(source) == ([[1]] if worker == 0 else [])
+    assert "fewer files than workers, 1 for 3: there is no data for worker 1, 2;" in caplog.text
+
+
+def test_an_empty_list_of_files_is_refused() -> None:
+    with pytest.raises(DataError, match="the list of files is empty"):
+        FileSource([], Lines({}), batch_size=1)
+
+
+def test_an_empty_file_is_named_and_files_that_are_all_empty_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, _ = made([[1]], [], [[2]])
+    assert read(source) == [[1, 2]]
+    assert [line for line in caplog.messages if "empty" in line] == [
+        "file source: b is empty: it has no records"
+    ]
+    source, _ = made([], [[]])
+    with pytest.raises(DataError, match="none of the 2 files has a record; the last is b"):
+        read(source)
+
+
+def test_a_file_whose_rest_is_read_is_not_called_empty(caplog: pytest.LogCaptureFixture) -> None:
+    source, form = made([[1, 2, 3]])
+    assert next(iter(source))["id"].flat_values.tolist() == [1, 2, 3]
+    again = FileSource(["a"], form, batch_size=3)
+    again.restore(source.position())
+    assert read(again) == []
+    assert "empty" not in caplog.text
 
 
 def test_a_file_listed_twice_is_refused() -> None:

@@ -116,3 +116,10 @@ def test_what_a_model_returns_is_checked_and_the_model_s_line_is_named(
     here = f"{Path(__file__).name}:{Shaped.forward.__code__.co_firstlineno}"
     with pytest.raises(FeatureError, match=rf"forward of Shaped \(.*{here}\) returns {found}.*Return logits"):
         Trainer(Likes(shape=shape)).train()
+
+
+def test_data_without_an_example_is_an_error_and_leaves_no_checkpoint(tmp_path: Path) -> None:
+    nothing = Likes(columns={"user": [], "item": [], "label": []})
+    with pytest.raises(DataError, match=r"'likes': dataset\(Mode.TRAIN\) has no examples"):
+        Trainer(nothing, TrainConfig(model_dir=str(tmp_path))).train()
+    assert not list(tmp_path.glob("model.ckpt-*"))

@@ -17,12 +17,13 @@ import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 from monolith.data.discovery import Watch
 from monolith.data.file_order import Files, Listed, Queued, Spot, Step, Watched
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
-from monolith.data.records import Records, concat
+from monolith.data.records import Records, concat, known_columns
 from monolith.data.share import share_of
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
@@ -121,7 +122,7 @@ class FileSource:
         files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
             modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
             there will be.
-        columns: To read; None for all.
+        columns: To read; None for all. One that a table does not have is named in a warning.
         worker: Which of `num_workers` this is; by default the share of this process, see `reading_share`.
             A queue takes it for a name: whoever begins under a name gets what was leased to that name
             before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
@@ -182,6 +183,9 @@ class FileSource:
         self._spot = Spot()
         self._reading = Spot()
         self._closed = False
+        self._alone = share.workers == 1
+        self._empty = 0
+        self._columns_seen = columns is None
 
     @property
     def records(self) -> int:
@@ -222,6 +226,7 @@ class FileSource:
                         self._files.taken(self._spot, ended=False)
                         pending, missing = [], self._batch_size
         self._judge(self._reading, at_end=True)
+        self._check_any()
         self._spot = self._reading
         if pending and not self._drop_remainder:
             yield concat(pending)
@@ -312,8 +317,11 @@ class FileSource:
         while True:
             if spot.file is not None and not self._files.lost(spot):
                 reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
+                begun, found = spot.place, False
                 with closed_after(reader) as chunks:
                     for chunk in chunks:
+                        found = found or bool(len(chunk.records) or chunk.bad)
+                        self._look_for_columns(spot.file, chunk.records)
                         if spot.skip > len(chunk.records):
                             raise DataError(
                                 f"file source: {spot.file} has {len(chunk.records)} records at place "
@@ -329,6 +337,9 @@ class FileSource:
                                 "file source: the lease on %s ran out; another worker goes on", spot.file
                             )
                             break
+                if not begun and not found:
+                    self._empty += 1
+                    _log.warning("file source: %s is empty: it has no records", spot.file)
                 yield _Read(spot)
             step = self._files.after(spot)
             while step is Step.WAIT:
@@ -339,6 +350,29 @@ class FileSource:
                 return
             spot = replace(step, good=spot.good, bad=spot.bad)
             self._reading = spot
+
+    def _check_any(self) -> None:
+        """Refuse a list of files without a record in them; among others, their files may have some."""
+        if self._empty and self._alone and not self._reading.good and not self._reading.bad:
+            raise DataError(
+                f"file source: none of the {self._empty} files has a record; the last is {self._reading.file}"
+            )
+
+    def _look_for_columns(self, path: str, records: Records) -> None:
+        """Say once which of the columns to read a table does not have: mostly a slip of the pen."""
+        if self._columns_seen or not records.complete:
+            return
+        self._columns_seen = True
+        missing = [name for name in self._columns or () if name not in records.columns]
+        if missing:
+            with closed_after(self._format.chunks(path)) as chunks:
+                there = [name for chunk in islice(chunks, 1) for name in chunk.records.columns]
+            _log.warning(
+                "file source: %s has no column %s; %s",
+                path,
+                ", ".join(map(repr, missing)),
+                known_columns(missing[0], there, "it has"),
+            )
 
     def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
         if self._metrics is not None:

@@ -179,6 +179,12 @@ class FleetSession(Session):
             )
         return data
 
+    def _found_nothing(self) -> None:
+        _log.warning(
+            "worker %d trained on nothing: its share of the data is empty, or was trained before a restart",
+            self._fleet.index,
+        )
+
     def _evict(self) -> None:
         if self._fleet.is_chief:
             super()._evict()

@@ -258,6 +258,8 @@ class Session:
         found = lane.next()
         if found is None:
             lane.drain()
+            if not self.examples:
+                self._found_nothing()
             return None
         (batch, position), rows = found
         outputs = self.model.outputs(batch, rows)
@@ -334,6 +336,12 @@ class Session:
 
     def _open_data(self) -> Stream[Batch]:
         return self.task.dataset(Mode.TRAIN)
+
+    def _found_nothing(self) -> None:
+        """Called where the data ended, and nothing was ever trained."""
+        raise DataError(
+            f"task {self.task.name!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
+        )
 
     def _idle(self) -> None:
         """Called again and again while the data has nothing to say."""
