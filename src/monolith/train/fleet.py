@@ -59,7 +59,8 @@ def join_fleet(
     num_redundant_ps: int = 0,
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
-    call_timeout: timedelta | None = None,
+    call_timeout: timedelta = timedelta(seconds=30),
+    lookup_timeout: timedelta | None = None,
     lost_after: timedelta = LOST_AFTER,
     news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
@@ -72,6 +73,7 @@ def join_fleet(
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
+        lookup_timeout: The same for a lookup of rows; None takes that of other calls.
         lost_after: How long another worker may be silent.
         news_every: How often each says that it lives; of news it hears at once.
         on_waiting: Told who is missing.
@@ -98,7 +100,7 @@ def join_fleet(
         on_waiting=on_waiting,
     )
     addresses = manager.query_ps(num_ps)
-    group = ServerGroup(addresses, guard=guard, **({} if call_timeout is None else {"timeout": call_timeout}))
+    group = ServerGroup(addresses, guard=guard, timeout=call_timeout, lookup_timeout=lookup_timeout)
     try:
         return Fleet(
             group,
