@@ -30,12 +30,29 @@ def run(capsys, monkeypatch):
     return call
 
 
-@pytest.mark.parametrize("kind", ["local", "ps", "sync", "serve"])
+@pytest.mark.parametrize("kind", ["local", "ps", "serve"])
 def test_a_written_config_passes_its_check(run, tmp_path, kind):
     file = tmp_path / "run.toml"
     status, out, _ = run("config", "init", "--kind", kind, "--to", str(file))
     assert (status, str(file) in out) == (0, True)
     assert run("config", "check", str(file)) == (0, f"{file}: no problems\n", "")
+
+
+def test_a_config_of_what_is_not_built_yet_does_not_pass(run, tmp_path):
+    file = tmp_path / "run.toml"
+    assert run("config", "init", "--kind", "sync", "--to", str(file))[0] == 0
+    status, out, _ = run("config", "check", str(file))
+    assert status == 1
+    assert "training.synchronous: all ranks stepping together is not built yet" in out
+
+
+def test_a_check_reads_files_with_the_fields_of_a_training_too(run, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('model_dir = "m"\nsteps = 3\n')
+    assert run("config", "check", str(file))[0] == 0
+    file.write_text('model_dir = "m"\nsteps = -3\n')
+    status, out, _ = run("config", "check", str(file))
+    assert (status, "steps must be above 0" in out) == (1, True)
 
 
 def test_without_a_file_the_config_is_printed(run):

@@ -189,3 +189,39 @@ def test_a_name_that_does_not_tell_is_refused() -> None:
         format_of("part-00000")
     with pytest.raises(ConfigError, match="did you mean 'parquet'"):
         format_of("x", "parket")
+
+
+# What is odd in tables
+
+
+def test_a_bad_value_of_a_csv_is_found_with_its_line_column_and_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One in the head of the file, which decides what its column is, and one far behind it."""
+    rows = [f"{number},0.5\n" for number in range(3000)]
+    rows[5] = "5,cheap\n"
+    rows[2500] = "x7,0.5\n"
+    path = tmp_path / "some.csv"
+    path.write_text("item,price\n" + "".join(rows))
+    assert main(["data", "validate", str(path)]) == 1
+    head, behind, end = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"{path}: line 7: column 'price': 'cheap' is not a number")
+    assert behind == f"{path}: line 2502: column 'item': 'x7' is not a whole number"
+    assert end == "2,999 good records, 2 faults"
+
+
+def test_an_empty_file_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("item,price\n")
+    assert main(["data", "validate", str(path)]) == 1
+    assert f"{path}: the file is empty: it has no records" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["head", "stats"])
+def test_a_column_that_a_table_lacks_is_an_error_that_names_the_others(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("item,price\n1,2\n")
+    assert main(["data", command, str(path), "--columns", "itm"]) == 2
+    assert "has no column 'itm'; it has item, price. Did you mean 'item'?" in capsys.readouterr().err

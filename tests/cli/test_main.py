@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -110,10 +111,55 @@ def test_an_error_of_ours_is_one_line_and_exit_two(
     assert capsys.readouterr().err == f"monolith: {error}\n"
 
 
-def test_a_bug_keeps_its_traceback(calls: Calls) -> None:
-    calls.outcome = ZeroDivisionError()
-    with pytest.raises(ZeroDivisionError):
+def test_a_bug_of_ours_keeps_its_traceback(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "run", 5)  # which main calls
+    with pytest.raises(TypeError, match="not callable"):
         cli.main(["demo"])
+
+
+def test_an_error_in_somebody_s_own_code_is_one_line_with_its_place(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = ZeroDivisionError("by zero\nand more of it")
+    assert cli.main(["demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"monolith: {re.escape(__file__)}:\d+, in run: ZeroDivisionError: by zero "
+        r"\(--traceback shows the whole way there\)",
+        line,
+    )
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), ConfigError("dim must be at least 1")])
+@pytest.mark.parametrize("argv", [["--traceback", "demo"], ["demo", "--traceback"]])
+def test_the_whole_traceback_is_there_for_who_asks(
+    calls: Calls, error: Exception, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls.outcome = error
+    assert cli.main(argv) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback")
+    assert "raise self.outcome" in printed
+    assert "(--traceback" not in printed
+    assert str(error) in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize("group", ["bench", "data", "checkpoint", "config"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_on_a_group_lists_its_commands(
+    group: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([group, flag]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    for name, command in COMMANDS.items():
+        assert (command.summary in printed.out) == name.startswith(f"{group} ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_on_a_command_prints_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*name.split(), "--help"]) == 0
+    assert "options" in capsys.readouterr().out
 
 
 def test_an_interrupt_exits_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
 
 from monolith.cli.main import main
-from monolith.cli.run_fields import NOT_YET, OBEYED, OF_OTHERS, SO_ANYWAY, TRAIN_FIELDS
-from monolith.cli.run_settings import read_settings, refused
+from monolith.cli.run_fields import NOT_YET, OBEYED, SO_ANYWAY, TRAIN_FIELDS
+from monolith.cli.run_settings import read_settings
 from monolith.cli.task_config import TrainFile, load_reading, load_training
 from monolith.cli.train_options import EvaluateOptions, TrainOptions
 from monolith.cluster.run_config import RunConfig
 from monolith.cluster.run_config.templates import template
 from monolith.config import describe_fields
+from monolith.config.hints import is_collection, is_mapping, members
 from monolith.errors import ConfigError
 from monolith.train import ExpiryConfig, KeepConfig, SaveConfig, TideWindow, TrainConfig
 
@@ -52,10 +54,7 @@ def problems(file: Path | None = None, *flags: str, environ: dict[str, str] | No
 
 def test_every_field_of_a_run_is_in_one_table() -> None:
     grouped = [
-        f"{group}.{name}"
-        for table in (OBEYED, SO_ANYWAY, OF_OTHERS)
-        for group, names in table.items()
-        for name in names
+        f"{group}.{name}" for table in (OBEYED, SO_ANYWAY) for group, names in table.items() for name in names
     ]
     known = [*TRAIN_FIELDS, *NOT_YET, *grouped, "train"]
     assert sorted(known) == sorted(info.path for info in describe_fields(RunConfig))
@@ -345,9 +344,109 @@ def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
     assert trained(None, *flags) == TrainConfig()
 
 
-def test_fields_of_servers_of_requests_are_left_alone() -> None:
-    settings = read_settings(None, {}, flags=["--serving.warmup-file", "w", "--sync.ps-replicas", "2"])
-    assert list(refused(settings)) == []
+FIELDS = {info.path: info for info in describe_fields(RunConfig)}
+NEEDED: dict[str, dict[str, Any]] = {
+    "cluster.num_extra_ps": {"cluster.num_ps": 1, "job.model_dir": "m"},
+    "cluster.num_redundant_ps": {"cluster.num_ps": 1, "job.model_dir": "m"},
+    "training.partially_synchronous": {"cluster.num_ps": 1, "job.model_dir": "m"},
+    "kafka.topics": {"kafka.servers": ["x"], "kafka.group": "g"},
+    "candidates.enabled": {"candidates.path": "x"},
+    **{
+        f"training.{name}": {"training.synchronous": True}
+        for name in ("defer_sparse_updates", "overlap_forward", "overlap_backward")
+    },
+}
+"""Field -> what must be said beside it, to be refused for its own sake."""
+
+
+def another(path: str) -> Any:
+    """Return a value that a field may have, other than its default, as JSON has it."""
+    info = FIELDS[path]
+    if path in ("data.start_date", "data.end_date"):
+        return "20240131"
+    if path == "profile.cuda_steps":
+        return [3, 5]
+    kinds = members(info.hint)
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            return next(choice for choice in get_args(kind) if choice != info.default)
+    if bool in kinds:
+        return not info.default
+    if int in kinds or float in kinds:
+        return (info.default or 0) + 1
+    if timedelta in kinds:
+        return "7s"
+    if any(is_collection(kind) for kind in kinds):
+        return ["x"]
+    return {"x": "y"} if any(is_mapping(kind) for kind in kinds) else "x"
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    tables: dict[str, Any] = {}
+    for path, value in values.items():
+        *above, last = path.split(".")
+        table = tables
+        for key in above:
+            table = table.setdefault(key, {})
+        table[last] = value
+    return json.dumps(tables)
+
+
+@pytest.mark.parametrize("path", NOT_YET)
+def test_each_field_that_is_refused_is_refused_by_train_and_by_config_check(
+    write: Any, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = True if path == "dense.partition" else another(path)
+    file = write(as_json({**NEEDED.get(path, {}), path: value}), "run.json")
+    why = f"{path}: {NOT_YET[path]}"
+    assert why in problems(file)
+    assert main(["config", "check", str(file)]) == 1
+    assert why in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"timeouts.operation": None}, "timeouts.operation: a call without a limit would wait"),
+        ({"profile.from_step": 3}, "profile.from_step: profiles are files in the model_dir"),
+        (
+            {"metrics.port": 0, "metrics.host": "0.0.0.0"},
+            "metrics.host: cannot listen on 0.0.0.0: others can reach it",
+        ),
+        ({"tide.save_every": "1m"}, "tide.save_every: it is for the hours outside"),
+        ({"cluster.num_workers": 2, "job.model_dir": "m"}, "set cluster.num_ps"),
+        ({"restore.renamed": {"a": "c", "b": "c"}}, "two old names become c"),
+        ({"train": {"seeed": 3}}, "unknown key seeed"),
+        ({"train": {"max_steps": -1}}, "max_steps must be above 0"),
+        ({"train": {"save": {"steps": 3}}}, "in a run's config it is called checkpoint.every_steps"),
+    ],
+)
+def test_what_else_train_refuses_config_check_refuses(
+    write: Any, values: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(as_json(values), "run.json")
+    assert why in problems(file)
+    assert main(["config", "check", str(file)]) == 1
+    assert why in capsys.readouterr().out
+
+
+def test_old_words_for_what_is_not_done_are_refused_too() -> None:
+    for flag, why in {
+        "--enable_model_dump=true": "serving.dump_model: no model is written",
+        "--enable_variable_partition=true": "dense.partition: a weight is not cut",
+        "--operation_timeout_in_ms=-1": "timeouts.operation: a call without a limit",
+        "--max_slow_start_wait_minute=3": "timeouts.slow_start: workers begin together",
+    }.items():
+        assert why in problems(None, flag)
+
+
+def test_a_switch_that_turns_on_what_is_always_on_is_taken() -> None:
+    assert trained(None, "--enable_variable_partition=false", "--embedding.dedup") == TrainConfig()
+
+
+def test_without_a_limit_of_their_own_calls_have_that_of_lookups() -> None:
+    timeouts = read_settings(None, {}, flags=["--timeouts.lookup", "7s"]).run.timeouts
+    assert (timeouts.lookup, timeouts.operation) == (timedelta(seconds=7), timedelta(seconds=7))
 
 
 def test_a_platforms_folder_for_summaries_does_not_stop_a_run() -> None:

@@ -136,12 +136,13 @@ def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(monolith.train, "join_fleet", join)
     more = ["--num-workers", "3", "--cluster.index", "2", "--job.id", "run7", "--timeouts.start", "5m"]
+    more += ["--timeouts.lookup", "8s"]
     with pytest.raises(ConfigError, match="enough"):
         run(tmp_path, *more, "--timeouts.finish", "6m", "--timeouts.operation", "7s", "--security.token", "t")
     (given,) = asked
     assert (given["index"], given["num_ps"], given["num_workers"], given["run_id"]) == (2, 1, 3, "run7")
     assert (given["start_timeout"], given["finish_timeout"]) == (timedelta(minutes=5), timedelta(minutes=6))
-    assert given["call_timeout"] == timedelta(seconds=7)
+    assert (given["call_timeout"], given["lookup_timeout"]) == (timedelta(seconds=7), timedelta(seconds=8))
     assert (given["guard"].header, given["model_dir"]) == ("Bearer t", str(tmp_path / "m"))
 
 
@@ -255,7 +256,7 @@ def test_the_first_step_to_profile_can_be_said(tmp_path: Path) -> None:
     flags = [TASK, "--model-dir", str(tmp_path), "--profile.from-step", "3", "--steps", "15", "--quiet"]
     assert command.run(parse_options("train", [*flags, "--no-summaries"]), {}) == 0
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps_3_13.json"]
-    with pytest.raises(ConfigError, match="--profile leaves files in the model_dir"):
+    with pytest.raises(ConfigError, match=r"profile\.from_step: profiles are files in the model_dir"):
         command.run(parse_options("train", [TASK, "--profile.from-step", "3"]), {})
 
 

@@ -74,9 +74,14 @@ def test_a_shorter_batch_can_be_dropped() -> None:
     assert read(source) == []
 
 
-def test_only_the_columns_asked_for_are_read() -> None:
-    source, _ = made([[1, 2]], columns=["id", "no such"])
-    assert [set(batch.columns) for batch in source] == [{"id"}]
+def test_only_the_columns_asked_for_are_read_and_one_that_is_not_there_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, _ = made([[1, 2], [3]], [[4]], columns=["id", "doubel"])
+    assert [set(batch.columns) for batch in source] == [{"id"}, {"id"}]
+    assert caplog.messages == [
+        "file source: a has no column 'doubel'; it has id, double. Did you mean 'double'?"
+    ]
 
 
 def test_files_are_sorted_and_dealt_out_in_turn() -> None:
@@ -87,10 +92,40 @@ def test_files_are_sorted_and_dealt_out_in_turn() -> None:
     assert shares == [[[0, 2, 4]], [[1, 3]]]
 
 
-def test_a_worker_without_files_reads_nothing() -> None:
-    source, _ = made([[1]], worker=1, num_workers=2)
-    assert read(source) == []
-    assert read(FileSource([], Lines({}), batch_size=1)) == []
+@pytest.mark.parametrize("worker", [0, 2])
+def test_a_worker_without_files_reads_nothing_and_that_is_said(
+    worker: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, _ = made([[1]], worker=worker, num_workers=3)
+    assert read(source) == ([[1]] if worker == 0 else [])
+    assert "fewer files than workers, 1 for 3: there is no data for worker 1, 2;" in caplog.text
+
+
+def test_an_empty_list_of_files_is_refused() -> None:
+    with pytest.raises(DataError, match="the list of files is empty"):
+        FileSource([], Lines({}), batch_size=1)
+
+
+def test_an_empty_file_is_named_and_files_that_are_all_empty_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, _ = made([[1]], [], [[2]])
+    assert read(source) == [[1, 2]]
+    assert [line for line in caplog.messages if "empty" in line] == [
+        "file source: b is empty: it has no records"
+    ]
+    source, _ = made([], [[]])
+    with pytest.raises(DataError, match="none of the 2 files has a record; the last is b"):
+        read(source)
+
+
+def test_a_file_whose_rest_is_read_is_not_called_empty(caplog: pytest.LogCaptureFixture) -> None:
+    source, form = made([[1, 2, 3]])
+    assert next(iter(source))["id"].flat_values.tolist() == [1, 2, 3]
+    again = FileSource(["a"], form, batch_size=3)
+    again.restore(source.position())
+    assert read(again) == []
+    assert "empty" not in caplog.text
 
 
 def test_a_file_listed_twice_is_refused() -> None:
@@ -232,36 +267,35 @@ def labelled(folder: Path, *labels: str) -> str:
     return str(path)
 
 
-SPEC = BatchSpec(ids=("item",), event_time=None)
+SPEC = BatchSpec(ids=("item",), event_time=None, max_bad=0.5)
 
 
 def test_a_record_whose_label_is_not_finite_is_a_bad_one(tmp_path: Path) -> None:
     path = labelled(tmp_path, "1.0", "nan", "0.5", "inf", "0.0")
-    policy = BadRecordPolicy(max_share=0.5, quarantine=str(tmp_path / "bad"))
-    source = FileSource([path], format_of(path), batch_size=2, bad=policy)
-    batches = list(Pipeline(source).rebatch(2).to_batches(SPEC).prefetch(1))
-    assert [batch.ids["item"].flat_values.tolist() for batch in batches] == [[0, 2], [4]]
-    assert (source.records, source.bad_records) == (3, 2)
+    policy = BadRecordPolicy(quarantine=str(tmp_path / "bad"))
+    source = FileSource([path], format_of(path), batch_size=5, bad=policy)
+    batches = list(Pipeline(source).rebatch(5).to_batches(SPEC).prefetch(1))
+    assert [batch.ids["item"].flat_values.tolist() for batch in batches] == [[0, 2, 4]]
     (file,) = (tmp_path / "bad").iterdir()
     first, second = (json.loads(line) for line in file.read_text().splitlines())
-    assert "record 1 of the chunk at 0: 'label' is nan" in first["reason"]
+    assert first["reason"] == "label 'label' is nan"
     assert json.loads(base64.b64decode(second["payload"])) == {"item": [3], "label": [float("inf")]}
-    with pytest.raises(TooManyBadRecordsError, match="'label' is nan"):
-        list(Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(SPEC))
+    few = Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(replace(SPEC, max_bad=0.1))
+    with pytest.raises(TooManyBadRecordsError, match="2 of 5 records have a bad .*'label' is inf"):
+        list(few)
 
 
 def test_a_source_goes_on_right_after_bad_labels(tmp_path: Path) -> None:
     path = labelled(tmp_path, "1.0", "nan", "0.5", "nan", "0.0", "1.0")
-    policy = BadRecordPolicy(max_share=0.5)
 
     def batches() -> Any:
-        return Pipeline(FileSource([path], format_of(path), batch_size=2, bad=policy)).to_batches(SPEC)
+        return Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(SPEC)
 
     reading = batches()
-    assert next(iter(reading)).ids["item"].flat_values.tolist() == [0, 2]
+    assert next(iter(reading)).ids["item"].flat_values.tolist() == [0]
     again = batches()
     again.restore(reading.position())
-    assert [batch.ids["item"].flat_values.tolist() for batch in again] == [[4, 5]]
+    assert [batch.ids["item"].flat_values.tolist() for batch in again] == [[2], [4, 5]]
 
 
 @pytest.mark.parametrize("policy", [{"max_share": -0.1}, {"max_share": 1.1}, {"after": -1}])

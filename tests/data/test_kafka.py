@@ -410,6 +410,20 @@ def test_a_broker_that_is_not_there_is_named_after_a_deadline(
     assert time.monotonic() - begin < 10
 
 
+def test_without_a_broker_there_is_one_line_and_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    """The client says it some hundred times meanwhile."""
+    addresses = tuple(f"127.0.0.1:{free_port()}" for _ in range(2))
+    settings = KafkaConfig(servers=addresses, topics=("t",), group="g", connect_timeout=timedelta(seconds=2))
+    with KafkaSource(settings, decode) as source, pytest.raises(DataError) as raised:
+        list(source)
+    said = str(raised.value)
+    assert f"no broker of {', '.join(addresses)} has answered group 'g' on t for 2 s" in said
+    assert said.count("Connection refused") == 2  # of each broker once
+    (line,) = [one for one in caplog.messages if "kafka" in one]
+    assert "Connection refused" in line
+    assert "more of this is not shown for 60 s" in line
+
+
 # A group
 
 

@@ -266,9 +266,9 @@ def test_progress_keeps_quiet_about_what_is_over_soon_and_needs_no_event_time() 
 def test_a_label_that_a_function_made_nan_leaves_its_record_out(caplog: pytest.LogCaptureFixture) -> None:
     labels = RaggedTensor.from_list([[1.0], [float("nan")], [], [0.0]])
     records = Records(4, {"item": RaggedTensor.from_list([[1], [2], [3], [4]], dtype=torch.int64)})
-    spec = BatchSpec(ids=("item",), event_time=None)
+    spec = BatchSpec(ids=("item",), event_time=None, max_bad=0.5)
     source = MemorySource(records, batch_size=4)
     (batch,) = Pipeline(source).map(lambda some: some.with_columns({"label": labels})).to_batches(spec)
     assert batch.ids["item"].flat_values.tolist() == [1, 3, 4]  # one that has none is no bad one
     assert batch.label.isnan().tolist() == [False, True, False]
-    assert "left out 1 records: label 'label' is NaN" in caplog.text
+    assert "left out 1 of 4 records so far: label 'label' is nan" in caplog.text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from monolith.data import BatchSpec, Records, concat, make_batch
 from monolith.data.formats.memory import to_records
-from monolith.data.records import empty_rows
-from monolith.errors import DataError
+from monolith.data.records import BatchMaker, empty_rows
+from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
 
 
@@ -121,6 +125,7 @@ def test_a_batch_has_what_the_spec_names(records: Records) -> None:
         ids=("id", "user", "missing"),
         floats={"x": 2, "absent": 1},
         labels={"click": ("label", 0), "like": ("label", 1), "none": ("no column", 0)},
+        optional=("missing", "absent", "no column"),
     )
     batch = make_batch(records.with_columns(labels.columns), spec)
     assert len(batch) == 3
@@ -136,9 +141,119 @@ def test_a_batch_has_what_the_spec_names(records: Records) -> None:
 
 def test_a_batch_needs_ids_where_it_asks_for_ids(records: Records) -> None:
     with pytest.raises(DataError, match="'x' must hold ids"):
-        make_batch(records, BatchSpec(ids=("x",)))
+        make_batch(records, BatchSpec(ids=("x",), labels={}))
 
 
 def test_without_event_times_a_batch_has_none(records: Records) -> None:
-    assert make_batch(records, BatchSpec(ids=("id",), event_time=None)).ids.event_time == 0
-    assert make_batch(records, BatchSpec(ids=("id",))).ids.event_time == 0
+    assert make_batch(records, BatchSpec(ids=("id",), labels={}, event_time=None)).ids.event_time == 0
+    assert make_batch(records, BatchSpec(ids=("id",), labels={})).ids.event_time == 0
+
+
+# Columns that are not there
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        BatchSpec(ids=("usr",), labels={}),
+        BatchSpec(ids=(), floats={"usr": 1}, labels={}),
+        BatchSpec(ids=(), labels={"click": ("usr", 0)}),
+        BatchSpec(ids=(), labels={}, event_time="usr"),
+    ],
+    ids=["ids", "floats", "labels", "event_time"],
+)
+def test_a_wrong_column_is_an_error_that_names_what_there_is(spec: BatchSpec) -> None:
+    records = to_records({"user": [1, 2], "item": [3, 4]})
+    with pytest.raises(DataError, match=r"no column 'usr'; they have user, item\. Did you mean 'user'\?"):
+        make_batch(records, spec)
+
+
+def test_a_column_that_is_optional_may_be_missing() -> None:
+    spec = BatchSpec(
+        ids=("id", "rare"),
+        floats={"price": 2},
+        labels={"like": ("likes", 0)},
+        event_time="time",
+        optional=("rare", "price", "likes", "time"),
+    )
+    batch = make_batch(to_records({"id": [1]}), spec)
+    assert batch.ids["rare"].to_list() == [[]]
+    assert batch.floats["price"].tolist() == [[0.0, 0.0]]
+    assert not batch.labels
+    assert batch.ids.event_time == 0
+
+
+def test_what_is_optional_must_be_read() -> None:
+    with pytest.raises(ConfigError, match=r"optional names 'itm'.*it reads item, label.*Did you mean 'item'"):
+        BatchSpec(ids=("item",), optional=("itm",))
+
+
+@pytest.mark.parametrize("label", [[0, 1], [False, True], np.array([0, 1], np.uint8), [0.0, 1.0]])
+def test_labels_and_floats_may_be_whole_numbers_or_bools(label: Any) -> None:
+    batch = make_batch(
+        to_records({"label": label, "age": label}), BatchSpec(ids=(), floats={"age": 1}, event_time=None)
+    )
+    assert batch.labels["label"].dtype is torch.float32
+    assert batch.labels["label"].tolist() == [0.0, 1.0]
+    assert batch.floats["age"].dtype is torch.float32
+
+
+def test_texts_are_no_ids_no_labels_and_no_times_and_one_is_shown() -> None:
+    records = to_records({"user": ["ann", "bob"]})
+    for spec in (
+        BatchSpec(ids=("user",), labels={}),
+        BatchSpec(ids=(), labels={"click": ("user", 0)}),
+        BatchSpec(ids=(), labels={}, event_time="user"),
+    ):
+        with pytest.raises(DataError, match=r"'user' must .*got texts such as 'ann'"):
+            make_batch(records, spec)
+
+
+class TestAStreamOfRecords:
+    """Of records that bring columns of their own, unless they say that they are complete."""
+
+    def records(self, size: int, **columns: Any) -> Records:
+        return replace(to_records({"id": list(range(size)), **columns}), complete=False)
+
+    def test_a_column_may_be_missing_at_first(self) -> None:
+        make = BatchMaker(BatchSpec(ids=("id", "rare"), labels={}))
+        assert make(self.records(2)).ids["rare"].to_list() == [[], []]
+        assert make(self.records(1, rare=[7])).ids["rare"].to_list() == [[7]]
+        make(self.records(5000))
+        make.end()
+
+    def test_a_column_that_none_of_the_first_thousand_has_is_missing(self) -> None:
+        make = BatchMaker(BatchSpec(ids=("idd",), labels={}))
+        make(self.records(999))
+        with pytest.raises(
+            DataError, match="none of the first 1,004 records has a column 'idd'; they have id"
+        ):
+            make(self.records(5))
+
+    def test_a_column_that_no_record_has_is_missing_when_they_end(self) -> None:
+        make = BatchMaker(BatchSpec(ids=("idd",), labels={}))
+        make(self.records(3))
+        with pytest.raises(DataError, match=r"none of the 3 records has a column 'idd'.*Did you mean 'id'"):
+            make.end()
+
+    def test_the_end_of_what_was_resumed_says_nothing_of_columns(self) -> None:
+        make = BatchMaker(BatchSpec(ids=("id", "rare"), labels={}), resumed=True)
+        make(self.records(3))
+        make.end()
+
+    def test_a_table_is_refused_at_once_in_its_second_file_too(self) -> None:
+        make = BatchMaker(BatchSpec(ids=("id", "rare"), labels={}))
+        make(to_records({"id": [1], "rare": [2]}))
+        with pytest.raises(DataError, match="no column 'rare'"):
+            make(to_records({"id": [1]}))
+
+    def test_that_rows_get_no_event_time_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        make = BatchMaker(BatchSpec(ids=("id",), labels={}))
+        for _ in range(3):
+            make(to_records({"id": [1]}))
+        assert [
+            record.getMessage() for record in caplog.records if "never expire" in record.getMessage()
+        ] == [
+            "batch: the records have no column 'line_id.req_time', so rows get no event time and never "
+            "expire; name the column with BatchSpec(event_time=...), or None if there is none"
+        ]

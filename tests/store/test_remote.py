@@ -338,6 +338,16 @@ def test_whoever_is_interrupted_leaves_no_answer_for_the_next(stack: ExitStack) 
     assert store.lookup(keys(2, 1)).tolist() == [0, 0, -2, -2]
 
 
+def test_lookups_have_a_limit_of_their_own(stack: ExitStack) -> None:
+    server, held = held_server(stack)
+    group = group_of(stack, server.address, timeout=timedelta(seconds=60), lookup_timeout=SHORT)
+    store = ParameterServerStore(group, 0, CONFIGS)
+    held.hold()
+    with pytest.raises(DeadlineExceededError, match=r"server 0 of 1 at .*: no answer in 0.2 s"):
+        store.lookup(keys(1))
+    held.let_go.set()
+
+
 def test_an_answer_that_does_not_come_in_time_is_given_up(stack: ExitStack) -> None:
     server, held = held_server(stack)
     store = ParameterServerStore(group_of(stack, server.address, timeout=SHORT), 0, CONFIGS)

@@ -61,10 +61,12 @@ def explain(options: ConfigExplainOptions) -> int:
 
 
 def check(options: ConfigCheckOptions) -> int:
-    """Name everything that is wrong with a file; status 1 if there is something."""
+    """Name everything for which `monolith train` would refuse a file; status 1 if there is something."""
+    from monolith.cli.task_config import check_file
+
     warnings: list[str] = []
     try:
-        load_run_config(file=options.file, warn=warnings.append)
+        check_file(options.file, warnings.append)
     except ConfigError as error:
         problem = str(error)
     else:

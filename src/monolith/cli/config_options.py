@@ -27,7 +27,7 @@ class ConfigExplainOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigCheckOptions:
-    """Read a config file and name everything that is wrong with it."""
+    """Name everything for which training would refuse a config file. The task itself is not looked at."""
 
     file: Path
     """TOML or JSON."""

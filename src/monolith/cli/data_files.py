@@ -23,8 +23,8 @@ from monolith.cli.commands import (
     DataValidateOptions,
 )
 from monolith.data import Chunk, Format, Records
-from monolith.data.formats import format_of
-from monolith.data.records import not_finite
+from monolith.data.formats import CsvFormat, format_of
+from monolith.data.records import known_columns, not_finite
 from monolith.data.statistics import Statistics
 from monolith.errors import ConfigError, CorruptFileError, DataError, MissingExtraError
 from monolith.observe import progress
@@ -41,6 +41,7 @@ def head(options: DataHeadOptions) -> int:
     kind = format_of(options.path, options.format)
     found: list[dict[str, list[object]]] = []
     for chunk in kind.chunks(options.path, columns=options.columns or None):
+        check_columns(chunk, options.columns, kind, options.path)
         found += rows_of(chunk.records.slice(0, options.records - len(found)))
         if len(found) >= options.records:
             break
@@ -117,20 +118,30 @@ def validate(options: DataValidateOptions) -> int:
     """Read files to their end and say what is wrong with them; 1 where something is."""
     console = Console()
     records = wrong = 0
+
+    def tell(fault: str) -> None:
+        nonlocal wrong
+        wrong += 1
+        if wrong <= options.most:
+            console.print(fault, highlight=False, soft_wrap=True)
+
     for path in expanded(options.paths):
-        first = 0
+        first, before = 0, records + wrong
         try:
+            kind = format_of(path, options.format)
+            if isinstance(kind, CsvFormat):
+                for odd in kind.odd_values(path):
+                    tell(f"{path}: {odd}")
             for _, chunk in read([path], options.format, (), "Reading"):
                 found = list(faults(chunk, first))
                 first += len(chunk.records)
                 records += len(chunk.records) - len({where for where, _ in found[len(chunk.bad) :]})
                 for where, what in found:
-                    wrong += 1
-                    if wrong <= options.most:
-                        console.print(f"{path}: record {where}: {what}", highlight=False)
+                    tell(f"{path}: record {where}: {what}")
         except CorruptFileError as error:
-            wrong += 1
-            console.print(str(error), highlight=False)
+            tell(str(error))
+        if records + wrong == before:
+            tell(f"{path}: the file is empty: it has no records")
     if wrong > options.most:
         console.print(f"... and {wrong - options.most:,} more")
     console.print(f"{records:,} good records, {wrong:,} faults")
@@ -173,8 +184,17 @@ def read(
         for path in paths:
             format_ = format_of(path, kind)
             for chunk in format_.chunks(path, columns=list(columns) or None):
+                check_columns(chunk, columns, format_, path)
                 bar.advance(len(chunk.records))
                 yield format_, chunk
+
+
+def check_columns(chunk: Chunk, wanted: Sequence[str], kind: Format, path: str) -> None:
+    """Refuse columns that a table does not have; another file may bring them with a later record."""
+    missing = [name for name in wanted if name not in chunk.records.columns]
+    if missing and chunk.records.complete:
+        there = next(iter(kind.chunks(path))).records.columns
+        raise DataError(f"{path} has no column {missing[0]!r}; {known_columns(missing[0], there, 'it has')}")
 
 
 def rows_of(records: Records) -> list[dict[str, list[object]]]:

@@ -1,9 +1,9 @@
 """`monolith COMMAND ...`: the one place that reads arguments and sets up the process.
 
-Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line
-on standard error says why), 75 others were lost or stopped: the same command started again goes on
-(EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by SIGINT or
-SIGTERM, and has saved, exits with 130 or 143.
+Exit status: 0 done, 1 done and something is wrong, 2 could not be done (one line on standard error
+says why, and --traceback how it came to that), 75 others were lost or stopped: the same command
+started again goes on (EX_TEMPFAIL of sysexits.h), 130 interrupted. A training run that was ended by
+SIGINT or SIGTERM, and has saved, exits with 130 or 143.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from monolith import __version__
 from monolith.cli.commands import COMMANDS
+from monolith.cli.flag_values import check_flags
+from monolith.cli.own_code import describe_own_error
 from monolith.cli.run_flags import split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
 
+TRACEBACK = "--traceback"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,16 +35,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the program's name; by default those of this process.
     """
+    words = sys.argv[1:] if argv is None else argv
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return run(words)
     except SystemExit as stop:  # argparse and tyro have printed their help or complaint
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except MonolithError as error:
-        sys.stderr.write(f"monolith: {error}\n")
-        return os.EX_TEMPFAIL if isinstance(error, RetryableError) else 2
     except KeyboardInterrupt:
         sys.stderr.write("monolith: interrupted\n")
         return 130
+    except MonolithError as error:
+        said = str(error)
+        found: Exception = error
+    except Exception as error:
+        own = describe_own_error(error)
+        if own is None:  # a mistake of ours: whoever mends it needs all there is
+            raise
+        said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole way there)"
+        found = error
+    if TRACEBACK in words:
+        traceback.print_exception(found)
+    sys.stderr.write(f"monolith: {said}\n")
+    return os.EX_TEMPFAIL if isinstance(found, RetryableError) else 2
 
 
 def run(argv: Sequence[str]) -> int:
@@ -48,6 +63,9 @@ def run(argv: Sequence[str]) -> int:
     shared, rest = parser.parse_known_args(argv)
     if not rest or rest[0] in ("-h", "--help"):
         parser.print_help()
+        return 0
+    if rest[-1] in ("-h", "--help") and (begun := commands_under(rest[:-1])):
+        sys.stdout.write(f"usage: monolith {' '.join(rest[:-1])} ... [options]\n\n{listed(begun)}\n")
         return 0
     name, flags = split_command(rest)
     options = parse_options(name, flags, argv)
@@ -63,19 +81,11 @@ def run(argv: Sequence[str]) -> int:
 
 def shared_parser() -> argparse.ArgumentParser:
     """Return the parser of what every command understands; it may stand before or after the command."""
-    width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="monolith",
         usage="monolith COMMAND [options]",
         description="Train recommendation and ads models on live data, and serve what they learned.",
-        epilog="\n".join(
-            [
-                "commands:",
-                *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
-                "",
-                "`monolith COMMAND --help` lists the options of a command.",
-            ]
-        ),
+        epilog="\n".join([listed(COMMANDS), "", "`monolith COMMAND --help` lists the options of a command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,  # --help belongs to the command where there is one
         allow_abbrev=False,
@@ -85,7 +95,21 @@ def shared_parser() -> argparse.ArgumentParser:
         "--log-level", choices=LOG_LEVELS, default="info", help="how much to log; default: info"
     )
     parser.add_argument("--json-logs", action="store_true", help="log one JSON object per line")
+    parser.add_argument(TRACEBACK, action="store_true", help="show where an error came from, frame by frame")
     return parser
+
+
+def listed(commands: Iterable[str]) -> str:
+    """Return commands with what each is for, for a help text."""
+    names = list(commands)
+    width = max(map(len, names))
+    return "\n".join(["commands:", *(f"  {name:<{width}}  {COMMANDS[name].summary}" for name in names)])
+
+
+def commands_under(words: Sequence[str]) -> list[str]:
+    """Return the commands that begin with these words, and have more: those of `bench`."""
+    count = len(words)
+    return [name for name in COMMANDS if count < len(name.split()) and name.split()[:count] == list(words)]
 
 
 def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -97,8 +121,7 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     word = arguments[0]
     if word.startswith("-"):
         raise ConfigError(f"unknown option {word!r} before a command; see `monolith --help`")
-    begun = [name for name in COMMANDS if name.split()[0] == word]
-    if begun:
+    if begun := commands_under([word]):
         raise ConfigError(f"`monolith {word}` is not a whole command; choose one of: {', '.join(begun)}")
     near = difflib.get_close_matches(word, [name.split()[0] for name in COMMANDS], n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
@@ -121,6 +144,7 @@ def parse_options(name: str, flags: Sequence[str], words: Sequence[str] = ()) ->
     if command.run_flags:
         own = {field.name for field in dataclasses.fields(command.options)}
         flags, run_flags = split_run_flags(flags, own | {"help"})
+    check_flags(name, command.options, flags)
     options: Any = tyro.cli(command.options, prog=f"monolith {name}", args=flags, config=config)
     if command.run_flags:
         options = dataclasses.replace(options, run_flags=tuple(run_flags), words=tuple(words))

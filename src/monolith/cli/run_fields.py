@@ -1,7 +1,7 @@
 """What a training makes of each field of a run's config: every field is in one of these tables.
 
 Some go over into `TrainConfig`, some the command obeys itself, and some ask for what cannot be had yet: that
-is an error, and never passed over.
+is an error, and never passed over. None is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OBEYED: Mapping[str, tuple[str, ...]] = {
     "discovery": ("kind", "zookeeper", "zookeeper_auth", "tf_config", "folder", "ray"),
     "security": ("cert", "key", "ca", "server_name", "token", "token_file"),
     "failover": ("max_retries", "wait"),
-    "timeouts": ("operation", "start", "finish", "silence", "abandoned"),
+    "timeouts": ("operation", "lookup", "start", "finish", "silence", "abandoned"),
     "training": ("intra_op_threads", "inter_op_threads"),
     "data": ("dump_features_only",),
     "metrics": ("prefix", "host", "port"),
@@ -54,28 +54,17 @@ OBEYED: Mapping[str, tuple[str, ...]] = {
 
 SO_ANYWAY: Mapping[str, tuple[str, ...]] = {
     "cluster": ("force_ps_shutdown",),
-    "timeouts": ("slow_start",),
     "embedding": ("fused_layout", "dedup"),
-    "dense": ("partition",),
-    "checkpoint": ("count_fids", "merge_ranks"),
-    "training": ("processes_per_gpu", "defer_sparse_updates", "overlap_forward", "overlap_backward"),
+    "checkpoint": ("count_fids",),
 }
-"""Group -> fields that change nothing: so it is anyway, or they vary what the table below refuses."""
-
-OF_OTHERS: Mapping[str, tuple[str, ...]] = {
-    "job": ("business_id",),
-    "discovery": ("address_family",),
-    "timeouts": ("lookup",),
-    "sync": ("base_name", "ps_replicas", "unified", "data_center_aware"),
-    "serving": ("warmup_file", "skip_zero_rows", "dump_model"),
-}
-"""Group -> fields of servers that answer requests."""
+"""Group -> switches that change nothing: what they turn on is always on."""
 
 _OWN_DATA = "a task reads its own data: give this to the task, as a setting of its own in [task]"
 _OWN_TABLES = "a task makes its own tables: give this to its features"
 _OWN_SHARE = (
     "each server is told its share when it starts, so that none can be left out; start num_ps of them"
 )
+_NO_SERVING = "changed rows are not sent to servers of requests yet, and nothing here serves them"
 _BY_RANK = "all ranks stepping together is not built yet; workers train asynchronously on parameter servers"
 
 NOT_YET: Mapping[str, str] = {
@@ -86,6 +75,20 @@ NOT_YET: Mapping[str, str] = {
     "training.synchronous": _BY_RANK,
     "training.partially_synchronous": _BY_RANK,
     "training.realtime": "changed rows are not sent to servers of requests yet",
+    **{
+        f"training.{name}": _BY_RANK
+        for name in ("processes_per_gpu", "defer_sparse_updates", "overlap_forward", "overlap_backward")
+    },
+    "checkpoint.merge_ranks": _BY_RANK,
+    "timeouts.slow_start": "workers begin together: none holds back while the first steps are made",
+    "dense.partition": "a weight is not cut in pieces: each lies whole on the server that has least",
+    "job.business_id": _NO_SERVING,
+    "discovery.address_family": _NO_SERVING,
+    **{f"sync.{name}": _NO_SERVING for name in ("base_name", "ps_replicas", "unified", "data_center_aware")},
+    "serving.warmup_file": _NO_SERVING,
+    "serving.skip_zero_rows": _NO_SERVING,
+    "serving.dump_model": "no model is written beside its checkpoints; what a checkpoint holds is shown by "
+    "`monolith checkpoint inspect` and written out by `monolith checkpoint export`",
     "training.gpu": "a module computes where the task has moved it to; move it in model()",
     "embedding.initial_capacity": _OWN_TABLES,
     "embedding.filter.kind": _OWN_TABLES,

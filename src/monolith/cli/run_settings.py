@@ -9,7 +9,7 @@ Nothing here needs torch, but for a file that may have the second shape.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from operator import attrgetter
@@ -28,6 +28,7 @@ from monolith.cluster.run_config import (
     settle,
 )
 from monolith.cluster.runtime import discovery_defaults, place
+from monolith.cluster.security import guard_listener
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 
@@ -48,6 +49,8 @@ class RunSettings:
     """The config file, whichever its shape."""
     tables: Mapping[str, Any]
     """What stands in the file, if it has TrainConfig's own shape."""
+    unkept: tuple[str, ...] = ()
+    """What was asked for in so many words, and `run` does not have, since it cannot be done."""
 
     @property
     def distributed(self) -> bool:
@@ -60,12 +63,14 @@ def read_settings(
     *,
     flags: Sequence[str] = (),
     code: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = _log.warning,
 ) -> RunSettings:
     """Read a run from a file of either shape, the environment and flags. Needs no torch for one of groups.
 
     Args:
         flags: Of RunConfig, by new names and old.
         code: Fields of RunConfig that win over all of them.
+        warn: Told of old names that mean nothing any more.
 
     Raises:
         ConfigError: Lists every problem found; or the file mixes the two shapes.
@@ -80,14 +85,29 @@ def read_settings(
     if flat and isinstance(tables.get("model_dir"), str):
         defaults["job.model_dir"] = tables["model_dir"]
     chosen = {path: value for path, value in (code or {}).items() if value is not None}
-    run = load_run_config(file=groups, environ=environ, args=list(flags), code=chosen, defaults=defaults)
+    run = load_run_config(
+        file=groups, environ=environ, args=list(flags), code=chosen, defaults=defaults, warn=warn
+    )
     run = place(run, environ)
+    said = said_fields(file=groups, environ=environ, args=flags) | chosen.keys()
     return RunSettings(
         run=settle(run),
-        said=said_fields(file=groups, environ=environ, args=flags) | chosen.keys(),
+        said=said,
         file=file,
         tables=tables if flat else {},
+        unkept=tuple(_unkept(run, said)),
     )
+
+
+def _unkept(run: RunConfig, said: Collection[str]) -> Iterator[str]:
+    """Yield what settling a run decides otherwise than somebody said."""
+    if "dense.partition" in said and run.dense.partition:
+        yield f"dense.partition: {NOT_YET['dense.partition']}"
+    if "timeouts.operation" in said and run.timeouts.operation is None:
+        yield (
+            "timeouts.operation: a call without a limit would wait for a server that hangs for ever; name a "
+            "limit, or leave it out for that of timeouts.lookup"
+        )
 
 
 def settings_of(
@@ -111,13 +131,21 @@ def settings_of(
 
 def refused(settings: RunSettings) -> Iterator[str]:
     """Yield what the run asks for and a training cannot do."""
-    plain = RunConfig()
+    yield from settings.unkept
+    plain = settle(RunConfig())
     for path, why in NOT_YET.items():
         asked, default = (attrgetter(path)(config) for config in (settings.run, plain))
         nothing = not asked and not default
         if path in settings.said and asked != default and not nothing:
             yield f"{path}: {why}"
     run = settings.run
+    if run.profile.from_step is not None and not run.job.model_dir:
+        yield "profile.from_step: profiles are files in the model_dir; give one with --model-dir"
+    if run.metrics.port is not None:
+        try:
+            guard_listener(run.metrics.host, run.security)
+        except ConfigError as error:
+            yield f"metrics.host: {error}"
     if run.job.mode != "train":
         yield f"job.mode: {run.job.mode!r} is not training; see `monolith evaluate` and `monolith predict`"
     if run.distributed and run.cluster.num_ps == 0:

@@ -8,8 +8,9 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,37 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
     Raises:
         ConfigError: Lists every problem found.
     """
+    config, task, settings = _resolved(options, os.environ if environ is None else environ)
+    _set_threads(options, settings)
+    return Training(task=_task(options, settings, task), config=config, settings=settings)
+
+
+def check_file(file: Path, warn: Callable[[str], None]) -> None:
+    """Refuse a config file that `monolith train --config FILE` would refuse, without its task or a start.
+
+    One whose job.mode is not to train is for `evaluate` and `predict`, and is read as these do.
+
+    Args:
+        warn: Told of old names that mean nothing any more.
+
+    Raises:
+        ConfigError: Lists every problem found.
+    """
+    training = TrainOptions(config=file)
+    try:
+        settings = read_settings(file, {}, warn=warn)
+    except ConfigError as error:
+        raise _with_training(error, training, {}) from error
+    if settings.run.job.mode == "train":
+        _typed(settings, {}, [*refused(settings)])
+    else:
+        _typed(settings, {}, [])
+
+
+def _resolved(
+    options: TrainOptions, environ: Mapping[str, str]
+) -> tuple[TrainConfig, Mapping[str, Any], RunSettings]:
+    """Return the config of a training, the settings of its task, and those of its run."""
     for one, other in (("save_steps", "save_secs"), ("summaries", "no_summaries")):
         if getattr(options, one) and getattr(options, other):
             flags = " and ".join("--" + name.replace("_", "-") for name in (one, other))
@@ -98,14 +130,13 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
     if options.max_time is not None:
         code["max_time"] = _duration("--max-time", options.max_time)
     try:
-        settings = settings_of(options, os.environ if environ is None else environ)
+        settings = settings_of(options, environ)
     except ConfigError as error:
         raise _with_training(error, options, code) from error
     config, task = _typed(settings, code, [*refused(settings)])
     if options.summaries and config.summary_every_steps is None:
         config = dataclasses.replace(config, summary_every_steps=TrainConfig().summary_every_steps)
-    _set_threads(options, settings)
-    return Training(task=_task(options, settings, task), config=config, settings=settings)
+    return config, task, settings
 
 
 def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, TrainConfig]:

@@ -65,7 +65,7 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     training = load_training(options, environ)
     run = training.settings.run
     asked = {
-        "--profile": options.profile or run.profile.from_step is not None,
+        "--profile": options.profile,
         "--control": options.control,
     }
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
@@ -244,7 +244,8 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         guard=guard_caller(run.security),
         start_timeout=timeouts.start,
         finish_timeout=timeouts.finish,
-        call_timeout=timeouts.operation,
+        call_timeout=timeouts.operation or timeouts.lookup,
+        lookup_timeout=timeouts.lookup,
         on_waiting=stopper.check,
     )
     if run.job.submitted_at is not None:

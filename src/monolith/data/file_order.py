@@ -113,7 +113,20 @@ class Listed:
         ordered = sorted(paths)
         if twice := {one for one, next_one in pairwise(ordered) if one == next_one}:
             raise DataError(f"file source: listed more than once: {', '.join(sorted(twice)[:5])}")
+        if not ordered:
+            raise DataError(
+                "file source: the list of files is empty; find_files() says what a pattern matches"
+            )
         self._paths = ordered[worker::num_workers]
+        if len(ordered) < num_workers and (worker == 0 or not self._paths):
+            _log.warning(
+                "file source: fewer files than workers, %d for %d: there is no data for worker %s; cut the "
+                "files into %d or more, or run fewer workers",
+                len(ordered),
+                num_workers,
+                ", ".join(map(str, range(len(ordered), num_workers))),
+                num_workers,
+            )
         self._epochs = epochs
         self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
         self._digest = zlib.crc32("\n".join(self._paths).encode())

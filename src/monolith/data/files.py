@@ -15,16 +15,15 @@ import base64
 import json
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-
-import torch
+from itertools import islice
 
 from monolith.data.discovery import Watch
 from monolith.data.file_order import Files, Listed, Queued, Spot, Step, Watched
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
-from monolith.data.records import Records, concat, not_finite
+from monolith.data.records import Records, concat, known_columns
 from monolith.data.share import share_of
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
@@ -123,7 +122,7 @@ class FileSource:
         files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
             modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
             there will be.
-        columns: To read; None for all.
+        columns: To read; None for all. One that a table does not have is named in a warning.
         worker: Which of `num_workers` this is; by default the share of this process, see `reading_share`.
             A queue takes it for a name: whoever begins under a name gets what was leased to that name
             before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
@@ -175,7 +174,6 @@ class FileSource:
         self._shuffle = shuffle
         self._drop_remainder = drop_remainder
         self._policy = BadRecordPolicy() if bad is None else bad
-        self._finite: frozenset[str] = frozenset()
         self._metrics = metrics
         self._settings: Position = {
             "source": "files",
@@ -185,10 +183,9 @@ class FileSource:
         self._spot = Spot()
         self._reading = Spot()
         self._closed = False
-
-    def require_finite(self, columns: Iterable[str]) -> None:
-        """Count a record as bad where one of these columns has a NaN or an infinity, from now on."""
-        self._finite |= frozenset(columns)
+        self._alone = share.workers == 1
+        self._empty = 0
+        self._columns_seen = columns is None
 
     @property
     def records(self) -> int:
@@ -229,6 +226,7 @@ class FileSource:
                         self._files.taken(self._spot, ended=False)
                         pending, missing = [], self._batch_size
         self._judge(self._reading, at_end=True)
+        self._check_any()
         self._spot = self._reading
         if pending and not self._drop_remainder:
             yield concat(pending)
@@ -330,9 +328,11 @@ class FileSource:
         while True:
             if spot.file is not None and not self._files.lost(spot):
                 reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
+                begun, found = spot.place, False
                 with closed_after(reader) as chunks:
-                    for found in chunks:
-                        chunk = self._with_finite(spot, found)
+                    for chunk in chunks:
+                        found = found or bool(len(chunk.records) or chunk.bad)
+                        self._look_for_columns(spot.file, chunk.records)
                         if spot.skip > len(chunk.records):
                             raise DataError(
                                 f"file source: {spot.file} has {len(chunk.records)} records at place "
@@ -348,6 +348,9 @@ class FileSource:
                                 "file source: the lease on %s ran out; another worker goes on", spot.file
                             )
                             break
+                if not begun and not found:
+                    self._empty += 1
+                    _log.warning("file source: %s is empty: it has no records", spot.file)
                 yield _Read(spot)
             step = self._files.after(spot)
             while step is Step.WAIT:
@@ -359,22 +362,28 @@ class FileSource:
             spot = replace(step, good=spot.good, bad=spot.bad)
             self._reading = spot
 
-    def _with_finite(self, spot: Spot, chunk: Chunk) -> Chunk:
-        """Return a chunk whose records have floats in the columns that must; the others are bad ones."""
-        records, reasons = chunk.records, dict[int, str]()
-        for name in sorted(self._finite & records.columns.keys() - records.shared):
-            for number in not_finite(records[name]).nonzero().squeeze(1).tolist():
-                value = ", ".join(map(str, _plain(records, number)[name]))
-                reasons[number] = f"record {number} of the chunk at {spot.place}: {name!r} is {value}"
-        if not reasons:
-            return chunk
-        bad = [
-            BadRecord(spot.place, reason, json.dumps(_plain(records, number)).encode())
-            for number, reason in sorted(reasons.items())
-        ]
-        kept = torch.ones(len(records), dtype=torch.bool)
-        kept[list(reasons)] = False
-        return Chunk(records.keep(kept), chunk.next, (*chunk.bad, *bad))
+    def _check_any(self) -> None:
+        """Refuse a list of files without a record in them; among others, their files may have some."""
+        if self._empty and self._alone and not self._reading.good and not self._reading.bad:
+            raise DataError(
+                f"file source: none of the {self._empty} files has a record; the last is {self._reading.file}"
+            )
+
+    def _look_for_columns(self, path: str, records: Records) -> None:
+        """Say once which of the columns to read a table does not have: mostly a slip of the pen."""
+        if self._columns_seen or not records.complete:
+            return
+        self._columns_seen = True
+        missing = [name for name in self._columns or () if name not in records.columns]
+        if missing:
+            with closed_after(self._format.chunks(path)) as chunks:
+                there = [name for chunk in islice(chunks, 1) for name in chunk.records.columns]
+            _log.warning(
+                "file source: %s has no column %s; %s",
+                path,
+                ", ".join(map(repr, missing)),
+                known_columns(missing[0], there, "it has"),
+            )
 
     def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
         if self._metrics is not None:
@@ -402,18 +411,6 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
-
-
-def _plain(records: Records, number: int) -> dict[str, list[object]]:
-    """Return one record as Python objects."""
-    one = records.slice(number, number + 1)
-    return {
-        name: [bytes(text).decode("utf-8", "backslashreplace") for text in row]
-        if one.columns[name].dtype is torch.uint8
-        else row
-        for name in one.columns
-        for row in one[name].to_list()
-    }
 
 
 def _quarantine(folder: str, path: str, place: int, bad: Sequence[BadRecord]) -> None:

@@ -21,29 +21,26 @@ function must make the same of the same record each time. It may see them in oth
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 from torch import Tensor
 
-from monolith.data.bad_times import BadTimes
+from monolith.data.bad_values import BadValues
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
-from monolith.data.records import LINE_ID, BatchSpec, Records, concat, make_batch, not_finite
+from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records, concat
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position, Source
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
 from monolith.tensors import Prefetched, prefetch
-
-_log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Item_co = TypeVar("Item_co", covariant=True)
@@ -114,14 +111,11 @@ class Pipeline:
     def to_batches(self, spec: BatchSpec) -> Batches:
         """Turn records into what a model reads.
 
-        A record whose label is NaN or infinite is a bad one: a `FileSource` treats it as such, by its
-        `BadRecordPolicy`; where labels come from elsewhere it is left out here, with a line in the log.
+        Records whose event time is out of range, or one of whose labels is NaN or infinite, are left out,
+        counted and put where the source puts malformed ones; see `BatchSpec.max_bad`. Reading raises a
+        DataError where the data has no column of that name; see `BatchSpec.optional`.
         """
         return Batches(_Batched(self._source, spec))
-
-    def require_finite(self, columns: Iterable[str]) -> None:
-        """Say in which columns a NaN makes a record a bad one; see `FileSource.require_finite`."""
-        _require_finite(self._source, columns)
 
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
@@ -186,9 +180,6 @@ class _Passing:
     def restore(self, position: Position) -> None:
         self._source.restore(position)
 
-    def require_finite(self, columns: Iterable[str]) -> None:
-        _require_finite(self._source, columns)
-
     def commit(self, position: Position) -> None:
         _commit(self._source, position)
 
@@ -218,28 +209,21 @@ class _Batched(_Passing):
     def __init__(self, source: Source, spec: BatchSpec) -> None:
         super().__init__(source)
         self._spec = spec
-        self._labels = {column for column, _ in spec.labels.values()}
-        self._bad = 0
-        self.require_finite(self._labels)
+        self._make = BatchMaker(spec)
 
     def __iter__(self) -> Iterator[Batch]:
-        times = BadTimes(self._spec, self.set_aside)
+        bad = BadValues(self._spec, self.set_aside)
         with closed_after(self._source) as batches:
             for records in batches:
-                good = self._with_good_labels(times.left_out(records))
-                if len(good) or not len(records):
-                    yield make_batch(good, self._spec)
-        times.judge(at_end=True)
+                fine = bad.left_out(records)
+                if len(fine) or not len(records):
+                    yield self._make(fine)
+        bad.judge(at_end=True)
+        self._make.end()
 
-    def _with_good_labels(self, records: Records) -> Records:
-        for name in sorted(self._labels & records.columns.keys() - records.shared):
-            bad = not_finite(records[name])
-            if bool(bad.any()):
-                if not self._bad:
-                    _log.warning("left out %d records: label %r is NaN or infinite", int(bad.sum()), name)
-                self._bad += int(bad.sum())
-                records = records.keep(~bad)
-        return records
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._make = BatchMaker(self._spec, resumed=True)
 
 
 class _Watched(_Passing):
@@ -339,9 +323,6 @@ class _Holding:
         self._source.restore(below)
         self._mark = _Mark(below, int(position["skip"]))
         self._set_numbers(numbers)
-
-    def require_finite(self, columns: Iterable[str]) -> None:
-        _require_finite(self._source, columns)
 
     def commit(self, position: Position) -> None:
         _commit(self._source, position["source"])
@@ -567,9 +548,6 @@ class _Ahead(Generic[Item]):
         self._source.restore(position)
         self._position = None
 
-    def require_finite(self, columns: Iterable[str]) -> None:
-        _require_finite(self._source, columns)
-
     def commit(self, position: Position) -> None:
         _commit(self._source, position)
 
@@ -608,9 +586,3 @@ def _set_aside(source: object, bad: Sequence[BadRecord]) -> None:
     set_aside = getattr(source, "set_aside", None)
     if set_aside is not None:
         set_aside(bad)
-
-
-def _require_finite(source: object, columns: Iterable[str]) -> None:
-    require = getattr(source, "require_finite", None)
-    if require is not None:
-        require(columns)

@@ -14,7 +14,9 @@ Columns with a meaning have these names:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,8 +32,12 @@ WEIGHT = "instance_weight"
 LINE_ID = "line_id."
 """What the columns of a LineId begin with."""
 
+REQ_TIME = LINE_ID + "req_time"
+
 DTYPES = (torch.int64, torch.float32, torch.uint8)
 """Ids and whole numbers, numbers, and the bytes of strings."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +50,9 @@ class Records:
     """By name: int64 or float32 of ragged rank 1, or strings: uint8 of ragged rank 2."""
     shared: frozenset[str] = field(default_factory=frozenset)
     """Columns of a single row that stands for every record."""
+    complete: bool = False
+    """Whether a column that is not here is not in the data at all, as in a table; where each record brings
+    columns of its own, it may be in the next ones."""
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -65,7 +74,7 @@ class Records:
     def __getitem__(self, name: str) -> RaggedTensor:
         """Return a column with one row per record, also where it is shared."""
         if name not in self.columns:
-            raise DataError(f"records have no column {name!r}; they have {', '.join(self.columns) or 'none'}")
+            raise DataError(f"records have no column {name!r}; {known_columns(name, self.columns)}")
         column = self.columns[name]
         if name not in self.shared:
             return column
@@ -80,6 +89,7 @@ class Records:
                 for name, column in self.columns.items()
             },
             self.shared,
+            self.complete,
         )
 
     def keep(self, mask: Tensor) -> Records:
@@ -101,16 +111,22 @@ class Records:
                 for name, column in self.columns.items()
             },
             self.shared,
+            self.complete,
         )
 
     def with_columns(self, columns: Mapping[str, RaggedTensor]) -> Records:
         """Return the same records with these columns added, or in place of those of the same name."""
-        return Records(self.size, {**self.columns, **columns}, self.shared - columns.keys())
+        return Records(self.size, {**self.columns, **columns}, self.shared - columns.keys(), self.complete)
 
     def select(self, names: Iterable[str]) -> Records:
         """Return the same records with these columns only; those that are not there are passed over."""
         wanted = [name for name in names if name in self.columns]
-        return Records(self.size, {name: self.columns[name] for name in wanted}, self.shared & set(wanted))
+        return Records(
+            self.size,
+            {name: self.columns[name] for name in wanted},
+            self.shared & set(wanted),
+            self.complete,
+        )
 
     def strings(self, name: str) -> list[list[bytes]]:
         """Return a column of strings as Python objects, for people to look at."""
@@ -136,7 +152,7 @@ def concat(parts: Sequence[Records]) -> Records:
         )
         for name, dtype in dtypes.items()
     }
-    return Records(sum(part.size for part in parts), columns)
+    return Records(sum(part.size for part in parts), columns, complete=all(part.complete for part in parts))
 
 
 def empty_rows(dtype: torch.dtype, rows: int) -> RaggedTensor:
@@ -190,31 +206,57 @@ def not_finite(column: RaggedTensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """Which columns a model reads, and as what."""
+    """Which columns a model reads, and as what.
+
+    A column that the data does not have is an error, unless it is `optional`: it is a slip of the pen, and
+    would train a model without that feature.
+    """
 
     ids: tuple[str, ...]
-    """Features of ids: int64 columns. One that records lack reads as no ids."""
+    """Features of ids: int64 columns."""
     floats: Mapping[str, int] = field(default_factory=dict)
-    """Features of numbers: float32 column to its width. Short rows are filled with zeros, long ones cut."""
+    """Features of numbers: column to its width. Short rows are filled with zeros, long ones cut."""
     labels: Mapping[str, tuple[str, int]] = field(default_factory=lambda: {LABEL: (LABEL, 0)})
-    """Task to the column it reads and the position in it; NaN where a record has none there. A record that
-    has a NaN or an infinity in such a column is a bad one, and is left out."""
-    event_time: str | None = LINE_ID + "req_time"
-    """An int64 column of Unix seconds; None, or a column that is not there, leaves 0."""
-    max_bad_times: float = 0.1
-    """The share of records whose event time may be out of range, 0 to 1. They are left out, counted and put
-    where the source puts malformed records; more of them end the run, and with 0 the first does."""
+    """Task to the column of numbers it reads and the position in it; NaN where a record has none there. A
+    record that has a NaN or an infinity in such a column is a bad one, and is left out."""
+    event_time: str | None = REQ_TIME
+    """An int64 column of Unix seconds; None leaves 0: rows then never expire. That of a LineId, the default,
+    may be missing, and a warning says so."""
+    optional: Collection[str] = ()
+    """Columns that the data may lack: ids then read as none, numbers as zeros, and a label is not there."""
+    max_bad: float = 0.1
+    """The share of records whose event time may be out of range, or a label NaN, 0 to 1. They are left out,
+    counted and put where the source puts malformed records; more end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_bad_times <= 1:
-            raise ConfigError(f"batch: max_bad_times must be from 0 to 1, got {self.max_bad_times}")
+        if isinstance(self.optional, str):
+            object.__setattr__(self, "optional", (self.optional,))
+        if unknown := [name for name in self.optional if name not in self.columns]:
+            raise ConfigError(
+                f"batch spec: optional names {unknown[0]!r}, which it does not read; "
+                f"{known_columns(unknown[0], self.columns, 'it reads')}"
+            )
+        if not 0 <= self.max_bad <= 1:
+            raise ConfigError(f"batch spec: max_bad must be from 0 to 1, got {self.max_bad}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, each once."""
+        times = () if self.event_time is None else (self.event_time,)
+        labels = (column for column, _ in self.labels.values())
+        return tuple(dict.fromkeys((*self.ids, *self.floats, *labels, *times)))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that must be there."""
+        return tuple(name for name in self.columns if name not in self.optional and name != REQ_TIME)
 
 
 def timely(records: Records, column: str | None) -> Tensor:
     """Return a bool per record: whether its event time, if it has one, is a second that a row can keep."""
     fine = torch.ones(records.size, dtype=torch.bool)
     times = records.columns.get(column or "")
-    if times is None:
+    if times is None or times.dtype is torch.uint8:
         return fine
     wrong = (times.flat_values < 0) | (times.flat_values > MAX_EVENT_TIME)
     if bool(wrong.any()):
@@ -229,12 +271,131 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
     """Return what a model reads of some records.
 
     Raises:
-        DataError: An event time is out of range. `Pipeline.to_batches` leaves such records out.
+        DataError: They lack a column that is not optional, one is of another type, or an event time is out
+            of range. `Pipeline.to_batches` leaves such records out.
     """
-    ids = {name: records.columns[name] for name in spec.ids if name in records.columns}
+    _check_of(spec).look(records, complete=True)
+    return read_batch(records, spec)
+
+
+class ColumnCheck:
+    """Looks whether a stream of records has the columns that somebody needs.
+
+    A table lacks a column or has it: its first records say so. Where each record brings columns of its own,
+    as a tf.Example does, a column counts as missing when none of the first `PATIENCE` records has it.
+
+    Args:
+        who: Needs them, as an error begins.
+        optional: How to say that a column may be missing, with {} for its name.
+    """
+
+    PATIENCE = 1000
+
+    def __init__(self, who: str, names: Iterable[str], optional: str) -> None:
+        self._who = who
+        self._unseen = list(names)
+        self._optional = optional
+        self._known: dict[str, None] = {}
+        self._records = 0
+
+    def look(self, records: Records, *, complete: bool | None = None) -> None:
+        """See the next records.
+
+        Args:
+            complete: Whether they lack what they do not have; by default what they say of themselves.
+
+        Raises:
+            DataError: A column is missing; names those that are there.
+        """
+        if not self._unseen:
+            return
+        self._known |= dict.fromkeys(records.columns)
+        self._records += len(records)
+        self._unseen = [name for name in self._unseen if name not in records.columns]
+        if not self._unseen:
+            return
+        if records.complete if complete is None else complete:
+            raise self._missing("the records have no")
+        if self._records >= self.PATIENCE:
+            raise self._missing(f"none of the first {self._records:,} records has a")
+
+    def end(self) -> None:
+        """Hear that there are no more records.
+
+        Raises:
+            DataError: None of them had a column.
+        """
+        if self._unseen and self._records:
+            raise self._missing(f"none of the {self._records:,} records has a")
+
+    def _missing(self, found: str) -> DataError:
+        name = self._unseen[0]
+        return DataError(
+            f"{self._who}: {found} column {name!r}; {known_columns(name, self._known)} If the data may lack "
+            f"it, say {self._optional.format(repr(name))}."
+        )
+
+
+class BatchMaker:
+    """Makes batches of a stream of records, and refuses columns that it does not have; see `ColumnCheck`.
+
+    Args:
+        resumed: Whether the records are what is left of a stream; its end then says nothing.
+    """
+
+    def __init__(self, spec: BatchSpec, *, resumed: bool = False) -> None:
+        self._spec = spec
+        self._check = _check_of(spec)
+        self._resumed = resumed
+        self._untimed = 0 if spec.event_time == REQ_TIME and REQ_TIME not in spec.optional else None
+        """Records without an event time so far; None when nobody need know any more."""
+
+    def __call__(self, records: Records) -> Batch:
+        if records.complete:
+            _check_of(self._spec).look(records)  # one file of a table may lack what the one before has
+        else:
+            self._check.look(records)
+        self._look_for_times(records)
+        return read_batch(records, self._spec)
+
+    def end(self) -> None:
+        """Hear that there are no more.
+
+        Raises:
+            DataError: None of the records had a column that is not optional.
+        """
+        if not self._resumed:
+            self._check.end()
+
+    def _look_for_times(self, records: Records) -> None:
+        if self._untimed is None:
+            return
+        self._untimed += len(records)
+        if REQ_TIME in records.columns:
+            self._untimed = None
+        elif records.complete or self._untimed >= ColumnCheck.PATIENCE:
+            self._untimed = None
+            _log.warning(
+                "batch: the records have no column %r, so rows get no event time and never expire; name the "
+                "column with BatchSpec(event_time=...), or None if there is none",
+                REQ_TIME,
+            )
+
+
+def _check_of(spec: BatchSpec) -> ColumnCheck:
+    return ColumnCheck("batch", spec.required, "BatchSpec(optional=[{}])")
+
+
+def read_batch(records: Records, spec: BatchSpec) -> Batch:
+    """Return the same as `make_batch`, with what is missing left empty."""
+    there = records.columns
+    ids = {name: there[name] if name in there else empty_rows(torch.int64, records.size) for name in spec.ids}
     for name, column in ids.items():
         if column.dtype is not torch.int64:
-            raise DataError(f"batch: feature {name!r} must hold ids, int64, got {column.dtype}")
+            raise DataError(
+                f"batch: feature {name!r} must hold ids, int64, got {_said(column)}. Make ids of it in a map "
+                "of the pipeline, of texts with monolith.feature.hash_strings."
+            )
     times = _event_times(records, spec.event_time)
     return Batch(
         FeatureIds.pack(
@@ -245,15 +406,15 @@ def make_batch(records: Records, spec: BatchSpec) -> Batch:
             event_times=times,
         ),
         {
-            name: records[name].to_padded(width)
-            if name in records.columns
+            name: _numbers(records, name, "feature").to_padded(width)
+            if name in there
             else torch.zeros(records.size, width)
             for name, width in spec.floats.items()
         },
         {
-            task: records[column].to_padded(position + 1, float("nan"))[:, position]
+            task: _numbers(records, column, "label").to_padded(position + 1, float("nan"))[:, position]
             for task, (column, position) in spec.labels.items()
-            if column in records.columns
+            if column in there
         },
     )
 
@@ -263,8 +424,38 @@ def _event_times(records: Records, column: str | None) -> Tensor | None:
     found = records.columns.get(column or "")
     if found is None:
         return None
+    if found.dtype is torch.uint8:
+        raise DataError(f"batch: event time {column!r} must be Unix seconds, got {_said(found)}")
     times = found.flat_values.long()
     if len(times) and not 0 <= int(times.min()) <= int(times.max()) <= MAX_EVENT_TIME:
         wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
         raise DataError(f"batch: event time {column!r} {wrong_second(int(wrong[0]))}")
     return times
+
+
+def _numbers(records: Records, name: str, what: str) -> RaggedTensor:
+    """Return a column as float32: of whole numbers, as most files have them, too."""
+    column = records[name]
+    if column.dtype is torch.uint8:
+        raise DataError(f"batch: {what} {name!r} must hold numbers, got {_said(column)}")
+    return column.with_flat_values(column.flat_values.to(torch.float32))
+
+
+def _said(column: RaggedTensor) -> str:
+    """Return what a column holds, with a value of it, for a message."""
+    if column.dtype is not torch.uint8:
+        return str(column.dtype).removeprefix("torch.")
+    texts = column.values
+    assert isinstance(texts, RaggedTensor)
+    if not texts.nrows:
+        return "texts"
+    first = bytes(slice_rows(texts, 0, 1).flat_values.tolist()[:40])
+    return f"texts such as {first.decode('utf-8', 'replace')!r}"
+
+
+def known_columns(name: str, known: Iterable[str], they: str = "they have") -> str:
+    """Return what there is instead of a column, the nearest named first, as a sentence."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{they} {', '.join(names) or 'none'}.{hint}"

@@ -48,6 +48,8 @@ class _Line:
     stream: Stream | None = None
     deadline: float | None = None
     """When an answer is too late; None while none is awaited."""
+    limit: float = 0.0
+    """Seconds from the request to that moment."""
     idle_since: float = 0.0
 
     def close(self) -> None:
@@ -82,6 +84,7 @@ class ServerGroup:
         addresses: host:port of every server; its place is its number.
         guard: What servers want to be shown.
         timeout: How long an answer may take. Small calls may wait half a minute more.
+        lookup_timeout: How long a lookup of rows may take; None as long as others.
         patience: How long to go on trying a server where nobody answers.
 
     Raises:
@@ -95,6 +98,7 @@ class ServerGroup:
         *,
         guard: Guard | None = None,
         timeout: timedelta = timedelta(seconds=30),
+        lookup_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=5),
     ) -> None:
         if not addresses:
@@ -102,6 +106,7 @@ class ServerGroup:
         self.addresses = tuple(addresses)
         self._guard = guard
         self._timeout = timeout
+        self._lookup_timeout = timeout if lookup_timeout is None else lookup_timeout
         self._patience = patience
         self._lock = threading.Lock()  # guards _lines, _incarnations, _step, _keeper and _pool
         self._lines = _Lines()
@@ -270,9 +275,11 @@ class ServerGroup:
             with self._lock:
                 self._incarnations[line.server] = known or answer["incarnation"]
             line.stream = line.caller.open_stream()
+        limit = self._lookup_timeout if name == "lookup" else self._timeout
         with self._lock:
             meant = self._incarnations[line.server]
-            line.deadline = time.monotonic() + self._timeout.total_seconds()
+            line.limit = limit.total_seconds()
+            line.deadline = time.monotonic() + line.limit
         line.stream.send(name, {**body, "incarnation": meant}, data)
 
     # Dense weights, around a save
@@ -406,13 +413,13 @@ class ServerGroup:
 
     def _keep(self) -> None:
         """Until the group is closed: cut off answers that are late, close connections that nobody uses."""
-        timeout = self._timeout.total_seconds()
-        while not self._stop.wait(min(timeout / 4, _IDLE / 4)):
+        shortest = min(self._timeout, self._lookup_timeout).total_seconds()
+        while not self._stop.wait(min(shortest / 4, _IDLE / 4)):
             now = time.monotonic()
             with self._lock:
                 for line in self._lines.busy:
                     if line.deadline is not None and now >= line.deadline and line.stream is not None:
-                        line.stream.cancel(f"no answer in {timeout:g} s")
+                        line.stream.cancel(f"no answer in {line.limit:g} s")
                         line.deadline = None
                 unused = [
                     line

@@ -70,7 +70,8 @@ def join_fleet(
     num_redundant_ps: int = 0,
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
-    call_timeout: timedelta | None = None,
+    call_timeout: timedelta = timedelta(seconds=30),
+    lookup_timeout: timedelta | None = None,
     news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
@@ -82,6 +83,7 @@ def join_fleet(
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
+        lookup_timeout: The same for a lookup of rows; None takes that of other calls.
         news_every: How often each says that it lives; of news it hears at once.
         on_waiting: Told who is missing.
 
@@ -108,8 +110,9 @@ def join_fleet(
     )
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
-        options = {} if call_timeout is None else {"timeout": call_timeout}
-        return ServerGroup(addresses, guard=guard, patience=patience, **options)
+        return ServerGroup(
+            addresses, guard=guard, patience=patience, timeout=call_timeout, lookup_timeout=lookup_timeout
+        )
 
     group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
     try:

@@ -204,6 +204,12 @@ class FleetSession(Session):
         times = [super()._expiry_time(), *(state.get("event_time") for state in self._others)]
         return min((time for time in times if time is not None), default=None)
 
+    def _found_nothing(self) -> None:
+        _log.warning(
+            "worker %d trained on nothing: its share of the data is empty, or was trained before a restart",
+            self._fleet.index,
+        )
+
     def _evict(self, now: int) -> None:
         if self._fleet.is_chief:
             super()._evict(now)

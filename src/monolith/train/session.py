@@ -5,6 +5,7 @@ Built from a task, it can take steps, be saved and be restored. `Trainer` runs i
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import time
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
 from monolith.data.source import Position
-from monolith.errors import ConfigError, DivergedError, NonFiniteError, RestoreError
+from monolith.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    FeatureError,
+    NonFiniteError,
+    RestoreError,
+)
 from monolith.feature import Batch
 from monolith.model import (
     DenseOptimizer,
@@ -67,6 +75,7 @@ class Model:
     def __init__(self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore | None = None) -> None:
         torch.manual_seed(seed)
         self.task = task
+        self._mode = mode
         with nullcontext() if make_store is None else default_stores(make_store):
             self.module = task.model()
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
@@ -81,6 +90,7 @@ class Model:
             self.sparse = EmbeddingOptimizer(self.module)
             self.dense = task.dense_optimizer(self.module)
         self.module.train(mode is Mode.TRAIN)
+        self._checked = False
 
     def parts(self, *, incremental: bool = False, beside: bool = False) -> list[Part]:
         """Return what a checkpoint keeps of the model; see `TablesPart`.
@@ -132,7 +142,13 @@ class Model:
         return {name: stats for store in self.stores for name, stats in store.stats().items()}
 
     def prepare(self, batch: Batch) -> _Rows:
-        """Look the rows of a batch up, from any thread."""
+        """Look the rows of a batch up, from any thread.
+
+        Raises:
+            FeatureError: The model reads a feature that the first batch does not have.
+        """
+        if not self._checked:
+            self._check_features(batch)
         return [collection.prepare(batch) for collection in self.collections]
 
     def outputs(self, batch: Batch, rows: _Rows, *, otherwise: Callable[[], None] | None = None) -> Outputs:
@@ -144,14 +160,33 @@ class Model:
         for collection, prepared in zip(self.collections, rows, strict=True):
             collection.hold(batch, prepared, otherwise)
         try:
-            return self.task.outputs(self.module, batch)
+            outputs = self.task.outputs(self.module, batch)
         finally:
             for collection in self.collections:
                 collection.hold(batch, None)
+        if self._mode is not Mode.PREDICT and not batch.labels and bool(outputs.loss.isnan()):
+            raise DataError(
+                f"task {self.task.name!r}: the batches to {self._mode.value} on have no labels; name their "
+                "column in the BatchSpec's labels, or override outputs() if the loss needs none"
+            )
+        return outputs
 
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+    def _check_features(self, batch: Batch) -> None:
+        there = batch.ids.names
+        for name in (name for collection in self.collections for name in collection.features):
+            if name not in there:
+                near = difflib.get_close_matches(name, there, n=1)
+                raise FeatureError(
+                    f"task {self.task.name!r}: the model reads feature {name!r}, which the batches do not "
+                    f"have; they have {', '.join(there) or 'none'}."
+                    + (f" Did you mean {near[0]!r}?" if near else "")
+                    + " One that only some records have stands in BatchSpec's ids and optional."
+                )
+        self._checked = True
 
     def _tables(self) -> tuple[dict[str, DumpableTable], dict[str, AdmissionFilter]]:
         tables: dict[str, Any] = {}
@@ -267,6 +302,8 @@ class Session:
             found = lane.next()
             if found is None:
                 lane.drain()
+                if not self.examples and not self.skipped:
+                    self._found_nothing()
                 return None
             (batch, position), rows = found
             outputs = self._train(batch, rows, lane)
@@ -370,6 +407,12 @@ class Session:
 
     def _open_data(self) -> Stream[Batch]:
         return self.task.dataset(Mode.TRAIN)
+
+    def _found_nothing(self) -> None:
+        """Called where the data ended, and nothing was ever trained."""
+        raise DataError(
+            f"task {self.task.name!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
+        )
 
     def _idle(self) -> None:
         """Called again and again while the data has nothing to say."""

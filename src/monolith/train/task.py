@@ -45,7 +45,8 @@ class Outputs:
 
     loss: Tensor
     """A scalar, to be made small: the mean over the examples. Rows are trained by its gradient times the size
-    of the batch, as in any loop with an `EmbeddingOptimizer`. Of a batch without labels whatever."""
+    of the batch, as in any loop with an `EmbeddingOptimizer`. Of a batch without labels NaN, unless the loss
+    needs none."""
     predictions: Mapping[str, Tensor]
     """By head, of shape (examples,): probabilities, or values of a regression."""
 
@@ -72,25 +73,47 @@ class Task(ABC):
         Args:
             model: The model, perhaps wrapped.
         """
-        logits = model(batch)
-        if isinstance(logits, Mapping):
-            by_head = dict(logits)
-        else:
-            heads = list(batch.labels) or ["prediction"]
-            columns = [logits] if logits.ndim == 1 else list(logits.unbind(-1))
-            if len(columns) != len(heads):
-                raise FeatureError(
-                    f"task {self.name!r}: the model returns {len(columns)} columns for {len(heads)} labels "
-                    f"({', '.join(heads)}). Return a column for each, or a dict by label, or override "
-                    "outputs()."
-                )
-            by_head = dict(zip(heads, columns, strict=True))
+        by_head = self._by_head(model, model(batch), batch)
         losses = [
             binary_cross_entropy_with_logits(by_head[head], label.to(by_head[head].device))
             for head, label in batch.labels.items()
         ]
-        loss = torch.stack(losses).sum() if losses else next(iter(by_head.values())).new_zeros(())
+        loss = torch.stack(losses).sum() if losses else torch.tensor(float("nan"))
         return Outputs(loss, {head: torch.sigmoid(logit) for head, logit in by_head.items()})
+
+    def _by_head(self, model: nn.Module, given: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return what a model gave by label, each of shape (examples,).
+
+        Raises:
+            FeatureError: It gave something else; says what, and where the model is written.
+        """
+        heads = list(batch.labels) or ["prediction"]
+        returns = f"task {self.name!r}: forward of {type(model).__name__} ({_written_at(model)}) returns"
+        wanted = (
+            f"Return logits of shape ({len(batch)},), or ({len(batch)}, {len(heads)}) with a column for each "
+            f"label ({', '.join(heads)}), or a dict of them by label; or override outputs()."
+        )
+        if isinstance(given, Mapping):
+            by_head = dict(given)
+            if missing := [head for head in batch.labels if head not in by_head]:
+                has = ", ".join(map(repr, by_head)) or "nothing"
+                raise FeatureError(f"{returns} a dict without {missing[0]!r}: it has {has}. {wanted}")
+        elif not isinstance(given, Tensor):
+            raise FeatureError(f"{returns} a {type(given).__name__}. {wanted}")
+        elif given.ndim not in (1, 2):
+            raise FeatureError(f"{returns} a tensor of shape {tuple(given.shape)}. {wanted}")
+        else:
+            columns = [given] if given.ndim == 1 else list(given.unbind(-1))
+            if len(columns) != len(heads):
+                raise FeatureError(f"{returns} {len(columns)} columns for {len(heads)} labels. {wanted}")
+            by_head = dict(zip(heads, columns, strict=True))
+        for head, logits in by_head.items():
+            if not isinstance(logits, Tensor) or logits.shape != (len(batch),):
+                found = (
+                    f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+                )
+                raise FeatureError(f"{returns} {found} for {head!r}. {wanted}")
+        return by_head
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return what trains the dense weights; None where there are none. Rows have their own."""
@@ -124,3 +147,9 @@ class Task(ABC):
     def describe(self) -> Mapping[str, Any]:
         """Return what the run's manifest should say of this task: plain values."""
         return {}
+
+
+def _written_at(model: nn.Module) -> str:
+    """Return the file and line of a model's forward, for whoever has to mend it."""
+    code = getattr(type(model).forward, "__code__", None)
+    return "built in" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

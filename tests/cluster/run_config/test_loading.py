@@ -81,8 +81,7 @@ def test_all_problems_of_all_sources_come_at_once(tmp_path):
         "the nearest known one is MONOLITH_CLUSTER__NUM_WORKERS",
         "unknown flag --modle_dir; the nearest known one is --model-dir",
         f"unknown key cluster.num_pss (from {file}); the nearest known key is cluster.num_ps",
-        "timeouts.lookup (from --timeouts.lookup): must be more than 0, got 0:00:00; "
-        "for no limit, leave it out",
+        "timeouts.lookup (from --timeouts.lookup): must be more than 0, got 0:00:00",
         f"checkpoint.every and checkpoint.every_steps (from {file}): only one of them may be set",
         f"checkpoint.keep (from {file}): must be at least 1, got 0",
         f"data.start_hour (from {file}): must be from 0 to 24, got 99",

@@ -72,7 +72,8 @@ class PlainCsv:
             try:
                 row = self._row(line, names, wanted)
             except ValueError as cause:
-                chunk.bad.append(BadRecord(begin, f"line at byte {begin}: {cause}", line))
+                number = 1 + data.count(b"\n", 0, begin)
+                chunk.bad.append(BadRecord(begin, f"line {number}: {cause}", line))
             else:
                 chunk.size += 1
                 for name in wanted:

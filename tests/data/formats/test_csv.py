@@ -81,8 +81,25 @@ def test_bad_lines_are_left_out_and_told(path: Path) -> None:
         (45, b"1_0,1\n"),
     ]
     assert "1 fields instead of 2" in bad[0].reason
-    assert "column 'id': 'x' is not a whole number" in bad[1].reason
+    assert bad[1].reason == "line 4: column 'id': 'x' is not a whole number"
+    assert bad[3].reason.startswith("line 7: ")
     assert "64 bits" in bad[3].reason
+
+
+def test_a_column_that_a_few_values_make_a_text_is_named_with_the_first_of_them(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{number},{number}.5,w{number}\n" for number in range(50)]
+    rows[7] = "7,n/a,w7\n"
+    path.write_text("id,price,word\n" + "".join(rows))
+    form = CsvFormat()
+    records, _ = read(path, form)
+    assert records["price"].dtype is torch.uint8
+    read(path, form)
+    (line,) = caplog.messages  # of the column that is a text in earnest nothing, and once of this one
+    assert "line 9: column 'price': 'n/a' is not a number, and 49 other records have one" in line
+    assert form.odd_values(str(path)) == [line.removeprefix(f"csv: {path}: ")]
+    assert not CsvFormat(types={"price": torch.float32}).odd_values(str(path))
 
 
 def test_what_is_not_asked_for_is_not_judged(path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monolith.data import Records
+from monolith.data.formats.memory import to_records
 from monolith.data.sampling import ItemPoolConfig, NegativeGeneration, NegativeGenerationConfig
 from monolith.data.transforms import INVALID_LABEL, Compose, NegativeDownsample, Stateful
 from monolith.data.transforms.numbering import draw
@@ -398,3 +399,27 @@ def test_generation_agrees_with_the_plain_telling(rows, neg_num, start_num, more
         (row["user"][0], row[ITEM][0], row["label"][0], row.get("instance_weight", [None])[0])
         for row in found
     ] == expected
+
+
+# Columns that are not there
+
+
+def test_without_labels_or_actions_there_are_no_positives_and_that_is_an_error():
+    table = to_records({ITEM: [1, 2], "tag": [1, 2], "lable": [1, 0]})
+    with pytest.raises(DataError, match=r"no column 'label'; they have .*Did you mean 'lable'"):
+        generation(item_features=("tag",))(table, first=0)
+    with pytest.raises(DataError, match=f"no column '{ACTIONS}'"):
+        generation(item_features=("tag",), positive_actions=(1,))(table, first=0)
+
+
+def test_an_item_feature_that_is_missing_is_an_error_unless_it_is_optional():
+    table = to_records({ITEM: [1, 2], "tag": [1, 2], "label": [1, 0]})
+    with pytest.raises(DataError, match=r"no column 'tagg'.*Did you mean 'tag'.*optional=\('tagg',\)"):
+        generation(item_features=("tagg",))(table, first=0)
+    assert len(generation(item_features=("tagg",), optional=("tagg",))(table, first=0)) == 2
+
+
+def test_a_label_of_whole_numbers_tells_positives_too():
+    table = to_records({ITEM: [1, 2], "tag": [1, 2], "label": [1, 1]})
+    made = generation(item_features=("tag",))(table, first=0)
+    assert made["label"].flat_values.tolist() == [1.0, 0.0, 1.0]

@@ -10,7 +10,8 @@ from data.transforms.record_lists import cuts, floats, on_slices, records_of, ro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monolith.data.transforms import LogOddsCorrection, NegativeDownsample, sample_rates
+from monolith.data.formats.memory import to_records
+from monolith.data.transforms import FilterByLabel, LogOddsCorrection, NegativeDownsample, sample_rates
 from monolith.errors import ConfigError, DataError
 from monolith.nn.layers import LogitCorrection
 
@@ -104,3 +105,11 @@ def test_another_seed_drops_others():
     records = records_of([{"label": [0.0], "a": [i]} for i in range(100)])
     one, other = (NegativeDownsample(drop_rate=0.5, seed=seed)(records, first=0) for seed in (1, 2))
     assert rows_of(one) != rows_of(other)
+
+
+@pytest.mark.parametrize("transform", [NegativeDownsample(drop_rate=0.5), FilterByLabel(thresholds=(0.5,))])
+def test_a_table_without_labels_is_refused_instead_of_taken_for_negatives(transform):
+    with pytest.raises(DataError, match=r"no column 'label' to tell positives by; they have item"):
+        transform(to_records({"item": [1, 2]}), first=0)
+    kept = transform(to_records({"label": [1, 1]}), first=0)
+    assert len(kept) == 2

@@ -94,7 +94,8 @@ class DenseConfig(Checked):
     postpush: bool = False
     """Push their gradients behind the step, without waiting for the servers."""
     partition: bool = True
-    """Split large weights over the servers, in parts of at most 128 KiB and not more parts than servers."""
+    """Split large weights over the servers. They are not: each lies whole on one, so to ask for it is an
+    error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,7 +150,7 @@ class TimeoutsConfig(Checked):
     """How long to wait for others."""
 
     operation: timedelta | None = None
-    """The longest that one remote call may take; None never gives up."""
+    """The longest that one call of a server may take, other than a lookup; None means as long as `lookup`."""
     lookup: timedelta = timedelta(seconds=30)
     """The longest that one lookup of rows on a server may take."""
     start: timedelta = timedelta(hours=2)
@@ -170,4 +170,4 @@ class TimeoutsConfig(Checked):
         for name in ("operation", "lookup"):
             given = getattr(self, name)
             if given is not None and given <= timedelta(0):
-                yield Problem((name,), f"must be more than 0, got {given}; for no limit, leave it out")
+                yield Problem((name,), f"must be more than 0, got {given}")

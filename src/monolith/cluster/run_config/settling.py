@@ -15,7 +15,8 @@ DENSE_EVERY_IN_REALTIME = timedelta(minutes=30)
 def settle(config: RunConfig) -> RunConfig:
     """Return the config with nothing left open.
 
-    Real time comes first: it turns partial recovery on.
+    Real time comes first: it turns partial recovery on. Weights are never cut in pieces, whatever the old
+    default says.
     """
     training, failover, checkpoint = config.training, config.failover, config.checkpoint
     if failover.partial_recovery is None:
@@ -27,10 +28,15 @@ def settle(config: RunConfig) -> RunConfig:
     job = config.job
     if not job.model_name:
         job = replace(job, model_name=job.name or f"di_name_{_task_class(job.task)}")
+    timeouts = config.timeouts
+    if timeouts.operation is None:
+        timeouts = replace(timeouts, operation=timeouts.lookup)
     return replace(
         config,
         job=job,
         failover=failover,
+        timeouts=timeouts,
+        dense=replace(config.dense, partition=False),
         checkpoint=checkpoint,
         metrics=replace(config.metrics, tensorboard_dir=config.metrics.tensorboard_dir or job.model_dir),
         data_service=replace(config.data_service, enabled=bool(config.data_service.enabled)),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from monolith.errors import ConfigError, CorruptFileError, DataError
 from monolith.filesystem import atomic_write, open_read
 from monolith.tensors import RaggedTensor
 
+_log = logging.getLogger(__name__)
+
 _READ_BYTES = 64 << 10
 """Read beyond a chunk, so that its last record is there to the end and more."""
 
@@ -39,6 +42,9 @@ _TYPES = {
     torch.float32: native.ColumnType.FLOAT,
     torch.uint8: native.ColumnType.BYTES,
 }
+_ODD_SHARE = 0.1
+"""Of the values of a column: where no more are texts, they are taken for mistakes."""
+
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
@@ -88,6 +94,8 @@ class CsvFormat:
         self._infer_rows = infer_rows
         self._chunk_bytes = chunk_bytes
         self._dialect = native.CsvDialect(delimiter, list_separator, record_bytes)
+        self._looked_at: set[str] = set()
+        """Columns that were read as text, and whether that was meant was looked into."""
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the records of a file from byte `start` on; see `Format`."""
@@ -96,6 +104,8 @@ class CsvFormat:
             if layout is None:
                 return
             wanted = [name for name in layout.names if columns is None or name in columns]
+            lines = _Lines(path)
+            self._warn_of_odd(file, layout, wanted, lines)
             positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
             parser = native.CsvParser(self._dialect, len(layout.names), positions)
             window = _Window(file, max(start, layout.begin))
@@ -103,7 +113,7 @@ class CsvFormat:
             while True:
                 parsed = parser.parse(window.view, window.last, self._chunk_bytes)
                 if parsed.whole:
-                    bad = _bad_records(parsed, wanted, window)
+                    bad = _bad_records(parsed, wanted, window, lines)
                     window.move(parsed.next)
                     if not parsed.records and not bad:
                         return
@@ -119,7 +129,40 @@ class CsvFormat:
         with atomic_write(path) as file:
             yield _Writer(file, self._delimiter, self._separator, self._header)
 
+    def odd_values(self, path: str) -> list[str]:
+        """Return what is odd in a file: columns that are text only because a few values are no numbers."""
+        with open_read(path) as file:
+            layout = self._layout(file, path)
+            return [] if layout is None else list(self._odd(file, layout, layout.names, _Lines(path)))
+
     # Reading
+
+    def _warn_of_odd(self, file: BinaryIO, layout: _Layout, wanted: Sequence[str], lines: _Lines) -> None:
+        names = [name for name in wanted if name not in self._looked_at]
+        self._looked_at |= {name for name in names if layout.types[name] is torch.uint8}
+        for text in self._odd(file, layout, names, lines):
+            _log.warning("csv: %s: %s", lines.path, text)
+
+    def _odd(self, file: BinaryIO, layout: _Layout, names: Sequence[str], lines: _Lines) -> Iterator[str]:
+        """Yield a text for each column whose type follows from a few of its values."""
+        guessed = [name for name in names if name not in self._types and layout.types[name] is torch.uint8]
+        if not guessed:
+            return
+        window = _Window(file, layout.begin)
+        window.fill(layout.sniffed + _READ_BYTES)
+        for name in guessed:
+            number = (layout.names.index(name), native.ColumnType.FLOAT)
+            parser = native.CsvParser(self._dialect, len(layout.names), [number])
+            parsed = parser.parse(window.view, window.last, layout.sniffed)
+            odd = [(begin, value) for begin, _, _, column, value in parsed.bad if column is not None]
+            if odd and len(odd) <= _ODD_SHARE * parsed.records:
+                begin, value = odd[0]
+                line = lines.number(layout.begin + begin)
+                yield (
+                    f"line {line}: column {name!r}: {_shown(value)} is not a number, "
+                    f"and {parsed.records:,} other records have one, so the column is read as text. Mend the "
+                    f"line, or give the column's type: CsvFormat(types={{{name!r}: ...}})."
+                )
 
     def _layout(self, file: BinaryIO, path: str) -> _Layout | None:
         """Read names and types from the head of a file; None for an empty one."""
@@ -147,7 +190,7 @@ class CsvFormat:
                 window.fill(2 * len(window.view) + _READ_BYTES)
             for name, found in zip(names, sniffer.types, strict=True):
                 types.setdefault(name, _DTYPES[found])
-        return _Layout(names, types, begin)
+        return _Layout(names, types, begin, max(window.place - begin, 1))
 
     def _first_record(self, window: _Window, path: str) -> list[bytes] | None:
         """Move behind the first record, and return its fields; None if there is none."""
@@ -170,6 +213,28 @@ class _Layout:
     types: Mapping[str, torch.dtype]
     begin: int
     """Where the first record is."""
+    sniffed: int
+    """Bytes from there on that the types follow from."""
+
+
+class _Lines:
+    """Tells which line of a file a byte is in, as an editor counts them. Reads on from where it was last."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._place = 0
+        self._line = 1
+
+    def number(self, place: int) -> int:
+        """Return the line, from 1 on, that a byte is in; those of one file are best asked for in order."""
+        if place < self._place:
+            self._place, self._line = 0, 1
+        with open_read(self.path) as file:
+            file.seek(self._place)
+            while self._place < place and (piece := file.read(min(place - self._place, 1 << 20))):
+                self._place += len(piece)
+                self._line += piece.count(b"\n")
+        return self._line
 
 
 class _Window:
@@ -209,17 +274,23 @@ def _records(parsed: native.ParsedCsv, names: Sequence[str]) -> Records:
         if inner is not None:
             values = RaggedTensor(values, torch.from_numpy(inner), validate=False)
         columns[name] = RaggedTensor(values, torch.from_numpy(splits), validate=False)
-    return Records(parsed.records, columns)
+    return Records(parsed.records, columns, complete=True)
 
 
-def _bad_records(parsed: native.ParsedCsv, names: Sequence[str], window: _Window) -> tuple[BadRecord, ...]:
+def _bad_records(
+    parsed: native.ParsedCsv, names: Sequence[str], window: _Window, lines: _Lines
+) -> tuple[BadRecord, ...]:
     bad = []
     for begin, size, reason, column, value in parsed.bad:
         place = window.place + begin
-        what = "" if column is None else f"column {names[column]!r}: {value.decode('utf-8', 'replace')!r} "
+        what = "" if column is None else f"column {names[column]!r}: {_shown(value)} "
         payload = bytes(window.view[begin : begin + size])
-        bad.append(BadRecord(place, f"line at byte {place}: {what}{reason}", payload))
+        bad.append(BadRecord(place, f"line {lines.number(place)}: {what}{reason}", payload))
     return tuple(bad)
+
+
+def _shown(value: bytes) -> str:
+    return repr(value.decode("utf-8", "replace"))
 
 
 class _Writer:

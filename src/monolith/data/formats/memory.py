@@ -8,6 +8,7 @@ For small data, for tests, and for whoever has a table in numpy or pandas:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class MemorySource:
         share = share_of("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
-        records = data if isinstance(data, Records) else to_records(data)
+        records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
         self._records = records.take(torch.arange(share.worker, len(records), share.workers))
         self._batch_size = batch_size
         self._total = None if epochs is None and len(self._records) else len(self._records) * (epochs or 1)
@@ -121,7 +122,7 @@ def to_records(columns: Mapping[str, Column]) -> Records:
     sizes = {name: column.nrows for name, column in made.items()}
     if len(set(sizes.values())) > 1:
         raise DataError(f"memory: columns must have one row per record each, got {sizes}")
-    return Records(next(iter(sizes.values()), 0), made)
+    return Records(next(iter(sizes.values()), 0), made, complete=True)
 
 
 def to_column(values: Column, name: str = "") -> RaggedTensor:

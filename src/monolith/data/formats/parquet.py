@@ -74,7 +74,7 @@ class ParquetFormat:
             with _errors_of(path, 0, arrow):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
-                wanted = _wanted(file, columns)
+                wanted, complete = _wanted(file, columns)
             if start > rows:
                 raise CorruptFileError(
                     path, 0, f"has {rows} rows, but was to be read on from row {start}: it was replaced"
@@ -87,7 +87,7 @@ class ParquetFormat:
                         table = file.read_row_group(group, columns=wanted)
                     for begin in range(max(start, first), end, self._chunk_rows):
                         some = table.slice(begin - first, min(self._chunk_rows, end - begin))
-                        yield Chunk(_to_records(some, wanted, path), begin + len(some))
+                        yield Chunk(_to_records(some, wanted, complete, path), begin + len(some))
                 first = end
 
     @contextmanager
@@ -155,15 +155,17 @@ class _Writer:
 # Reading
 
 
-def _wanted(file: Any, columns: Sequence[str] | None) -> list[str]:
+def _wanted(file: Any, columns: Sequence[str] | None) -> tuple[list[str], bool]:
+    """Return the columns to read, and whether these are all that are wanted and there."""
     types = _arrow().types
     schema = file.schema_arrow
     names = schema.names if columns is None else [name for name in columns if name in schema.names]
-    # Nothing but nulls: a column without a type, which is as good as none.
-    return [name for name in names if not types.is_null(schema.field(name).type)]
+    # Nothing but nulls: a column without a type, which the next file may well have.
+    typed = [name for name in names if not types.is_null(schema.field(name).type)]
+    return typed, len(typed) == len(names)
 
 
-def _to_records(table: Any, names: Sequence[str], path: str) -> Records:
+def _to_records(table: Any, names: Sequence[str], complete: bool, path: str) -> Records:
     # The reader takes "a" for "a.b", too; so the names are gone through once more.
     columns = {}
     for name in names:
@@ -176,7 +178,7 @@ def _to_records(table: Any, names: Sequence[str], path: str) -> Records:
                 f"{path}: column {name!r} has the type {array.type}, which cannot be read. "
                 "Name the columns to read, and leave it out."
             ) from cause
-    return Records(table.num_rows, columns)
+    return Records(table.num_rows, columns, complete=complete)
 
 
 def _to_ragged(array: Any) -> RaggedTensor:

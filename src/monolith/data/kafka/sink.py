@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import check_settings, import_kafka
 from monolith.data.kafka.strings import KEY, VALUE
 from monolith.data.records import Records
@@ -57,7 +58,7 @@ class KafkaSink:
             "bootstrap.servers": self._servers,
         }
         try:
-            self._producer = self._kafka.Producer(chosen, logger=logger)
+            self._producer = self._kafka.Producer(chosen, logger=ClientLog(logger))
         except self._kafka.KafkaException as cause:
             raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
 

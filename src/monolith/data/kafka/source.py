@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import re
 import threading
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.format import BadRecord
+from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import Offsets, Partition, make_position, read_position
 from monolith.data.kafka.strings import plain_strings
@@ -48,6 +50,9 @@ _REJOIN_S = 30.0
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_TIMES = re.compile(r" \(after \d+ms in state [^)]*\)")
+"""What makes the same complaint look like another each time."""
 
 
 class KafkaSource:
@@ -258,7 +263,7 @@ class KafkaSource:
             "error_cb": self._complain,
         }
         try:
-            consumer = self._kafka.Consumer(settings, logger=logger)
+            consumer = self._kafka.Consumer(settings, logger=ClientLog(logger))
         except self._kafka.KafkaException as cause:
             raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
         try:
@@ -679,7 +684,7 @@ class KafkaSource:
 
     def _complain(self, error: KafkaError) -> None:
         """Remember what the client said went wrong. It keeps trying by itself."""
-        self._reasons.setdefault(str(error.str()))
+        self._reasons.setdefault(_TIMES.sub("", str(error.str())))
         if self._trouble_since is None:
             self._trouble_since = self._clock()
 

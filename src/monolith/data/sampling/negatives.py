@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monolith.data.records import LABEL, LINE_ID, WEIGHT, Records, concat_rows, empty_rows, take_rows
+from monolith.data.records import (
+    LABEL,
+    LINE_ID,
+    WEIGHT,
+    ColumnCheck,
+    Records,
+    concat_rows,
+    empty_rows,
+    take_rows,
+)
 from monolith.data.sampling.item_pool import Drawn, ItemPool, ItemPoolConfig
 from monolith.data.sampling.pool_files import encode_channel, restore_channels
 from monolith.data.transforms.columns import (
@@ -89,6 +98,9 @@ class NegativeGenerationConfig:
     cache_negative_actions: tuple[int, ...] = ()
     """Where one of these actions decides, the item of such a record enters in any case."""
     seed: int = 0
+    optional: tuple[str, ...] = ()
+    """Columns of `item_features` that the data may lack; of another that is missing, negatives would keep the
+    positive's."""
 
     def __post_init__(self) -> None:
         if self.neg_num < 1:
@@ -129,8 +141,16 @@ class NegativeGeneration:
         """
         self.config = config
         self.pool = pool if pool is not None else ItemPool(config.pool)
+        judged_by = ACTIONS if config.positive_actions else LABEL
+        needed = dict.fromkeys((judged_by, config.item_id, *config.item_features))
+        self._check = ColumnCheck(
+            "negative generation",
+            [name for name in needed if name not in config.optional],
+            "NegativeGenerationConfig(optional=({},))",
+        )
 
     def __call__(self, records: Records, *, first: int) -> Records:
+        self._check.look(records)
         items = Records(
             len(records),
             {name: records[name] for name in self.config.item_features if name in records.columns},

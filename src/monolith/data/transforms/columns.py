@@ -13,7 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monolith.data.records import LABEL, LINE_ID, Records, concat_rows, empty_rows, take_rows
+from monolith.data.records import (
+    LABEL,
+    LINE_ID,
+    Records,
+    concat_rows,
+    empty_rows,
+    known_columns,
+    take_rows,
+)
 from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
 
@@ -31,16 +39,35 @@ _NAMES = {torch.int64: "int64", torch.float32: "float32", torch.uint8: "strings"
 def read_column(records: Records, name: str, dtype: torch.dtype) -> RaggedTensor:
     """Return a column of this type, one row per record; without values where it is not there.
 
+    Whole numbers are numbers, too: a 0/1 label of a CSV or Parquet file is read as float32.
+
     Raises:
         DataError: The column is of another type.
     """
     if name not in records.columns:
         return empty_rows(dtype, len(records))
+    if dtype is torch.float32 and records.columns[name].dtype is torch.int64:
+        whole = records[name]
+        return whole.with_flat_values(whole.flat_values.to(torch.float32))
     if records.columns[name].dtype is not dtype:
         raise DataError(
             f"column {name!r} must be {_NAMES[dtype]} for this, it is {_NAMES[records.columns[name].dtype]}"
         )
     return records[name]
+
+
+def read_labels(records: Records, who: str) -> RaggedTensor:
+    """Return the labels that records are judged by.
+
+    Raises:
+        DataError: The records are a table without a column of labels: every record would count as negative.
+    """
+    if records.complete and LABEL not in records.columns:
+        raise DataError(
+            f"{who}: the records have no column {LABEL!r} to tell positives by; "
+            f"{known_columns(LABEL, records.columns)} Make one of another column with UseFieldAsLabel."
+        )
+    return read_column(records, LABEL, torch.float32)
 
 
 def first_values(column: RaggedTensor, default: float) -> Tensor:

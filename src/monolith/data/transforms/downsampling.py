@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monolith.data.records import LABEL, Records
+from monolith.data.records import Records
 from monolith.data.transforms.columns import (
     ACTIONS,
     SAMPLE_RATE,
@@ -22,6 +22,7 @@ from monolith.data.transforms.columns import (
     parse_number,
     rank_of,
     read_column,
+    read_labels,
 )
 from monolith.data.transforms.numbering import check_seed, draw, one_each
 from monolith.data.transforms.transform import Rewrite
@@ -62,7 +63,7 @@ class NegativeDownsample:
         deciding = rank_of(read_column(records, ACTIONS, torch.int64), list(per_action))
         shares = [*per_action.values(), self.drop_rate, self.drop_rate]
         kept_share = 1.0 - torch.tensor(shares, dtype=torch.float64)[deciding]
-        labels = read_column(records, LABEL, torch.float32).to_padded(self.label_index + 1, float("nan"))
+        labels = read_labels(records, "negative downsample").to_padded(self.label_index + 1, float("nan"))
         positive = labels[:, self.label_index] > self.threshold
         luck = torch.from_numpy(draw("negative_downsample", self.seed, records, first))[:, 0]
         rates = (sample_rates(records) * kept_share).to(torch.float32)

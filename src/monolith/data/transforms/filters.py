@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monolith.data.records import LABEL, LINE_ID, Records
+from monolith.data.records import LINE_ID, Records
 from monolith.data.transforms.columns import (
     ACTIONS,
     DATA_SOURCE_KEY,
@@ -19,6 +19,7 @@ from monolith.data.transforms.columns import (
     int64_tensor,
     parse_integer_list,
     read_column,
+    read_labels,
     rows_with_any,
     signed,
 )
@@ -127,7 +128,7 @@ class FilterByLabel(Filter):
             raise ConfigError("filter by label: thresholds must name at least one")
 
     def mask(self, records: Records) -> Tensor:
-        labels = read_column(records, LABEL, torch.float32)
+        labels = read_labels(records, "filter by label")
         wanted = torch.tensor(self.thresholds, dtype=torch.float32)
         reached = (labels.to_padded(len(wanted), float("nan")) >= wanted).any(1)
         return reached & (labels.row_lengths() >= len(wanted))

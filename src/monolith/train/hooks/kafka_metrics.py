@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import check_settings, import_kafka
 from monolith.errors import ConfigError
 from monolith.train.hook import Hook, Run
@@ -60,7 +61,7 @@ class KafkaProducer:
             "bootstrap.servers": ",".join(brokers),
         }
         try:
-            self._producer = self._kafka.Producer(chosen, logger=_log)
+            self._producer = self._kafka.Producer(chosen, logger=ClientLog(_log))
         except self._kafka.KafkaException as cause:
             raise ConfigError(f"kafka metrics: the client does not take the settings: {cause}") from cause
 

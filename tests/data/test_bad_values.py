@@ -64,13 +64,13 @@ def test_where_most_times_are_wrong_the_column_is(caplog: pytest.LogCaptureFixtu
 
 def test_the_share_is_a_setting_and_judged_when_there_is_something_to_judge() -> None:
     times = [-1, *[NOW] * 2000, -1, -1, -1]
-    few, none = (replace(SPEC, max_bad_times=share) for share in (0.001, 0.0))
+    few, none = (replace(SPEC, max_bad=share) for share in (0.001, 0.0))
     with pytest.raises(TooManyBadRecordsError, match="4 of 2004"):
         list(Pipeline(source(*times)).to_batches(few))
     with pytest.raises(TooManyBadRecordsError, match="1 of 4"):
         list(Pipeline(source(*times)).to_batches(none))
-    with pytest.raises(ConfigError, match="max_bad_times"):
-        BatchSpec(ids=(), max_bad_times=1.5)
+    with pytest.raises(ConfigError, match="max_bad"):
+        BatchSpec(ids=(), max_bad=1.5)
 
 
 def test_warnings_are_few(caplog: pytest.LogCaptureFixture) -> None:
