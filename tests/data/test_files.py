@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -281,7 +282,7 @@ def test_a_record_whose_label_is_not_finite_is_a_bad_one(tmp_path: Path) -> None
     assert first["reason"] == "label 'label' is nan"
     assert json.loads(base64.b64decode(second["payload"])) == {"item": [3], "label": [float("inf")]}
     few = Pipeline(FileSource([path], format_of(path), batch_size=2)).to_batches(replace(SPEC, max_bad=0.1))
-    with pytest.raises(TooManyBadRecordsError, match="2 of 5 records have a bad .*'label' is inf"):
+    with pytest.raises(TooManyBadRecordsError, match=r"2 of 5 records have a bad .*'label' is inf"):
         list(few)
 
 
