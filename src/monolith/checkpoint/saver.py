@@ -239,7 +239,9 @@ class Saver:
         self._check_needs(prefix, needs)
         is_new = not checkpoint_exists(prefix)
         if not is_new and self._retention.max_to_keep and prefix not in self._retention.paths:
-            _log.warning("checkpoint %s, which this run went back from, is replaced by the step saved now", prefix)
+            _log.warning(
+                "checkpoint %s, which this run went back from, is replaced by the step saved now", prefix
+            )
         self._retention = before = self._retention.begun(prefix, needs, is_new=is_new)
         self._write_journal(before)
 
