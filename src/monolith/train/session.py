@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
-from monolith.data.source import Position
+from monolith.data.source import Position, commit_to
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.model import (
@@ -229,6 +229,8 @@ class Session:
         lane = self._open_lane()
         found = lane.next()
         if found is None:
+            if lane.exhausted:
+                self._position = self.data.position()  # past what came after the last batch, and made none
             lane.drain()
             return None
         (batch, position), rows = found
@@ -266,10 +268,8 @@ class Session:
             self._lane.drain()
 
     def commit(self, position: Position) -> None:
-        """Tell the source that everything before a position is safe, if it wants to know."""
-        commit = getattr(self.data, "commit", None)
-        if commit is not None:
-            self._open_lane().push(lambda: commit(position))
+        """Tell the source that everything before a position is safe."""
+        self._open_lane().push(lambda: commit_to(self.data, position))
 
     @property
     def position(self) -> Position:
@@ -330,6 +330,7 @@ class Session:
     def _read_from(self, position: Position) -> None:
         self._close_lane()  # what was read ahead is not what follows
         self.data.restore(position)
+        commit_to(self.data, position)  # a kill may have come between the checkpoint and its commit
         self._position = position
 
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
