@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from contracts.savers import FakeClock, write_checkpoint
 
-from monolith.checkpoint.override import resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.manifest import Manifest, needs_of, read_chain, write_manifest
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
 from monolith.checkpoint.saver import Saver, checkpoint_exists
 from monolith.checkpoint.state_files import (
     CheckpointState,
@@ -370,3 +371,129 @@ def test_a_marker_that_makes_no_sense_is_raised(new):
     Path(new, "restore_dir").write_text("done")
     with pytest.raises(CorruptFileError, match="not what a chief writes"):
         waits(new)
+
+
+# An earlier checkpoint that a person names
+
+
+def with_manifest(folder: Path, *steps: int, after: dict[int, int] | None = None) -> str:
+    """Make a folder with sound checkpoints, in this order, of which some continue others."""
+    folder.mkdir(exist_ok=True)
+    crcs: dict[int, int] = {}
+    for step in steps:
+        before = (after or {}).get(step)
+        manifest = Manifest(
+            step=step,
+            kind="full" if before is None else "incremental",
+            parts={},
+            saved_at=float(step),
+            after=None if before is None else f"model.ckpt-{before}",
+            after_crc=None if before is None else crcs[before],
+        )
+        crcs[step] = write_manifest(f"{folder}/model.ckpt-{step}", manifest)
+    return str(folder)
+
+
+def listed(folder: str) -> list[int]:
+    state = read_checkpoint_state(folder)
+    assert state is not None
+    return [int(path.rpartition("-")[2]) for path in state.all_model_checkpoint_paths]
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> str:
+    """Of four checkpoints the last two are listed."""
+    folder = with_manifest(tmp_path / "run", 10, 20, 30, 40)
+    paths = (f"{folder}/model.ckpt-30", f"{folder}/model.ckpt-40")
+    write_checkpoint_state(folder, CheckpointState(paths[1], paths, (30.0, 40.0), 5.0))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["model.ckpt-20", "20", "{}/model.ckpt-20", "{}/model.ckpt-20.manifest"])
+def test_a_person_goes_back_to_whatever_is_on_disk(long_run: str, name: str) -> None:
+    assert go_back(long_run, name.format(long_run)) == f"{long_run}/model.ckpt-20"
+    state = read_checkpoint_state(long_run)
+    assert state == CheckpointState(f"{long_run}/model.ckpt-20", (f"{long_run}/model.ckpt-20",), (20.0,), 5.0)
+    assert checkpoint_exists(f"{long_run}/model.ckpt-40")
+    assert latest(resolve_restore(long_run, restore_ckpt=name.format(long_run))) == "model.ckpt-20"
+
+
+def test_a_person_goes_back_once_to_each(long_run: str, caplog: pytest.LogCaptureFixture) -> None:
+    go_back(long_run, "30")
+    assert listed(long_run) == [30]
+    saver = Saver(long_run, keep_every=None)
+    saver.recover()
+    saver.save(35, write_checkpoint)
+    assert go_back(long_run, "model.ckpt-30") is None
+    assert "Remove " in caplog.text
+    assert listed(long_run) == [30, 35]
+    assert go_back(long_run, "20") == f"{long_run}/model.ckpt-20"
+    assert listed(long_run) == [20]
+
+
+def test_the_names_of_another_folder_are_not_ours(long_run: str) -> None:
+    with pytest.raises(RestoreError, match=r"no checkpoint /elsewhere/model\.ckpt-20"):
+        go_back(long_run, "/elsewhere/model.ckpt-20")
+
+
+@pytest.mark.parametrize("name", ["model.ckpt-25", "25", "model.ckpt"])
+def test_a_name_that_is_not_there_is_an_error_and_changes_nothing(long_run: str, name: str) -> None:
+    before = content(long_run)
+    with pytest.raises(RestoreError, match=r"it has model\.ckpt-10, model\.ckpt-20, model\.ckpt-30"):
+        go_back(long_run, name)
+    assert content(long_run) == before
+
+
+def test_later_ones_that_are_not_listed_any_more_keep_what_they_continue(tmp_path: Path) -> None:
+    folder = with_manifest(tmp_path / "run", 10, 20, 30, 40, after={20: 10, 30: 20, 40: 30})
+    paths = tuple(f"{folder}/model.ckpt-{step}" for step in (10, 20, 30, 40))
+    write_checkpoint_state(folder, CheckpointState(paths[-1], paths))
+    go_back(folder, "20")
+    saver = Saver(folder, max_to_keep=1, keep_every=None)
+    saver.recover(needs=needs_of)
+    for step in (21, 22, 23):
+        saver.save(step, write_checkpoint)
+    for step in (10, 20, 30, 40):
+        assert checkpoint_exists(f"{folder}/model.ckpt-{step}")
+    assert [link.manifest.step for link in read_chain(paths[-1])] == [10, 20, 30, 40]
+    assert listed(folder) == [23]
+
+
+def test_a_later_one_that_is_exempt_would_be_replaced_so_nobody_goes_back(long_run: str) -> None:
+    exempt = MonolithCheckpointState(exempt_model_checkpoint_paths=("model.ckpt-40",))
+    update_monolith_checkpoint(long_run, seed=exempt)
+    before = content(long_run)
+    with pytest.raises(RestoreError, match=r"model\.ckpt-40 is later"):
+        go_back(long_run, "20")
+    assert content(long_run) == before
+
+
+def test_killed_between_list_and_marker_it_goes_back_again(
+    long_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = LocalBackend.rename
+
+    def die(self: LocalBackend, source: str, target: str) -> None:
+        if target.endswith("restore_ckpt"):
+            raise KeyboardInterrupt
+        honest(self, source, target)
+
+    monkeypatch.setattr(LocalBackend, "rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        go_back(long_run, "20")
+    monkeypatch.undo()
+    assert go_back(long_run, "20") == f"{long_run}/model.ckpt-20"
+    assert listed(long_run) == [20]
+
+
+def test_a_person_starts_from_what_is_on_disk_elsewhere_or_not_at_all(long_run: str, tmp_path: Path) -> None:
+    own = str(tmp_path / "own")
+    with pytest.raises(RestoreError, match=r"no checkpoint 25 .* it has model\.ckpt-10"):
+        start_from(long_run, own, "25", required=True)
+    assert start_from(long_run, own, "20", required=True) == f"{long_run}/model.ckpt-20"
+    assert go_back(own, "20") == f"{long_run}/model.ckpt-20"
+    saver = Saver(own, keep_every=None)
+    saver.recover()
+    saver.save(25, write_checkpoint)
+    assert go_back(own, "20") is None, "a restart goes on"
+    assert latest(read_checkpoint_state(own)) == "model.ckpt-25"

@@ -666,3 +666,40 @@ def test_only_a_whole_checkpoint_can_be_restored(folder: str) -> None:
         require_checkpoint(f"{folder}/model.ckpt-1")
     write_checkpoint(f"{folder}/model.ckpt-1")
     assert require_checkpoint(f"{folder}/model.ckpt-1") == f"{folder}/model.ckpt-1"
+
+
+# A folder that is named from where the process runs
+
+
+def test_retention_goes_on_over_restarts_in_a_relative_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for start in range(3):
+        saver = saver_of("runs/1", max_to_keep=2)
+        saver.recover()
+        for step in (2 * start + 1, 2 * start + 2):
+            saver.save(step, write_little)
+    assert steps_on_disk("runs/1") == {5, 6}
+    assert listed_steps("runs/1") == [5, 6]
+
+
+def test_what_an_increment_needs_stays_in_a_relative_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2, 3):
+        saver = saver_of("runs/1", max_to_keep=1)
+        saver.recover()
+        saver.save(step, write_little, depends_on=["runs/1/model.ckpt-1"] if step > 1 else ())
+    assert steps_on_disk("runs/1") == {1, 3}
+
+
+def test_an_exempt_name_is_kept_in_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    put("runs/1/monolith_checkpoint", 'exempt_model_checkpoint_paths: "model.ckpt-1"\n')
+    for step in (1, 2, 3):
+        saver = saver_of("runs/1", max_to_keep=1)
+        saver.recover()
+        saver.save(step, write_little)
+    assert steps_on_disk("runs/1") == {1, 3}

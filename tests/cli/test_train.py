@@ -105,6 +105,77 @@ def test_a_task_in_a_file_takes_settings_from_the_config_and_from_flags(
     assert (found["step"], found["examples"]) == (9, 144)
 
 
+# Going back
+
+
+def kept(model_dir: str) -> list[int]:
+    """The steps of the checkpoints that are on disk."""
+    return sorted(int(path.stem.rpartition("-")[2]) for path in Path(model_dir).glob("model.ckpt-*.manifest"))
+
+
+def test_starts_together_keep_as_many_checkpoints_as_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(3):
+        flags = ["--model-dir", "runs/1", "--steps", "4", "--save-steps", "2", "--max-to-keep", "2"]
+        train_json(capsys, *flags, "--deterministic")
+    assert kept("runs/1") == [10, 12]
+
+
+@pytest.mark.parametrize("name", ["model.ckpt-2", "2", "{model_dir}/model.ckpt-2"])
+def test_any_checkpoint_on_disk_can_be_gone_back_to(
+    model_dir: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    always = ["--model-dir", model_dir, "--save-steps", "2", "--deterministic"]
+    flags = [*always, "--max-to-keep", "2"]
+    train_json(capsys, *always, "--steps", "4", "--max-to-keep", "0")
+    train_json(capsys, *flags, "--steps", "4")
+    assert kept(model_dir) == [2, 6, 8]  # 2 was kept for good by the start that kept all
+    back = ["--restore-checkpoint", name.format(model_dir=model_dir)]
+    found = train_json(capsys, *flags, "--steps", "1", *back)
+    assert found["restored_from"] == f"{model_dir}/model.ckpt-2"
+    assert found["step"] == 3
+    assert "model.ckpt-6, model.ckpt-8" in caplog.text
+    assert kept(model_dir) == [2, 3, 6, 8]
+    # It goes back once, whoever starts it again; without the flag it goes on from there, too.
+    caplog.clear()
+    assert train_json(capsys, *flags, "--steps", "1", *back)["restored_from"] == f"{model_dir}/model.ckpt-3"
+    assert f"Remove {model_dir}/restore_ckpt" in caplog.text
+    assert train_json(capsys, *flags, "--steps", "1")["restored_from"] == f"{model_dir}/model.ckpt-4"
+    state = read_checkpoint_state(model_dir)
+    assert state is not None
+    assert [path.rpartition("-")[2] for path in state.all_model_checkpoint_paths] == ["4", "5"]
+    # And forward again, to what it had gone back from.
+    again = train_json(capsys, *flags, "--steps", "1", "--restore-checkpoint", "8")
+    assert again["restored_from"] == f"{model_dir}/model.ckpt-8"
+
+
+@pytest.mark.parametrize("launch", [[], ["--launch", "local", "--num-ps", "1"]])
+def test_going_back_to_what_is_not_there_is_an_error_that_says_what_is(
+    trained: str, capsys: pytest.CaptureFixture[str], launch: list[str]
+) -> None:
+    Path(trained, "model.ckpt-4.manifest").write_bytes(b"nonsense\n")
+    before = sorted(path.name for path in Path(trained).iterdir())
+    for name, says in (
+        ("model.ckpt-5", "no checkpoint model.ckpt-5 in {0}; it has model.ckpt-4 (damaged), model.ckpt-8"),
+        ("4", "model.ckpt-4 of {0} is damaged"),
+    ):
+        assert train("--model-dir", trained, "--steps", "1", "--restore-checkpoint", name, *launch) == 2
+        assert says.format(trained) in capsys.readouterr().err
+    assert sorted(path.name for path in Path(trained).iterdir()) == before
+
+
+def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(
+    trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[restore]\ncheckpoint = "model.ckpt-5"\n')
+    found = train_json(capsys, "--model-dir", trained, "--steps", "1", "--config", str(file))
+    assert found["restored_from"] == f"{trained}/model.ckpt-8"
+    assert "model.ckpt-5 not exists" in caplog.text
+
+
 # Flags and files
 
 
@@ -423,6 +494,15 @@ def test_metrics_can_be_had_as_json_of_any_checkpoint_beside_a_training(
     older = evaluate_json(capsys, "--model-dir", trained, "--checkpoint", "model.ckpt-4", "--steps", "2")
     assert (older["step"], older["examples"]) == (4, 128)
     assert older["metrics"]["click/log_loss"] != newest["metrics"]["click/log_loss"]
+
+
+@pytest.mark.parametrize("name", ["model.ckpt-4", "4", "{trained}/model.ckpt-4"])
+def test_a_checkpoint_that_is_not_listed_is_measured_too(
+    trained: str, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    Path(trained, "checkpoint").unlink()
+    flags = ["--model-dir", trained, "--steps", "1", "--checkpoint", name.format(trained=trained)]
+    assert evaluate_json(capsys, *flags)["checkpoint"] == f"{trained}/model.ckpt-4"
 
 
 def test_the_checkpoint_a_training_began_with_is_not_what_is_evaluated(

@@ -26,6 +26,7 @@ from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher, JobConfig
 from monolith.data.shuffling import ShuffleConfig
+from monolith.data.transforms import MergeFlow
 from monolith.data.work_queue import LocalFileQueue
 from monolith.tensors import RaggedTensor
 
@@ -137,6 +138,9 @@ class _WithItsQueue:
         self._queue.restore(position.get("queue", {}))
         self._source.restore(position.get("source", {}))
 
+    def commit(self, position: Position) -> None:
+        self._source.commit(position["source"])
+
     def close(self) -> None:
         self._source.close()
 
@@ -216,7 +220,7 @@ def _served(_: Path, *, service: Dispatcher, batch_size: int = 4) -> Source:
     return Pipeline(source).rebatch(batch_size)
 
 
-def _joined(folder: Path, *, batch_size: int = 4) -> Source:
+def _joined(folder: Path, *, batch_size: int = 4, snapshot_every: int = 1000) -> Source:
     """Every impression once; every third with an action, which comes some time later."""
     times = torch.arange(COUNT) * 10 + 1000
     splits = torch.arange(COUNT + 1)
@@ -231,14 +235,47 @@ def _joined(folder: Path, *, batch_size: int = 4) -> Source:
         key="id",
         positives=(frozenset({1}),),
         window=timedelta(seconds=40),
-        folder=str(folder),
-        keep_snapshots=99,
+        folder=str(folder / "join"),
+        snapshot_every=snapshot_every,
     )
     return JoinedSource(
         MemorySource(shown, batch_size=batch_size),
         MemorySource(clicked.take(torch.arange(0, COUNT, 3)), batch_size=batch_size),
         config,
     )
+
+
+def _joined_often(folder: Path, *, batch_size: int = 4) -> Source:
+    return _joined(folder, batch_size=batch_size, snapshot_every=2)
+
+
+class _Alternating:
+    """Keeps every other record that it sees, and remembers which is next."""
+
+    def __init__(self) -> None:
+        self._keeps = True
+
+    def __call__(self, records: Records, *, first: int) -> Records:  # noqa: ARG002
+        keep = (torch.arange(len(records)) % 2 == 0) == self._keeps
+        self._keeps ^= len(records) % 2 == 1
+        return records.keep(keep)
+
+    def state(self) -> dict[str, Any]:
+        return {"keeps": self._keeps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._keeps = state["keeps"]
+
+
+def _merged(folder: Path, *, batch_size: int = 4) -> Source:
+    """Two flows, of the second every other record."""
+    del folder
+    first, second = some_records(IDS[:10]), some_records(IDS[10:])
+    flows = {
+        "all": MemorySource(first, batch_size=batch_size),
+        "half": MemorySource(second, batch_size=batch_size),
+    }
+    return MergeFlow(flows, capacity=3, transforms={"half": _Alternating()})
 
 
 def _drifting(_: Path, *, batch_size: int = 4) -> Source:
@@ -275,6 +312,8 @@ SOURCES: dict[str, Case] = {
     "kafka": Case(_kafka, service="kafka"),
     "data service": Case(_served, service="data_service"),
     "joined": Case(_joined),
+    "joined, with snapshots": Case(_joined_often),
+    "merged flows": Case(_merged, [*IDS[:10], *IDS[10::2]]),
     "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),

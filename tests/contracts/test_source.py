@@ -81,6 +81,61 @@ def test_asking_for_the_position_moves_nothing(make: Maker) -> None:
         assert source.position() == source.position()
 
 
+def files_in(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def test_asking_for_the_position_writes_no_file(make: Maker, tmp_path: Path) -> None:
+    source = make()
+    for _ in source:
+        before = files_in(tmp_path)
+        for _ in range(3):
+            source.position()
+        assert files_in(tmp_path) == before
+
+
+def test_what_follows_does_not_depend_on_who_asks_for_the_position(make: Maker) -> None:
+    source, ids = make(), list[int]()
+    for batch in source:
+        source.position()
+        source.position()
+        ids += ids_of([batch])
+    assert ids == ids_of(make())
+
+
+def test_committing_again_and_again_changes_nothing_that_follows(make: Maker) -> None:
+    source, ids = make(), list[int]()
+    for batch in source:
+        ids += ids_of([batch])
+        position = json.loads(json.dumps(source.position()))
+        source.commit(position)
+        after = source.position()
+        source.commit(position)
+        assert source.position() == after
+    source.commit(source.position())
+    assert ids == ids_of(make())
+
+
+def test_a_new_source_goes_on_from_what_was_committed_last(make: Maker) -> None:
+    """As a trainer does that is killed after every checkpoint."""
+    whole, ids = ids_of(make()), list[int]()
+    source = make()
+    position = source.position()
+    while True:
+        source = make()
+        source.restore(position)
+        source.commit(position)  # the kill may have come before it
+        batches = some(source, 1)
+        if not batches:
+            break
+        position = json.loads(json.dumps(source.position()))
+        source.commit(position)
+        ids += ids_of(batches)
+    assert ids == whole
+
+
 def test_a_new_source_goes_on_at_any_batch(make: Maker) -> None:
     whole = ids_of(make())
     source = make()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -486,6 +487,67 @@ def test_a_restarted_worker_gets_its_file_back() -> None:
     again = queued(0, queue, form, batch_size=3)
     again.restore(position)
     assert read(again) == [[4, 5]]
+
+
+def test_by_default_only_the_caller_says_what_counts() -> None:
+    form = Lines({"a": [[1, 2]], "b": [[3, 4]], "c": [[5, 6]]})
+    queue = LocalFileQueue(["a", "b", "c"])
+    killed = FileSource(queue, form, batch_size=2, worker=0)
+    batches = iter(killed)
+    next(batches)
+    position = killed.position()
+    next(batches)
+    next(batches)  # trained on, and in no checkpoint
+    again = FileSource(queue, form, batch_size=2, worker=0)
+    again.restore(position)
+    assert read(again) == [[3, 4], [5, 6]]
+
+
+def test_a_reader_without_a_name_takes_that_of_the_one_whose_position_it_restores() -> None:
+    """Killed after its checkpoint was saved, and before the queue heard of it."""
+    form = Lines({"a": [[1, 2]], "b": [[3, 4]], "c": [[5]]})
+    queue = LocalFileQueue(["a", "b", "c"], pause=lambda _: pytest.fail("waits for a lease of the dead"))
+    killed = FileSource(queue, form, batch_size=2)
+    batches = iter(killed)
+    next(batches)
+    next(batches)
+    position = killed.position()
+    again = FileSource(queue, form, batch_size=2)
+    again.restore(position)
+    again.commit(position)
+    assert read(again) == [[5]]
+    again.commit(again.position())
+    assert queue.state()["waiting"] == []
+
+
+def test_a_commit_beside_the_reader_finishes_each_file_once() -> None:
+    names = [f"{number:03}" for number in range(200)]
+    form = Lines({name: [[int(name)]] for name in names})
+    now = [0.0]
+    queue = LocalFileQueue(
+        names,
+        lease=timedelta(seconds=1e6),
+        clock=lambda: now[0],
+        pause=lambda _: pytest.fail("waits for a lease of its own"),
+    )
+    source = FileSource(queue, form, batch_size=1, worker=0)
+    positions: SimpleQueue[Any] = SimpleQueue()
+
+    def commit() -> None:
+        while (position := positions.get()) is not None:
+            source.commit(position)
+
+    with ThreadPoolExecutor(1) as threads:
+        committing = threads.submit(commit)
+        try:
+            for _ in source:
+                now[0] += 5e5  # so that every lease is renewed at every batch
+                positions.put(source.position())
+            positions.put(source.position())
+        finally:
+            positions.put(None)
+        committing.result(timeout=60)
+    assert queue.state()["waiting"] == []
 
 
 def test_closing_gives_files_back() -> None:

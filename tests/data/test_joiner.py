@@ -20,7 +20,7 @@ from monolith import filesystem
 from monolith.data import Records
 from monolith.data.joined_source import JoinedSource
 from monolith.data.joiner import Joiner, JoinerConfig
-from monolith.errors import ConfigError, CorruptFileError, DataError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, RestoreError
 from monolith.observe import Metrics
 
 CLICK, BUY, DISLIKE = 1, 2, 3
@@ -263,6 +263,7 @@ def test_a_record_needs_one_key_and_one_time():
         {"negative_rate": 0.0},
         {"memory_records": 5},
         {"keep_snapshots": 0},
+        {"snapshot_every": 0},
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(wrong):
@@ -427,7 +428,7 @@ def test_restoring_at_any_point_changes_nothing(tmp_path, *, seed, limit, emit, 
 # Snapshots and files
 
 
-def test_a_snapshot_writes_only_what_is_new_and_old_ones_go(tmp_path):
+def test_a_snapshot_writes_only_what_is_new_and_old_ones_go_with_a_commit(tmp_path):
     config = replace(CONFIG, folder=str(tmp_path), keep_snapshots=2)
     joiner = Joiner(config)
     states = []
@@ -435,19 +436,39 @@ def test_a_snapshot_writes_only_what_is_new_and_old_ones_go(tmp_path):
         joiner.push_impressions(impressions((key, 100)))
         states.append(joiner.state())
         assert joiner.state() == states[-1], "nothing happened, so nothing is written"
-    names = Counter(path.name.split("-")[0] for path in tmp_path.iterdir())
-    assert names == {"state": 2, "rows": 5}
+    assert files_of(tmp_path) == {"state": 5, "rows": 5}, "nobody said that any is safe"
+    joiner.commit(states[1])
+    joiner.commit(states[1])
+    assert files_of(tmp_path) == {"state": 4, "rows": 5}, "those after it may be in a checkpoint yet"
+    joiner.commit(states[4])
+    assert files_of(tmp_path) == {"state": 2, "rows": 5}
+    again = Joiner(config)
+    for state, count in ((states[1], 2), (states[4], 5)):
+        again.restore(state)
+        assert again.open == count
     with pytest.raises(RestoreError, match="keep_snapshots"):
-        joiner.restore(states[0])
-    joiner.restore(states[3])
-    assert joiner.open == 4
-    joiner.finish()
-    joiner.state()
-    joiner.state()
-    assert joiner.open == 0
-    joiner.push_impressions(impressions((9, 100)))
-    joiner.state()
-    assert Counter(path.name.split("-")[0] for path in tmp_path.iterdir()) == {"state": 2, "rows": 1}
+        again.restore(states[3])
+    again.restore(states[4])
+    again.finish()
+    again.push_impressions(impressions((9, 100)))
+    again.commit(again.state())
+    again.push_impressions(impressions((10, 100)))
+    again.commit(again.state())
+    assert files_of(tmp_path) == {"state": 2, "rows": 2}
+
+
+def files_of(folder: Path) -> Counter[str]:
+    """How many snapshots and files of rows there are."""
+    return Counter(path.name.split("-")[0] for path in folder.glob("*-*"))
+
+
+def test_snapshots_that_nobody_commits_are_complained_about_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("monolith.data.joiner._MANY", 2)
+    joiner = Joiner(replace(CONFIG, folder=str(tmp_path), keep_snapshots=1))
+    for key in range(6):
+        joiner.push_impressions(impressions((key, 100)))
+        joiner.state()
+    assert caplog.text.count("call commit(position)") == 1
 
 
 def test_going_back_and_saving_again_never_loses_the_newest(tmp_path):
@@ -512,24 +533,31 @@ def test_what_was_written_by_a_process_that_died_is_removed(tmp_path):
 # The source
 
 
-def sources(tmp_path: Path, seed: int) -> JoinedSource:
+def sources(tmp_path: Path, seed: int, snapshot_every: int = 3) -> JoinedSource:
     streams = pushes(seed)
     return JoinedSource(
         ListSource([impressions(*rows) for stream, rows in streams if stream == "impressions"]),  # type: ignore[misc]
         ListSource([actions(*rows) for stream, rows in streams if stream == "actions"]),  # type: ignore[misc]
-        replace(CONFIG, folder=str(tmp_path), memory_records=4, negative_rate=0.7, keep_snapshots=100),
+        replace(
+            CONFIG,
+            folder=str(tmp_path),
+            memory_records=4,
+            negative_rate=0.7,
+            snapshot_every=snapshot_every,
+        ),
     )
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_source_of_both_goes_on_from_any_position(tmp_path, seed):
-    source = sources(tmp_path, seed)
+@pytest.mark.parametrize("snapshot_every", [1, 3, 1000])
+def test_a_source_of_both_goes_on_from_any_position(tmp_path, seed, snapshot_every):
+    source = sources(tmp_path, seed, snapshot_every)
     positions, expected = [source.position()], []
     for examples in source:
         expected.append(rows_of(examples))
         positions.append(json.loads(json.dumps(source.position())))
     for taken, position in enumerate(positions):
-        again = sources(tmp_path, seed)
+        again = sources(tmp_path, seed, snapshot_every)
         again.restore(position)
         assert [rows_of(examples) for examples in again] == expected[taken:]
 
@@ -539,6 +567,59 @@ def test_a_consumer_that_stops_early_goes_on_where_it_was(tmp_path):
     source = sources(tmp_path / "b", 5)
     found = [rows_of(examples) for examples in itertools.islice(source, 2)]
     assert found + [rows_of(examples) for examples in source] == expected
+
+
+def test_an_old_position_can_be_restored_however_much_was_read_since(tmp_path):
+    """A checkpoint is a thousand batches old, and nothing later was saved when the process is killed."""
+    batches = 1800
+
+    def make() -> JoinedSource:
+        shown = [impressions((key, 100 + key)) for key in range(batches)]
+        done = [actions((key, 101 + key, CLICK)) for key in range(0, batches, 3)]
+        config = replace(CONFIG, folder=str(tmp_path), snapshot_every=50, keep_snapshots=2)
+        return JoinedSource(ListSource(shown), ListSource(done), config)
+
+    source = make()
+    reading = iter(source)
+    first = [rows_of(next(reading)) for _ in range(40)]
+    position = json.loads(json.dumps(source.position()))
+    source.commit(position)
+    rest = [rows_of(examples) for examples in reading]
+    assert len(rest) > 1000
+    again = make()
+    again.restore(position)
+    assert [rows_of(examples) for examples in again] == rest
+    assert len(first) == 40
+
+
+def test_a_disk_that_takes_no_snapshot_costs_no_example(tmp_path, monkeypatch, caplog):
+    expected = [rows_of(examples) for examples in sources(tmp_path / "a", 5)]
+    source = sources(tmp_path / "b", 5)
+
+    def full(_):
+        raise FilesystemError("no space left on device")
+
+    monkeypatch.setattr(Joiner, "_write_snapshot", full)
+    found, positions = [], []
+    for examples in source:
+        found.append(rows_of(examples))
+        positions.append(source.position())
+    assert found == expected
+    assert "no space left" in caplog.text
+    monkeypatch.undo()
+    again = sources(tmp_path / "b", 5)
+    again.restore(positions[2])
+    assert [rows_of(examples) for examples in again] == expected[3:]
+
+
+def test_a_stream_that_lost_records_is_not_gone_on_with(tmp_path):
+    config = replace(CONFIG, folder=str(tmp_path))
+    source = JoinedSource(ListSource([impressions((1, 100), (2, 100))]), ListSource([]), config)
+    next(iter(source))
+    position = {**source.position(), "joiner": {"kind": "joiner", "snapshot": None, "taken": [5]}}
+    position["impressions"] = {**position["impressions"], "next": 0}
+    with pytest.raises(RestoreError, match="the data has changed"):
+        source.restore(position)
 
 
 def test_the_source_that_is_behind_is_read_first(tmp_path):

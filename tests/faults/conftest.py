@@ -33,12 +33,14 @@ def make() -> Iterator[MakeJob]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(trainers: Trainers, make: MakeJob) -> Uninterrupted:
-    done: dict[tuple[int, int, int], Job] = {}
+    done: dict[tuple[int, int, int, str], Job] = {}
 
     def uninterrupted(job: Job) -> Job:
-        key = job.batches, job.prefetch, job.save_every
+        key = job.batches, job.prefetch, job.save_every, job.reads
         if key not in done:
-            done[key] = make(batches=job.batches, prefetch=job.prefetch, save_every=job.save_every)
+            done[key] = make(
+                batches=job.batches, prefetch=job.prefetch, save_every=job.save_every, reads=job.reads
+            )
             assert trainers.run(done[key]) == 0
         return done[key]
 

@@ -22,6 +22,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "long chains": {"prefetch": 0, "max_to_keep": 1, "full_every": 7},
     # Longer, since many steps are taken while one is saved.
     "beside": {"prefetch": 1, "max_to_keep": 1, "full_every": 2, "asynchronous": True, "batches": 120},
+    "a queue of files": {"prefetch": 1, "max_to_keep": 2, "save_every": 5, "reads": "queue"},
+    "a queue, saved beside": {"max_to_keep": 1, "asynchronous": True, "batches": 120, "reads": "queue"},
+    "joined streams": {"prefetch": 1, "max_to_keep": 2, "save_every": 7, "reads": "joined"},
 }
 LATEST = {"restore": 70, "save": 250, "delete": 30, "step": 8}
 """How many events of a kind pass at most before a kill at one of them."""

@@ -36,14 +36,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from monolith.data import DriftConfig, DriftingStream, Pipeline, Records, Stream
+from monolith.data import (
+    DriftConfig,
+    DriftingStream,
+    FileSource,
+    JoinedSource,
+    JoinerConfig,
+    Pipeline,
+    Records,
+    Stream,
+)
 from monolith.data.drift import FEATURES, SPEC, TIME
+from monolith.data.formats import ParquetFormat
 from monolith.data.records import BatchSpec
+from monolith.data.work_queue import SharedFileQueue
 from monolith.errors import MonolithError
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.table import Adam, Sgd, Zeros, iterate
+from monolith.tensors import RaggedTensor
 from monolith.train import (
     ExpiryConfig,
     Hook,
@@ -60,6 +72,7 @@ from monolith.train import (
 
 RECORD = "record"
 TALLY = "tally"
+FORMAT = ParquetFormat(chunk_rows=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +93,10 @@ class Job:
     summary_every: int | None = None
     checkpoint: str | None = None
     """Which to go back to."""
+    reads: str = "stream"
+    """What the data comes from: a "stream", a "queue" of files, or two such queues, "joined"."""
+    reader: int | None = 0
+    """The name under which files are taken from a queue."""
     strike: tuple[int, str, int] | None = None
     """A signal, and when the trainer sends it to itself: before the n-th event of a kind; see `Events`."""
     file_limit: int | None = None
@@ -127,22 +144,22 @@ class Tallied(Task):
     events: Events
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        stream = DriftingStream(
-            DriftConfig(
-                examples=self.job.records,
-                batch_size=self.job.batch_size,
-                cohort=timedelta(minutes=1),
-                new_users=4,
-                new_items=2,
-                user_life=timedelta(minutes=10),
-                item_life=timedelta(minutes=4),
-                contexts=20,
-                start_time=0,
-                examples_per_second=1,  # so the time of a record is its number
-            )
-        )
+        job = self.job
         spec = BatchSpec(ids=(*FEATURES, RECORD), labels=SPEC.labels, event_time=TIME)
-        return Pipeline(stream).map(_numbered).to_batches(spec)
+        if job.reads == "stream":
+            return Pipeline(_stream(job)).map(_numbered).to_batches(spec)
+        if job.reads == "queue":
+            return Pipeline(queued(job, "shown", job.batch_size)).to_batches(spec).prefetch(2)
+        config = JoinerConfig(
+            key=RECORD,
+            positives=(frozenset({1}),),
+            window=timedelta(seconds=20),
+            folder=f"{job.notes}/join",
+            snapshot_every=4,
+            memory_records=16,
+        )
+        joined = JoinedSource(queued(job, "shown", 6), queued(job, "clicked", 2), config)
+        return Pipeline(joined).rebatch(job.batch_size).prefetch(2).to_batches(spec)
 
     def model(self) -> nn.Module:
         return TalliedModel()
@@ -160,6 +177,49 @@ class Tallied(Task):
 
     def hooks(self, mode: Mode) -> Sequence[Hook]:  # noqa: ARG002
         return [_LastStateHook(self.job)]
+
+
+def _stream(job: Job) -> DriftingStream:
+    return DriftingStream(
+        DriftConfig(
+            examples=job.records,
+            batch_size=job.batch_size,
+            cohort=timedelta(minutes=1),
+            new_users=4,
+            new_items=2,
+            user_life=timedelta(minutes=10),
+            item_life=timedelta(minutes=4),
+            contexts=20,
+            start_time=0,
+            examples_per_second=1,  # so the time of a record is its number
+        )
+    )
+
+
+def queue_of(job: Job, what: str) -> SharedFileQueue:
+    return SharedFileQueue(f"{job.notes}/queue of {what}")
+
+
+def queued(job: Job, what: str, batch_size: int) -> FileSource:
+    """Read what was shown, or clicked, from a queue of files; they are written by whoever is first."""
+    folder = Path(job.notes) / what
+    folder.mkdir(exist_ok=True)
+    for number, records in enumerate(_stream(job)):
+        path = folder / f"{number // 4:03}-{number:03}.parquet"
+        if path.exists():
+            continue
+        shown = _numbered(records)
+        if what == "clicked":
+            clicks = shown.keep(shown["label"].flat_values > 0)
+            late = RaggedTensor(clicks[TIME].flat_values + 7, clicks[TIME].row_splits)
+            done = RaggedTensor(torch.ones_like(clicks[TIME].flat_values), clicks[TIME].row_splits)
+            shown = Records(clicks.size, {RECORD: clicks[RECORD], TIME: late, "line_id.actions": done})
+        with FORMAT.writer(f"{path}-{os.getpid()}") as writer:
+            writer.write(shown)
+        Path(f"{path}-{os.getpid()}").rename(path)
+    queue = queue_of(job, what)
+    queue.add(sorted(map(str, folder.glob("*.parquet"))))
+    return FileSource(queue, FORMAT, batch_size=batch_size, worker=job.reader)
 
 
 def _numbered(records: Records) -> Records:
@@ -347,6 +407,8 @@ def _warm_up() -> None:
             try:
                 for batches in (2, 3):  # the second is restored
                     train(Job(model_dir=f"{folder}/model", notes=folder, batches=batches, full_every=2))
+                Path(folder, "join").mkdir()
+                train(Job(model_dir=f"{folder}/joined", notes=f"{folder}/join", batches=3, reads="joined"))
                 names.write_text("\n".join(sys.modules))
                 code = 0
             except BaseException:

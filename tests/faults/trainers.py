@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from faults.trainer_process import TALLY, Job, trained
+from faults.trainer_process import FORMAT, TALLY, Job, queue_of, trained
 
 from monolith.checkpoint import read_checkpoint_state, read_manifest
 from monolith.checkpoint.manifest import read_chain
+from monolith.data import FileSource
 
 LONGEST = 60.0
 """Seconds after which a trainer hangs."""
@@ -118,7 +120,8 @@ def check_listed(model_dir: str) -> None:
 def check_done(job: Job, trainers: Trainers, whole: Job) -> None:
     """A job that is done has trained every record once, and no checkpoint is left that is not needed."""
     records = range(job.records)
-    assert trained(Path(job.notes)) == list(records)
+    order = trained(Path(job.notes))
+    assert (sorted(order) if job.reads == "joined" else order) == list(records)
     for _ in range(2):  # as it was at the end; then as the last checkpoint restores it
         last = last_state(job)
         assert last["step"] == job.batches
@@ -129,11 +132,16 @@ def check_done(job: Job, trainers: Trainers, whole: Job) -> None:
             assert last == last_state(whole)
         assert trainers.run(job) == 0
     parts = _saved_parts(job)
-    assert parts["position"]["value"]["next"] == job.records
+    if job.reads == "stream":
+        assert parts["position"]["value"]["next"] == job.records
+    for what in {"stream": [], "queue": ["shown"], "joined": ["shown", "clicked"]}[job.reads]:
+        with contextlib.closing(FileSource(queue_of(job, what), FORMAT, batch_size=1)) as another:
+            assert list(another) == [], "all of it counts, and nothing comes again"
     assert parts["progress"]["value"]["examples"] == job.records
     if not job.asynchronous:
         expected = _saved_parts(whole)
-        del parts["tables"], expected["tables"]  # of which one may be an increment
+        for part in ("tables", "position"):  # of which one may be an increment; of which one names files
+            del parts[part], expected[part]
         assert parts == expected
         assert _filters(job) == _filters(whole)
     state = read_checkpoint_state(job.model_dir)

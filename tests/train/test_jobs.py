@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -50,6 +51,30 @@ def test_a_job_that_timed_out_inside_is_not_one_that_is_not_done() -> None:
     job = calls["job.start"]({"work": "late", "body": {}})
     with pytest.raises(TimeoutError, match="the disk"):
         calls["job.wait"]({**job, "wait": PATIENT})
+
+
+def test_work_that_is_done_as_its_wait_ends_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    class JustInTime(Future[Any]):
+        """Is done in the very moment in which whoever waits for its result gives up."""
+
+        def result(self, timeout: float | None = None) -> Any:
+            try:
+                return super().result(timeout)
+            except TimeoutError:
+                go.set()
+                super().result(PATIENT)
+                raise
+
+    monkeypatch.setattr("monolith.train.jobs.Future", JustInTime)
+    calls = Jobs({"save": lambda _: {"saved": go.wait(PATIENT)}}).calls
+    job = calls["job.start"]({"work": "save", "body": {}})
+    answer = calls["job.wait"]({**job, "wait": 0.01})
+    go.set()
+    if not answer["done"]:
+        answer = calls["job.wait"]({**job, "wait": PATIENT})
+    assert answer == {"done": True, "answer": {"saved": True}}
 
 
 def test_old_answers_are_forgotten_and_asking_for_them_is_an_error() -> None:

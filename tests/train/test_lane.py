@@ -209,3 +209,33 @@ def test_an_interrupt_ends_the_wait_for_an_item_and_loses_no_update() -> None:
         lane.drain()
         assert log == ["U0"]
         quiet.set()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_it_is_exhausted_when_all_items_were_handed_out_and_no_more_come(ahead: int) -> None:
+    with Lane(iter(range(2)), lambda item: item, ahead=ahead) as lane:
+        for _ in range(2):
+            assert lane.next() is not None
+            if not ahead:
+                assert not lane.exhausted
+        assert lane.next() is None
+        assert lane.exhausted
+
+
+def test_an_interrupted_lane_that_still_has_items_is_not_exhausted() -> None:
+    preparing, go = threading.Event(), threading.Event()
+
+    def look_up(item: int) -> int:
+        preparing.set()
+        assert go.wait(10)
+        return item
+
+    with Lane(iter(range(1)), look_up, ahead=1) as lane:
+        lane.interrupt()
+        assert lane.next() is None
+        assert preparing.wait(10)
+        go.set()
+        deadline = time.monotonic() + 10
+        while not lane._ended and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert not lane.exhausted

@@ -8,10 +8,10 @@ checkpointer.restore(prefix)
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
 from monolith.checkpoint.comparing import Difference, compare
 from monolith.checkpoint.custom_restore import CustomRestore
-from monolith.checkpoint.listing import Listed, Listing, list_checkpoints
+from monolith.checkpoint.listing import Listed, Listing, list_checkpoints, named_checkpoint
 from monolith.checkpoint.lock import ModelDirLock
 from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manifest
-from monolith.checkpoint.override import resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
 from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
 from monolith.checkpoint.pieces import merge_entries
@@ -60,8 +60,10 @@ __all__ = [
     "export",
     "find_checkpoint",
     "find_id",
+    "go_back",
     "list_checkpoints",
     "merge_entries",
+    "named_checkpoint",
     "read_chain",
     "read_checkpoint_state",
     "read_ckpt_info",

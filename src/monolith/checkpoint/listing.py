@@ -20,7 +20,7 @@ from monolith import filesystem
 from monolith.checkpoint.manifest import Link, read_manifest
 from monolith.checkpoint.reading import Damage, check_files, complete_names, size_of
 from monolith.checkpoint.retention import exempt_paths
-from monolith.checkpoint.saver import checkpoint_exists
+from monolith.checkpoint.saver import MANIFEST, checkpoint_exists, is_in_folder
 from monolith.checkpoint.state_files import (
     Journal,
     SaveNames,
@@ -29,7 +29,7 @@ from monolith.checkpoint.state_files import (
     read_checkpoint_state,
     read_journal,
 )
-from monolith.errors import CorruptFileError, FileMissingError, FilesystemError
+from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError
 
 _BEGUN = re.compile(r"(.+)\.(assets|dense-\d{5}-of-\d{5}\.safetensors)", re.DOTALL)
 """What only a checkpoint has; one without a manifest was begun and never completed."""
@@ -89,6 +89,50 @@ def list_checkpoints(model_dir: str) -> Listing:
     if not filesystem.is_folder(folder):
         raise FileMissingError(f"there is no folder {model_dir!r}, so there are no checkpoints")
     return _Folder(folder).listing()
+
+
+def named_checkpoint(model_dir: str, name: str) -> str:
+    """Return the prefix of the checkpoint that a person names, listed or not: all that counts is that it is
+    there and sound.
+
+    Args:
+        name: Its name, such as model.ckpt-30; its step; or the whole prefix of its files.
+
+    Raises:
+        RestoreError: There is none of that name, or it is damaged; says which there are.
+    """
+    try:
+        there = list_checkpoints(model_dir).checkpoints
+    except FileMissingError:
+        there = ()
+    found = [one for one in there if one.kind not in ("gone", "unfinished")]
+    meant = [one for one in found if is_named(one.prefix, name)]
+    if not meant:
+        raise RestoreError(f"there is no checkpoint {name} in {model_dir}; {_those_there(found)}")
+    if len(meant) > 1:
+        names = ", ".join(one.name for one in meant)
+        raise RestoreError(f"{name} may be any of {names} in {model_dir}; give its whole name")
+    if meant[0].problem is not None:
+        raise RestoreError(
+            f"checkpoint {meant[0].name} of {model_dir} is damaged: {meant[0].problem}. Name another; "
+            f"{_those_there(found)}"
+        )
+    prefix = meant[0].prefix
+    return filesystem.join(model_dir, meant[0].name) if is_in_folder(prefix, model_dir) else prefix
+
+
+def is_named(prefix: str, name: str) -> bool:
+    """Whether a person who says `name` means the checkpoint of this prefix."""
+    if name.isdecimal():
+        return SaveNames.step_of(prefix) == int(name)
+    name = name.removesuffix(MANIFEST)
+    same = filesystem.base_name(prefix) == filesystem.base_name(name)
+    return same and (not filesystem.parent(name) or is_in_folder(prefix, filesystem.parent(name)))
+
+
+def _those_there(found: Iterable[Listed]) -> str:
+    names = [one.name if one.problem is None else f"{one.name} (damaged)" for one in found]
+    return f"it has {', '.join(names)}" if names else "it has none"
 
 
 class _Folder:

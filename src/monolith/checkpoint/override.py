@@ -4,6 +4,9 @@
 once: the marker `restore_ckpt` says that it did, and a restart goes on from what was
 saved since. An evaluation goes there every time and leaves no trace.
 
+That is for a setting that nobody watches: a name that is not listed is passed over with a
+warning. A person who names a checkpoint gets that one or an error: see `go_back`.
+
 `restore_dir` is the folder of another run to begin from. The chief writes state files that
 point there; no data is copied. The other workers wait for the marker `restore_dir`, which
 says that this is done, or why it cannot be.
@@ -14,23 +17,31 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
 from monolith import filesystem
-from monolith.checkpoint.saver import require_checkpoint
+from monolith.checkpoint.listing import is_named, named_checkpoint
+from monolith.checkpoint.manifest import needs_of, read_manifest
+from monolith.checkpoint.reading import complete_names
+from monolith.checkpoint.retention import exempt_paths
+from monolith.checkpoint.saver import is_in_folder, require_checkpoint
 from monolith.checkpoint.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
     MonolithCheckpointState,
+    SaveNames,
     Sleep,
     absolute_path,
+    load_monolith_checkpoint,
     read_checkpoint_state,
+    read_journal,
     read_monolith_checkpoint,
     update_monolith_checkpoint,
     write_checkpoint_state,
+    write_journal,
 )
 from monolith.errors import (
     ConfigError,
@@ -98,11 +109,122 @@ def resolve_restore(
     return chosen
 
 
+def to_go_back_to(model_dir: str, name: str) -> str | None:
+    """Return the checkpoint that a person names, for a run to go back to; None if the run did so already.
+
+    Raises:
+        RestoreError: There is none of that name, it is damaged, or a later one must not be replaced.
+    """
+    done = _marked(model_dir)
+    if done is not None and is_named(done, name):
+        return None
+    prefix = named_checkpoint(model_dir, name)
+    if pinned := [path for path in _later(model_dir, prefix) if path in _exempt(model_dir)]:
+        raise RestoreError(
+            f"cannot go back to {prefix}: {filesystem.base_name(pinned[0])} is later, and would be replaced "
+            "once the run reaches that step again, but monolith_checkpoint names it as exempt. Copy it to "
+            "another folder with `monolith checkpoint reshard` and remove its name from that file."
+        )
+    return prefix
+
+
+def go_back(model_dir: str, name: str) -> str | None:
+    """Let the run in `model_dir` go on from the checkpoint that a person names, listed or not. For the chief.
+
+    The state file then ends with that checkpoint, so that a restart goes on from there too, or from what
+    was saved since. Those that are later leave the list; their files stay until a person deletes them or
+    a save of the same step replaces them. A run goes back to a checkpoint once: the marker `restore_ckpt`
+    names it, and whoever starts again with the same name goes on from what was saved since.
+
+    Returns:
+        The checkpoint, or None if the run went back to it at an earlier start.
+
+    Raises:
+        RestoreError: See `to_go_back_to`.
+        CorruptFileError: A state file makes no sense.
+        FilesystemError: The choice cannot be written.
+    """
+    marker = filesystem.join(model_dir, RESTORE_CKPT_MARKER)
+    prefix = to_go_back_to(model_dir, name)
+    state = read_checkpoint_state(model_dir)
+    if prefix is None:
+        _log.warning(
+            "checkpoint %s was restored by an earlier start; going on from %s. Remove %s to restore it again",
+            name,
+            None if state is None else state.model_checkpoint_path,
+            marker,
+        )
+        return None
+    later = _later(model_dir, prefix)
+    _keep_what_is_needed(model_dir, later)
+    write_checkpoint_state(model_dir, _ending_with(prefix, state))
+    _write(marker, absolute_path(prefix))
+    if later:
+        _log.warning(
+            "going back to %s. Later checkpoints stay on disk, unlisted, until you delete them or a save of "
+            "the same step replaces them: %s",
+            prefix,
+            ", ".join(map(filesystem.base_name, later)),
+        )
+    return prefix
+
+
+def _ending_with(prefix: str, state: CheckpointState | None) -> CheckpointState:
+    """Return the state of a run that goes on from `prefix`: it is the latest, and later ones are left out."""
+    if state is None:
+        return CheckpointState(prefix, (prefix,), (read_manifest(prefix).manifest.saved_at,))
+    paths, step = state.all_model_checkpoint_paths, SaveNames.step_of(prefix)
+    times = dict(zip(paths, state.all_model_checkpoint_timestamps, strict=False))
+    times.setdefault(prefix, read_manifest(prefix).manifest.saved_at)
+    listed = [*(path for path in paths if path != prefix and SaveNames.step_of(path) <= step), prefix]
+    known = all(path in times for path in listed)
+    return CheckpointState(
+        prefix,
+        tuple(listed),
+        tuple(times[path] for path in listed) if known else (),
+        state.last_preserved_timestamp,
+    )
+
+
+def _later(model_dir: str, prefix: str) -> list[str]:
+    """Return the checkpoints in the folder that a run going on from `prefix` has yet to come to."""
+    step = SaveNames.step_of(prefix)
+    names = sorted(complete_names(model_dir), key=SaveNames.step_of)
+    return [filesystem.join(model_dir, name) for name in names if SaveNames.step_of(name) > step]
+
+
+def _exempt(model_dir: str) -> frozenset[str]:
+    known = load_monolith_checkpoint(model_dir)
+    entries = () if known is None else known.exempt_model_checkpoint_paths
+    return frozenset(
+        filesystem.join(model_dir, filesystem.base_name(path))
+        for path in exempt_paths(entries, model_dir)
+        if is_in_folder(path, model_dir)
+    )
+
+
+def _keep_what_is_needed(model_dir: str, unlisted: Iterable[str]) -> None:
+    """Note in the journal what those that leave the list build upon, so that it stays as long as they do."""
+    journal = read_journal(model_dir)
+    needs = {path: tuple(found) for path in unlisted if (found := needs_of(path))}
+    if needs:
+        kept = tuple(dict.fromkeys([*journal.preserved, *needs]))
+        write_journal(model_dir, replace(journal, preserved=kept, depends_on={**journal.depends_on, **needs}))
+
+
+def _marked(model_dir: str) -> str | None:
+    try:
+        return filesystem.read_bytes(filesystem.join(model_dir, RESTORE_CKPT_MARKER)).decode().strip()
+    except FileMissingError:
+        return None
+
+
 def start_from(
     restore_dir: str,
     model_dir: str,
     restore_ckpt: str | None = None,
     *,
+    required: bool = False,
     clock: Callable[[], float] = time.time,
     sleep: Sleep = time.sleep,
 ) -> str | None:
@@ -113,6 +235,7 @@ def start_from(
 
     Args:
         restore_ckpt: Which checkpoint; the latest by default, or if that one is not listed.
+        required: A person named it: listed or not, it is that one or an error.
 
     Returns:
         The checkpoint to begin with, or None if the run had begun already.
@@ -125,7 +248,7 @@ def start_from(
         filesystem.make_dirs(model_dir)
         picked = None
         if not filesystem.exists(filesystem.join(model_dir, CHECKPOINT_FILE)):
-            picked = _pick(restore_dir, restore_ckpt, sleep)
+            picked = _pick(restore_dir, restore_ckpt, sleep, required=required)
             theirs = read_monolith_checkpoint(restore_dir) or MonolithCheckpointState()
             update_monolith_checkpoint(
                 model_dir, seed=replace(theirs, exempt_model_checkpoint_paths=(picked,))
@@ -172,7 +295,9 @@ def wait_for_start(
         sleep(min(_POLL_SECONDS, left))
 
 
-def _pick(restore_dir: str, restore_ckpt: str | None, sleep: Sleep) -> str:
+def _pick(restore_dir: str, restore_ckpt: str | None, sleep: Sleep, *, required: bool) -> str:
+    if restore_ckpt and required:
+        return absolute_path(named_checkpoint(restore_dir, restore_ckpt))
     state = read_checkpoint_state(restore_dir, sleep=sleep)
     if state is None:
         raise RestoreError(f"no checkpoint in {restore_dir}: it has no file {CHECKPOINT_FILE!r}")

@@ -73,6 +73,15 @@ def require_checkpoint(prefix: str | None) -> str:
     return prefix
 
 
+def is_in_folder(path: str, folder: str) -> bool:
+    """Whether `path` lies directly in `folder`, by whatever links and spellings."""
+    if _protocol(path) != _protocol(folder):
+        return False  # and its filesystem may not even be installed here
+    backend, parent = locate(filesystem.parent(path))
+    other_backend, inner = locate(folder)
+    return backend.is_same(other_backend) and backend.identity(parent) == other_backend.identity(inner)
+
+
 class Saver:
     """Saves the checkpoints of one folder and keeps as many as it should.
 
@@ -229,6 +238,10 @@ class Saver:
             self._delete(self._due(exempt | {prefix, *needs}))
         self._check_needs(prefix, needs)
         is_new = not checkpoint_exists(prefix)
+        if not is_new and self._retention.max_to_keep and prefix not in self._retention.paths:
+            _log.warning(
+                "checkpoint %s, which this run went back from, is replaced by the step saved now", prefix
+            )
         self._retention = before = self._retention.begun(prefix, needs, is_new=is_new)
         self._write_journal(before)
 
@@ -308,16 +321,16 @@ class Saver:
         return self._clock()
 
     def _spelled(self, path: str) -> str:
-        """The path as we write it, if it is in our folder: there may be links, and many ways to say it."""
-        whole = filesystem.join(self._model_dir, path)
+        """The path as we write it, if it is in our folder: there may be links, and many ways to say it.
+
+        A bare name is in our folder. Any other path is whole, though it may be one from where the process
+        runs, as the folder itself may be: to put the folder before it once more would name nothing.
+        """
+        whole = path if filesystem.parent(path) else self._in_folder(path)
         return self._in_folder(filesystem.base_name(whole)) if self._is_ours(whole) else whole
 
     def _is_ours(self, path: str) -> bool:
-        if _protocol(path) != _protocol(self._model_dir):
-            return False  # and its filesystem may not even be installed here
-        backend, folder = locate(filesystem.parent(path))
-        own_backend, own_folder = locate(self._model_dir)
-        return backend.is_same(own_backend) and backend.identity(folder) == own_backend.identity(own_folder)
+        return is_in_folder(path, self._model_dir)
 
     def _in_folder(self, name: str) -> str:
         return filesystem.join(self._model_dir, name)

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from monolith import filesystem
-from monolith.checkpoint import read_checkpoint_state, read_manifest
+from monolith.checkpoint import named_checkpoint, read_manifest
 from monolith.cli.task_config import load_reading, say
 from monolith.cli.train_options import EvaluateOptions, PredictOptions
 from monolith.data import Format, Records, RecordWriter, format_of
@@ -98,24 +97,18 @@ def settled(config: TrainConfig) -> tuple[str, int]:
     """Settle on one checkpoint, whatever training saves meanwhile; return its prefix and step.
 
     Raises:
-        RestoreError: There is none, or none of that name.
+        RestoreError: There is none, or none of that name that is sound.
     """
     wanted = config.restore.checkpoint
     if wanted is not None:
-        state = read_checkpoint_state(config.model_dir)
-        listed = [] if state is None else list(state.all_model_checkpoint_paths)
-        names = [filesystem.base_name(path) for path in listed]
-        if wanted not in (*listed, *names):
-            there = f"it has {', '.join(names)}" if names else "it has none"
-            raise RestoreError(f"there is no checkpoint {wanted} in {config.model_dir}; {there}")
-    prefix = newest_checkpoint(config, "eval")
+        prefix: str | None = named_checkpoint(config.model_dir, wanted)
+    else:
+        prefix = newest_checkpoint(config, "eval")
     if prefix is None:
         raise RestoreError(
             f"there is no checkpoint in {config.model_dir}; train first with monolith train ... --model-dir "
             f"{config.model_dir}, or check the path"
         )
-    if wanted is not None and filesystem.base_name(wanted) != filesystem.base_name(prefix):
-        raise RestoreError(f"checkpoint {wanted} is listed in {config.model_dir}, but its files are gone")
     return prefix, read_manifest(prefix).manifest.step
 
 

@@ -66,6 +66,12 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
         {"cluster.role": "worker", "cluster.index": 0, **_MEETING[options.launch or "local"]},
     )
     check(options, settings)
+    if options.restore_checkpoint is not None and settings.run.restore.folder is None:
+        from monolith.checkpoint.override import to_go_back_to
+
+        to_go_back_to(
+            settings.run.job.model_dir, options.restore_checkpoint
+        )  # or an error, before any starts
     report = Report()
     with members_of(options, settings, environ, report.mark) as members:
         if options.launch == "local":

@@ -124,6 +124,8 @@ def _resolved(
     code = {
         path: getattr(options, name) for name, path in _PATHS.items() if getattr(options, name) is not None
     }
+    if options.restore_checkpoint is not None:
+        code["restore.required"] = True  # a person named it
     code |= dict(change for name, change in _SWITCHES.items() if getattr(options, name))
     if options.save_steps is not None or options.save_secs is not None:
         code |= {"save.steps": options.save_steps, "save.secs": options.save_secs}

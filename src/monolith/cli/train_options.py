@@ -65,7 +65,9 @@ class TrainOptions:
     restore_dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own."""
     restore_checkpoint: str | None = None
-    """Which of its checkpoints to start from, such as model.ckpt-30; taken once per model_dir."""
+    """The checkpoint to go back to, or to start from with --restore-dir: model.ckpt-30, 30, or the whole
+    prefix of its files; any that is on disk and sound. A run goes back to a checkpoint once, so that a
+    restart with the same flags goes on from what was saved since."""
     optimizer_state: Literal["keep", "reset", "auto"] | None = None
     """What to do with the optimizer state of restored rows; auto resets it where the optimizer changed."""
     no_strict: bool = False
@@ -119,7 +121,8 @@ class EvaluateOptions:
     set: Settings = ()
     """key=value for a setting of the task; may be given several times."""
     checkpoint: str | None = None
-    """Which checkpoint, such as model.ckpt-30; by default the newest."""
+    """Which checkpoint that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its files; by
+    default the newest."""
     steps: int | None = None
     """Batches to look at; by default all there are."""
     threads: int | None = None
@@ -152,7 +155,8 @@ class PredictOptions:
     set: Settings = ()
     """key=value for a setting of the task; may be given several times."""
     checkpoint: str | None = None
-    """Which checkpoint, such as model.ckpt-30; by default the newest."""
+    """Which checkpoint that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its files; by
+    default the newest."""
     columns: tuple[str, ...] = ()
     """Features of the batch to write too, such as user, to know whose prediction it is."""
     steps: int | None = None

@@ -188,6 +188,9 @@ class DriftingStream:
             )
         self._next = number
 
+    def commit(self, position: Position) -> None:
+        """Do nothing: any stretch can be had again."""
+
     def close(self) -> None:
         """Do nothing: nothing is open."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -253,22 +254,25 @@ class Queued:
 
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
-        self._worker = f"unnamed {secrets.token_hex(8)}" if worker is None else f"worker {worker}"
+        self._named = worker is not None
+        self._worker = f"worker {worker}" if self._named else f"unnamed {secrets.token_hex(8)}"
         self._begun = False
         self._auto_commit = auto_commit
+        self._lock = threading.RLock()  # guards all below: who reads is not always who commits
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False
 
     def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
-        lease = self._queue.take(self._worker)
-        if lease is None:
-            # Workers that wait for each other's files would wait for ever.
-            for held in self._held.values():
-                self._queue.mark_read(held)
-            return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
-        self._ended = False
-        self._held[lease.number] = lease
+        with self._lock:
+            lease = self._queue.take(self._worker)
+            if lease is None:
+                # Workers that wait for each other's files would wait for ever.
+                for held in self._held.values():
+                    self._queue.mark_read(held)
+                return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
+            self._ended = False
+            self._held[lease.number] = lease
         try:
             return Spot(round=lease.number, file=lease.path, **lease.progress)
         except TypeError as cause:
@@ -281,10 +285,11 @@ class Queued:
     def rewind(self, spot: Spot) -> None:
         self._begin()
         # A file that was taken to fill a batch which was never yielded.
-        self._ended = False
-        kept = {*self._finished(spot), -1 if spot.file is None else spot.round}
-        for number in [number for number in self._held if number not in kept]:
-            self._queue.give_back(self._held.pop(number))
+        with self._lock:
+            self._ended = False
+            kept = {*self._finished(spot), -1 if spot.file is None else spot.round}
+            for number in [number for number in self._held if number not in kept]:
+                self._queue.give_back(self._held.pop(number))
 
     def _begin(self) -> None:
         """Void what a worker of this name held that is no more: nobody else would ever read it."""
@@ -293,23 +298,26 @@ class Queued:
             self._queue.release(self._worker)
 
     def lost(self, spot: Spot) -> bool:
-        return spot.round not in self._held
+        with self._lock:
+            return spot.round not in self._held
 
     def taken(self, spot: Spot, *, ended: bool) -> None:
         self._renew()
-        self._ended = ended
-        here = (spot.round, spot.place)
-        if self._auto_commit and (ended or here != self._reported):
-            self._commit(self._finished(spot), spot)
-            self._reported = here
+        with self._lock:
+            self._ended = ended
+            here = (spot.round, spot.place)
+            if self._auto_commit and (ended or here != self._reported):
+                self._commit(self._finished(spot), spot)
+                self._reported = here
 
     def _renew(self) -> None:
-        for number, lease in list(self._held.items()):
-            renewed = self._queue.renew(lease)
-            if renewed is None:
-                del self._held[number]
-            else:
-                self._held[number] = renewed
+        with self._lock:
+            for number, lease in list(self._held.items()):
+                renewed = self._queue.renew(lease)
+                if renewed is None:
+                    del self._held[number]
+                else:
+                    self._held[number] = renewed
 
     def _finished(self, spot: Spot) -> list[int]:
         """Return the files of which the consumer has all records: those that were taken before this one."""
@@ -321,25 +329,43 @@ class Queued:
         return numbers[: numbers.index(spot.round)] if spot.round in numbers else []
 
     def save(self, spot: Spot) -> Position:
-        return {"finished": self._finished(spot)}
+        with self._lock:
+            return {"finished": self._finished(spot), "reader": self._worker}
 
     def restore(self, saved: Position, spot: Spot) -> None:
-        finished = saved.get("finished")
+        finished, reader = saved.get("finished"), saved.get("reader")
         if not isinstance(finished, list) or not all(isinstance(number, int) for number in finished):
             raise RestoreError("cannot restore a file source: the position is not of one with a queue")
-        self._begin()
-        for held in self._held.values():
-            self._queue.give_back(held)
-        self._held, self._ended = {}, False
-        for number in [*finished, *([] if spot.file is None else [spot.round])]:
-            # What another worker has by now is its business: it began where we had reported.
-            lease = self._queue.take(self._worker, number)
-            if lease is not None:
-                self._held[number] = lease
+        with self._lock:
+            self._follow(reader)
+            self._begin()
+            for held in self._held.values():
+                self._queue.give_back(held)
+            self._held, self._ended = {}, False
+            for number in [*finished, *([] if spot.file is None else [spot.round])]:
+                lease = self._queue.take(self._worker, number)
+                if lease is not None:
+                    self._held[number] = lease
+                elif number == spot.round:
+                    # What another worker has by now is its business: it began where we had reported.
+                    _log.info("file source: %s is finished, or another worker's by now", spot.file)
+
+    def _follow(self, reader: object) -> None:
+        """Take the name of the reader that saved a position, unless this one was given its own.
+
+        That one is no more, and may have been killed after its checkpoint was saved and before the queue
+        heard of it. Only under its name can we have its files, and finish what the checkpoint holds; else
+        they would be handed out again when its leases run out.
+        """
+        if self._named or not isinstance(reader, str) or reader == self._worker:
+            return
+        self._queue.release(self._worker)
+        self._worker, self._begun = reader, False
 
     def commit(self, position: Position) -> None:
         spot = Spot(**{field.name: position[field.name] for field in fields(Spot)})
-        self._commit(position["finished"], spot)
+        with self._lock:
+            self._commit(position["finished"], spot)
 
     def _commit(self, finished: Sequence[int], spot: Spot) -> None:
         for number in finished:
@@ -350,5 +376,6 @@ class Queued:
             del self._held[spot.round]
 
     def close(self) -> None:
-        self._queue.release(self._worker)
-        self._held = {}
+        with self._lock:
+            self._queue.release(self._worker)
+            self._held = {}

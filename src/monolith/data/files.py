@@ -132,7 +132,8 @@ class FileSource:
         epochs: How often to read a list; None for ever.
         drop_remainder: Leave out batches that are shorter.
         auto_commit: With a queue, report by oneself, at the end of each chunk, what the consumer came
-            back from. A trainer that saves checkpoints says False, and calls `commit` with each.
+            back from. Only for a loop that nobody restores: a trainer calls `commit` with each checkpoint,
+            and what it was given after the last one must come again if it is killed.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class FileSource:
         shuffle: ShuffleConfig | None = None,
         drop_remainder: bool = False,
         bad: BadRecordPolicy | None = None,
-        auto_commit: bool = True,
+        auto_commit: bool = False,
         metrics: Metrics | None = None,
     ) -> None:
         if batch_size < 1:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 import logging
 import secrets
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ from monolith import filesystem
 from monolith.data.join_store import BLOCK_RECORDS, JoinStore, StoredBlock
 from monolith.data.record_bytes import Arrays, pack, unpack
 from monolith.data.records import LABEL, LINE_ID, Records, concat, timely
-from monolith.errors import ConfigError, DataError, FileMissingError, RestoreError
+from monolith.errors import ConfigError, CorruptFileError, DataError, FileMissingError, RestoreError
 from monolith.observe import Doublings, Metrics
 from monolith.table.arguments import is_second, wrong_second
 from monolith.table.hashing import mix, mix_one
@@ -56,6 +57,13 @@ NO_DELAY = timedelta()
 
 _ROW_BITS = 16  # of a handle: block << 16 | row
 _STATE = "state-"
+_COMMITTED = "committed.json"
+_MANY = 100  # snapshots that nobody committed
+
+NOTHING_JOINED: dict[str, Any] = {"kind": "joiner", "snapshot": None}
+"""The state of a joiner that was given nothing yet."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +103,10 @@ class JoinerConfig:
     """The most impressions to keep in memory; the older ones go to the folder. None for no limit."""
     memory_bytes: int | None = None
     """The same in bytes of their columns. The index of keys is not counted."""
+    snapshot_every: int = 1000
+    """Batches that a joined source reads between snapshots: so many at most are joined again at a restart."""
     keep_snapshots: int = 10
-    """How many positions back one can go."""
+    """How many committed snapshots are kept, and so how many checkpoints back one can go, at least."""
 
     def __post_init__(self) -> None:
         if not self.positives or not all(self.positives):
@@ -115,8 +125,9 @@ class JoinerConfig:
                 raise ConfigError(f"joiner: {name} must not be negative, got {value}")
             if value is not None and self.folder is None:
                 raise ConfigError(f"joiner: {name} needs a folder for what is beyond it; set folder")
-        if self.keep_snapshots < 1:
-            raise ConfigError(f"joiner: keep_snapshots must be at least 1, got {self.keep_snapshots}")
+        for name in ("keep_snapshots", "snapshot_every"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"joiner: {name} must be at least 1, got {value}")
 
 
 @dataclass(slots=True)
@@ -189,6 +200,7 @@ class Joiner:
         )
         self._snapshot: str | None = None
         """The file that holds the state as it is now, if one does."""
+        self._warned = False
         self._files_of: dict[str, frozenset[str]] = {}
         """Snapshot to the files of blocks that it names."""
         self._reset()
@@ -530,7 +542,7 @@ class Joiner:
     def state(self) -> dict[str, Any]:
         """Write a snapshot, unless the last one still holds, and return what `restore` needs: JSON-able.
 
-        The snapshot is there whole or not at all. The oldest beyond `keep_snapshots` goes.
+        The snapshot is there whole or not at all, and stays until a later one is committed.
 
         Raises:
             ConfigError: There is no folder to write it to.
@@ -539,15 +551,37 @@ class Joiner:
             self._snapshot = self._write_snapshot()
         return {"kind": "joiner", "snapshot": self._snapshot}
 
+    def commit(self, state: dict[str, Any]) -> None:
+        """Hear that a checkpoint holds this state: those before it go, but for the last that were committed.
+
+        See `JoinerConfig.keep_snapshots`. Committing again does nothing.
+        """
+        name, present = state["snapshot"], self._snapshots()
+        committed = self._committed()
+        if name not in present or name in committed[-1:]:
+            return
+        others = [one for one in committed if one in present and one != name]
+        committed = [*others, name][-self.config.keep_snapshots :]
+        with filesystem.atomic_write(filesystem.join(self._folder(), _COMMITTED)) as file:
+            file.write(json.dumps(committed).encode())
+        for old in present[: present.index(name)]:
+            if old not in committed:
+                filesystem.remove(filesystem.join(self._folder(), old))
+        self._pin()
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as the joiner was that returned `state`.
+        """Be as the joiner was that returned `state`; `NOTHING_JOINED` is that of a new one.
 
         Raises:
             RestoreError: It is not the state of a joiner with this key, or its files are gone.
         """
         name = state.get("snapshot")
-        if state.get("kind") != "joiner" or not isinstance(name, str):
+        if state.get("kind") != "joiner" or not isinstance(name, str | None) or "snapshot" not in state:
             raise RestoreError(f"cannot restore a joiner: {state!r} is not the state of one")
+        if name is None:
+            self._store.clear()
+            self._reset()
+            return
         about, arrays = self._read_snapshot(name)
         if about["key"] != self.config.key:
             raise RestoreError(
@@ -628,10 +662,30 @@ class Joiner:
         name = f"{_STATE}{number:012}-{secrets.token_hex(4)}"
         with filesystem.atomic_write(filesystem.join(folder, name)) as file:
             file.write(pack(about, arrays))
-        for old in self._snapshots()[: -self.config.keep_snapshots]:
-            filesystem.remove(filesystem.join(folder, old))
         self._pin()
+        self._warn_of_many(len(snapshots) + 1)
         return name
+
+    def _warn_of_many(self, snapshots: int) -> None:
+        if snapshots > self.config.keep_snapshots + _MANY and not self._warned:
+            self._warned = True
+            _log.warning(
+                "joiner: there are %d snapshots in %s, because nobody says which are safe: call "
+                "commit(position) whenever a position was saved, or those before it stay for ever",
+                snapshots,
+                self._folder(),
+            )
+
+    def _committed(self) -> list[str]:
+        """Return the snapshots that were committed and kept, in that order."""
+        path = filesystem.join(self._folder(), _COMMITTED)
+        try:
+            found: list[str] = json.loads(filesystem.read_bytes(path))
+        except FileMissingError:
+            return []
+        except ValueError as cause:
+            raise CorruptFileError(path, 0, f"it is not a list of snapshots: {cause}") from cause
+        return found
 
     def _pin(self) -> None:
         """Keep the files that snapshots name, and remove what nobody names."""
@@ -649,11 +703,14 @@ class Joiner:
         except FileMissingError as cause:
             raise RestoreError(
                 f"cannot restore the joiner: its snapshot {path} is gone. The last "
-                f"{self.config.keep_snapshots} are kept; raise keep_snapshots to go back further."
+                f"{self.config.keep_snapshots} that were committed are kept; raise keep_snapshots to go back "
+                "further."
             ) from cause
 
     def _snapshots(self) -> list[str]:
         """Return the names of all snapshots, oldest first."""
+        if not filesystem.is_folder(self._folder()):
+            return []
         names = map(filesystem.base_name, filesystem.list_files(self._folder()))
         return sorted(name for name in names if name.startswith(_STATE) and not filesystem.is_temporary(name))
 

@@ -36,7 +36,7 @@ from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records, concat
 from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Source, commit_to
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
@@ -56,6 +56,7 @@ class Stream(Protocol[Item_co]):
     def __iter__(self) -> Iterator[Item_co]: ...
     def position(self) -> Position: ...
     def restore(self, position: Position) -> None: ...
+    def commit(self, position: Position) -> None: ...
     def close(self) -> None: ...
 
 
@@ -127,11 +128,11 @@ class Pipeline:
         self._source.restore(position)
 
     def commit(self, position: Position) -> None:
-        """Tell the source that all before a position counts, if it wants to know; see `FileSource.commit`.
+        """Tell the source that all before a position counts.
 
         Where a stage held records back, the source hears of the place before the oldest of them.
         """
-        _commit(self._source, position)
+        commit_to(self._source, position)
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
         """Hand bad records to the source, if it keeps them; see `FileSource.set_aside`."""
@@ -161,8 +162,8 @@ class Batches:
         self._batches.restore(position)
 
     def commit(self, position: Position) -> None:
-        """Tell the source that all before a position counts, if it wants to know."""
-        _commit(self._batches, position)
+        """Tell the source that all before a position counts."""
+        commit_to(self._batches, position)
 
     def close(self) -> None:
         self._batches.close()
@@ -181,7 +182,7 @@ class _Passing:
         self._source.restore(position)
 
     def commit(self, position: Position) -> None:
-        _commit(self._source, position)
+        commit_to(self._source, position)
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
         _set_aside(self._source, bad)
@@ -325,7 +326,7 @@ class _Holding:
         self._set_numbers(numbers)
 
     def commit(self, position: Position) -> None:
-        _commit(self._source, position["source"])
+        commit_to(self._source, position["source"])
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
         _set_aside(self._source, bad)
@@ -549,7 +550,7 @@ class _Ahead(Generic[Item]):
         self._position = None
 
     def commit(self, position: Position) -> None:
-        _commit(self._source, position)
+        commit_to(self._source, position)
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
         _set_aside(self._source, bad)
@@ -574,12 +575,6 @@ def _with_positions(source: Stream[Item]) -> Iterator[tuple[Item, Position]]:
     with closed_after(source) as items:
         for item in items:
             yield item, source.position()
-
-
-def _commit(source: object, position: Position) -> None:
-    commit = getattr(source, "commit", None)
-    if commit is not None:
-        commit(position)
 
 
 def _set_aside(source: object, bad: Sequence[BadRecord]) -> None:

@@ -27,7 +27,11 @@ class Source(Protocol):
         """
 
     def position(self) -> Position:
-        """Return the place before the first record that was not yielded yet."""
+        """Return the place before the first record that was not yielded yet.
+
+        Asked for after every batch, whether or not a checkpoint is saved there: so it is cheap, writes no
+        file, and changes nothing. What it takes to go on from it is on disk, or in it, when it is returned.
+        """
 
     def restore(self, position: Position) -> None:
         """Go to a position of a source of the same kind and settings. Only before, or between, iterations.
@@ -36,8 +40,20 @@ class Source(Protocol):
             RestoreError: The position is of another kind, or names data that is not there.
         """
 
-    # A source may also have `commit(position)`, by which a consumer says that everything before a position is
-    # safe: a queue of files then never hands it out again. Pipelines pass it on.
+    def commit(self, position: Position) -> None:
+        """Hear that a checkpoint holds a position, so that nothing before it need come again.
+
+        Only now may a queue of files finish them, a joiner drop older snapshots, a broker note offsets. Who
+        reads without checkpoints commits by itself. Again, with the same position, it does nothing more.
+        Any thread may call it, while another one reads. A source that stands on others passes it on.
+        """
 
     def close(self) -> None:
         """Let go of files, threads and connections. Closing again does nothing."""
+
+
+def commit_to(source: object, position: Position) -> None:
+    """Tell a source what is safe. One of a user's own that has nothing to forget may be without `commit`."""
+    commit = getattr(source, "commit", None)
+    if commit is not None:
+        commit(position)

@@ -40,7 +40,11 @@ class RestoreConfig:
     dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own. Nothing is copied."""
     checkpoint: str | None = None
-    """Which of the listed checkpoints, such as model.ckpt-30; in training it is taken once per model_dir."""
+    """Which of the listed checkpoints, such as model.ckpt-30; in training it is taken once per model_dir. One
+    that is not listed is passed over with a warning, unless it is `required`."""
+    required: bool = False
+    """Whether `checkpoint` may be any that is on disk and sound, by name, step or prefix, and ends the run
+    with an error where there is none; training goes back to each once. --restore-checkpoint sets it."""
     restart_data: bool = False
     """With `dir`: begin with the data of this run, instead of going on where that one stood."""
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"

@@ -13,7 +13,7 @@ import torch
 
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Share, Stream, reading_share
-from monolith.data.source import Position
+from monolith.data.source import Position, commit_to
 from monolith.errors import ConfigError, RetryableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer
@@ -121,9 +121,7 @@ class FleetSession(Session):
     def commit_last(self) -> None:
         """Tell the source that all is safe, when nothing more is read and the servers may be gone."""
         self._close_lane()
-        commit = getattr(self.data, "commit", None)
-        if commit is not None:
-            commit(self._position)
+        commit_to(self.data, self._position)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, wait
 from typing import Any
 
 from monolith.errors import ClusterError
@@ -65,10 +64,6 @@ class Jobs:
             done = self._running.get(body["job"])
         if done is None:
             raise ClusterError(f"there is no job {body['job']}: the server restarted meanwhile")
-        try:
-            answer = done.result(min(float(body["wait"]), LONGEST_WAIT))
-        except NotYet:
-            if not done.done():
-                return {"done": False}
-            raise
-        return {"done": True, "answer": answer}
+        # Not `result(timeout)`, whose TimeoutError may be the work's own, or come as the work is done.
+        finished, _ = wait([done], min(float(body["wait"]), LONGEST_WAIT))
+        return {"done": True, "answer": done.result()} if finished else {"done": False}

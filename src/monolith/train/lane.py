@@ -85,6 +85,7 @@ class Lane(Generic[Item, Rows]):
         """
         if self._thread is None:
             item = next(self._items, None)
+            self._ended = item is None
             return None if item is None else (item, self._prepare(item))
         with self._changed:
             self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
@@ -101,6 +102,12 @@ class Lane(Generic[Item, Rows]):
                 return None
             entry = self._ready.popleft()
             return entry.item, entry.rows
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the items have ended and all of them were handed out: then `next` was not interrupted."""
+        with self._changed:
+            return self._ended and not self._ready
 
     def interrupt(self) -> None:
         """Let `next` wait no more; from any thread. Where nothing is read ahead, it waits all the same."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monolith.checkpoint import DensePart, Part, StatePart, TablesPart
 from monolith.data import Stream
-from monolith.data.source import Position
+from monolith.data.source import Position, commit_to
 from monolith.errors import (
     ConfigError,
     DataError,
@@ -301,6 +301,10 @@ class Session:
         while outputs is None:
             found = lane.next()
             if found is None:
+                if lane.exhausted:
+                    self._position = (
+                        self.data.position()
+                    )  # past what came after the last batch, and made none
                 lane.drain()
                 if not self.examples and not self.skipped:
                     self._found_nothing()
@@ -366,10 +370,8 @@ class Session:
             self._lane.drain()
 
     def commit(self, position: Position) -> None:
-        """Tell the source that everything before a position is safe, if it wants to know."""
-        commit = getattr(self.data, "commit", None)
-        if commit is not None:
-            self._open_lane().push(lambda: commit(position))
+        """Tell the source that everything before a position is safe."""
+        self._open_lane().push(lambda: commit_to(self.data, position))
 
     @property
     def position(self) -> Position:
@@ -440,6 +442,7 @@ class Session:
     def _read_from(self, position: Position) -> None:
         self._close_lane()  # what was read ahead is not what follows
         self.data.restore(position)
+        commit_to(self.data, position)  # a kill may have come between the checkpoint and its commit
         self._position = position
 
     def _progress(self) -> dict[str, Any]:

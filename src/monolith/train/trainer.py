@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint import Checkpointer, CustomRestore, ModelDirLock, Restored, Saver, start_from
+from monolith.checkpoint import (
+    Checkpointer,
+    CustomRestore,
+    ModelDirLock,
+    Restored,
+    Saver,
+    go_back,
+    start_from,
+)
 from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -196,8 +204,11 @@ class Trainer:
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
                 open_things.enter_context(ModelDirLock(config.model_dir))
-                if config.restore.dir:
-                    start_from(config.restore.dir, config.model_dir, config.restore.checkpoint)
+                restore = config.restore
+                if restore.dir:
+                    start_from(restore.dir, model_dir, restore.checkpoint, required=restore.required)
+                if restore.checkpoint and restore.required:
+                    go_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
             session = (

@@ -248,3 +248,56 @@ def test_an_error_of_the_stream_reaches_every_flow():
 def test_a_flow_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="no flow 'z'; there are a"):
         next(SplitFlow(SplitConfig(flows=("a",)), Listed(stream("a"))).flow("z"))
+
+
+class Numbering:
+    """Keeps the first two records that it ever sees, and drops the rest."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, records, *, first):  # noqa: ARG002
+        kept = records.slice(0, min(max(2 - self.seen, 0), len(records)))
+        self.seen += len(records)
+        return kept
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = state["seen"]
+
+
+def test_what_a_transform_remembers_is_part_of_the_position():
+    def make():
+        flows = {"a": Listed(stream("aaaaaa"), 1), "b": Listed(stream("bbb"), 1)}
+        return MergeFlow(flows, capacity=1, transforms={"a": Numbering()})
+
+    source = make()
+    first = [rows_of(part) for part in islice(source, 2)]
+    position = json.loads(json.dumps(source.position()))
+    rest = [rows_of(part) for part in source]
+    again = make()
+    again.restore(position)
+    assert [rows_of(part) for part in again] == rest
+    assert len(first) == 2
+    with pytest.raises(RestoreError, match="state of transforms"):
+        MergeFlow({"a": Listed(stream("a")), "b": Listed(stream("b"))}).restore(position)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_commit_reaches_the_sources(split):
+    class Heard(Listed):
+        committed = None
+
+        def commit(self, position):
+            self.committed = position
+
+    source = Heard(stream("aab"), 1)
+    if split:
+        merged = MergeFlow(SplitFlow(SplitConfig(flows=("a", "b")), source))
+    else:
+        merged = MergeFlow({"a": source})
+    next(iter(merged))
+    merged.commit(merged.position())
+    assert source.committed == source.position()

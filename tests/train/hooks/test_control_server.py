@@ -128,6 +128,26 @@ def test_a_save_is_answered_when_it_is_on_disk(serve, tmp_path):
     thread.join(SECONDS)
 
 
+def test_a_save_that_is_done_as_its_wait_ends_has_not_failed(serve, tmp_path):
+    class JustInTime(Future[str | None]):
+        """Is done in the very moment in which whoever waits for its result gives up."""
+
+        def result(self, timeout=None):
+            try:
+                return super().result(timeout)
+            except TimeoutError:
+                self.set_result("model.ckpt-7")
+                raise
+
+    future = JustInTime()
+    later = threading.Timer(1.0, lambda: future.done() or future.set_result("model.ckpt-7"))
+    later.start()
+    serve(trigger_save=lambda: future)
+    with ControlClient(str(tmp_path)) as job:
+        job.save_checkpoint(timeout=SECONDS)
+    later.join(SECONDS)
+
+
 @pytest.mark.parametrize("error", [OSError("disk full"), TimeoutError("disk full")])
 def test_a_save_that_fails_is_an_error_of_the_call(serve, tmp_path, error):
     def trigger() -> Future[str | None]:

@@ -514,6 +514,40 @@ def test_a_dense_only_save_is_left_out_where_a_full_one_of_the_step_exists():
     assert dense.steps == [2, 6]
 
 
+def test_a_dense_only_save_is_left_out_where_a_full_one_of_the_step_is_being_written():
+    full, dense, memory = Checkpoints(), Checkpoints(), SaveMemory()
+    full.may_write.clear()
+    seen = []
+
+    class Look(Hook):
+        def after_step(self, run, result):  # noqa: ARG002
+            seen.append(list(dense.steps))
+            if run.step == 5:
+                full.may_write.set()
+
+    train(
+        [
+            SaveHook(full, SaveConfig(steps=4, asynchronous=True), memory=memory),
+            SaveHook(dense, by_steps(2), memory=memory, dense_only=True),
+            Look(),
+        ],
+        6,
+    )
+    assert seen == [[], [2], [2], [2], [2], [2, 6]]
+    assert full.steps == [4, 6]
+
+
+def test_a_full_save_that_failed_leaves_room_for_a_dense_only_one():
+    full, dense, memory = Checkpoints(), Checkpoints(), SaveMemory()
+    full.fail_writes = 99
+    hooks = [
+        SaveHook(full, SaveConfig(steps=4, ignore_errors=True), memory=memory),
+        SaveHook(dense, by_steps(4), memory=memory, dense_only=True),
+    ]
+    train(hooks, 4)
+    assert dense.steps == [4]
+
+
 def test_a_full_checkpoint_from_before_a_run_was_taken_back_does_not_count():
     full, dense, memory, run = Checkpoints(), Checkpoints(), SaveMemory(), FakeRun()
     dense_hook = SaveHook(dense, memory=memory, dense_only=True)

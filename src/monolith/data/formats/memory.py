@@ -98,6 +98,9 @@ class MemorySource:
             raise RestoreError(f"cannot restore a memory source: there is no record {number!r}")
         self._next = number
 
+    def commit(self, position: Position) -> None:
+        """Do nothing: all records stay."""
+
     def close(self) -> None:
         """Do nothing: there is nothing to let go of."""
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records, concat
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, Source, commit_to
 from monolith.data.transforms.columns import (
     DATA_SOURCE_KEY,
     DATA_SOURCE_NAME,
@@ -34,7 +34,7 @@ from monolith.data.transforms.columns import (
     text_column,
 )
 from monolith.data.transforms.numbering import NUMBER, numbered
-from monolith.data.transforms.transform import Transform
+from monolith.data.transforms.transform import Stateful, Transform
 from monolith.errors import ConfigError, DataError, RestoreError
 
 QUEUE_RECORDS = 1024
@@ -148,6 +148,10 @@ class SplitFlow:
             for queue in self._queues.values():
                 queue.clear()
 
+    def commit(self, position: Position) -> None:
+        """Tell the source that all before a position counts."""
+        self._reader.commit(position)
+
     def close(self) -> None:
         self._reader.source.close()
 
@@ -240,7 +244,7 @@ class MergeFlow:
     """Makes one stream of several flows: a record of each in turn, of those that have one, until all end.
 
     Each record gets the name of its flow as `line_id.data_source_name`. A source: its
-    position is that of what it reads.
+    position is that of what it reads, and what its transforms remember.
     """
 
     def __init__(
@@ -269,13 +273,33 @@ class MergeFlow:
                 yield merged
 
     def position(self) -> Position:
-        return self._inputs.position()
+        states = {name: transform.state() for name, transform in self._stateful().items()}
+        return {"flows": self._inputs.position(), "transforms": states}
 
     def restore(self, position: Position) -> None:
-        self._inputs.restore(position)
+        whole = position.keys() == {"flows", "transforms"}  # one of before is that of the flows alone
+        flows, states = (position["flows"], position["transforms"]) if whole else (position, {})
+        stateful = self._stateful()
+        if not isinstance(flows, Mapping) or not isinstance(states, Mapping):
+            raise RestoreError(f"cannot restore merged flows: {position!r:.200} is not a position of them")
+        if states.keys() != stateful.keys():
+            raise RestoreError(
+                f"cannot restore merged flows: the position has the state of transforms of {sorted(states)}, "
+                f"here those of {sorted(stateful)} have one. Use the transforms it was saved with."
+            )
+        self._inputs.restore(dict(flows))
+        for name, transform in stateful.items():
+            transform.restore(states[name])
+
+    def commit(self, position: Position) -> None:
+        """Tell the sources that all before a position counts."""
+        self._inputs.commit(position["flows"])
 
     def close(self) -> None:
         self._inputs.close()
+
+    def _stateful(self) -> dict[str, Stateful]:
+        return {name: one for name, one in self._transforms.items() if isinstance(one, Stateful)}
 
     def _merged(self, window: Mapping[str, Records]) -> Records:
         parts, flows, turns = [], [], []
@@ -329,6 +353,10 @@ class _Sources:
             )
         for name, reader in self._readers.items():
             reader.restore(position[name])
+
+    def commit(self, position: Position) -> None:
+        for name, reader in self._readers.items():
+            reader.commit(position[name])
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -400,3 +428,6 @@ class _Reader:
         self.source.restore(source)
         self.held, self._iterator, self._ended = None, None, False
         self._skip, self._used, self._number = used, 0, number
+
+    def commit(self, position: Position) -> None:
+        commit_to(self.source, position["source"])

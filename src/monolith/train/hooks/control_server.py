@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -182,15 +182,13 @@ class ControlServerHook(Hook):
     def _save(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
         try:
             saved = self._trigger_save()
-            while True:
-                try:
-                    saved.result(_LOOK_SECONDS)
-                    return wire.SaveCheckpointResponse()
-                except TimeoutError:
-                    if saved.done():
-                        raise  # the save's own
-                if self._closing.is_set() or not context.is_active():
+            # Not `result(timeout)`, whose TimeoutError may be the save's own, or come as the save is done.
+            while not wait([saved], _LOOK_SECONDS).done:
+                given_up = self._closing.is_set() or not context.is_active()
+                if given_up and not saved.done():
                     raise _RefusedError(grpc.StatusCode.UNAVAILABLE, "the run ended before it saved")
+            saved.result()
+            return wire.SaveCheckpointResponse()
         except _RefusedError:
             raise
         except Exception as error:

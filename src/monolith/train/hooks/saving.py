@@ -102,8 +102,9 @@ class SaveMemory:
     """What the save hooks of one model directory know of each other. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both below
+        self._lock = threading.Lock()  # guards all below
         self._full_step: int | None = None
+        self._being_written: int | None = None
         self._dense_only = False
 
     def note_full(self, step: int | None) -> None:
@@ -111,14 +112,20 @@ class SaveMemory:
         with self._lock:
             self._full_step = step
 
+    def note_writing(self, step: int | None) -> None:
+        """A full checkpoint of this step is being written, perhaps beside the training; None: no more."""
+        with self._lock:
+            self._being_written = step
+
     def note_dense_only(self) -> None:
         """There is a hook that saves dense weights only."""
         with self._lock:
             self._dense_only = True
 
     def has_full(self, step: int) -> bool:
+        """Whether there is a full checkpoint of this step, or will be unless writing it fails."""
         with self._lock:
-            return self._full_step == step
+            return step in (self._full_step, self._being_written)
 
     @property
     def has_dense_only(self) -> bool:
@@ -362,6 +369,8 @@ class SaveHook(Hook):
             return
         save = _Save(step, self._clock(), requests, timed)
         behind = self.config.asynchronous and not wait_for_it
+        if not self._dense_only:
+            self._memory.note_writing(step)
         self._inside = True
         try:
             with self._guarded(step):
@@ -397,6 +406,7 @@ class SaveHook(Hook):
             self._saved = save.step, prefix
         if not self._dense_only:
             self._memory.note_full(save.step)
+            self._memory.note_writing(None)
         seconds = self._clock() - save.started
         self._count_saved.inc(mode=self._mode)
         self._time_saved.observe(seconds, mode=self._mode)
@@ -445,6 +455,8 @@ class SaveHook(Hook):
                     _log.exception("%s failed after the save at step %d", type(guard).__name__, step)
 
     def _note_failure(self, save: _Save, error: Exception) -> None:
+        if not self._dense_only:
+            self._memory.note_writing(None)
         unexpected = None if isinstance(error, MonolithError) else error
         _log.error("saving step %d (%s) failed: %s", save.step, self._mode, error, exc_info=unexpected)
         self.timer.rearm(self.config.retry_secs)
