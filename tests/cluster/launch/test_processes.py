@@ -258,9 +258,9 @@ def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved(tmp_path, why
 
 
 def test_there_must_be_members_with_different_names():
-    with pytest.raises(ConfigError, match="some, with different names"):
+    with pytest.raises(ConfigError, match="need at least one member, with unique names"):
         run_members([])
-    with pytest.raises(ConfigError, match="some, with different names"):
+    with pytest.raises(ConfigError, match="need at least one member, with unique names"):
         run(shell("ps", 0, "true"), shell("ps", 0, "true"))
 
 

@@ -174,7 +174,7 @@ def run_members_on_ray(
     """
     names = [member.name for member in members]
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"cannot launch: members must be some, with different names; got {names}")
+        raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
     wanted = {**PLACEMENTS, **(placements or {})}
     by_role = {member.role: wanted.get(member.role) or RayPlacement() for member in members}
     cpus = math.ceil(sum(by_role[member.role].cpus for member in members))
