@@ -349,9 +349,9 @@ def test_servers_are_spread_and_others_packed():
 
 
 def test_there_must_be_members_with_different_names():
-    with pytest.raises(ConfigError, match="some, with different names"):
+    with pytest.raises(ConfigError, match="need at least one member, with unique names"):
         run_members_on_ray([])
-    with pytest.raises(ConfigError, match="some, with different names"):
+    with pytest.raises(ConfigError, match="need at least one member, with unique names"):
         run_members_on_ray([shell("ps", 0, "true"), shell("ps", 0, "true")])
 
 
