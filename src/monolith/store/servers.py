@@ -29,7 +29,8 @@ from monolith.errors import (
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
-from monolith.wire.flight import Bytes, Call, Exchange, Guard, Server, Service
+from monolith.wire.bodies import Call
+from monolith.wire.flight import Bytes, Exchange, Guard, Server, Service
 
 SERVICE = Service(
     name="parameter server",

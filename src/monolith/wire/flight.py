@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -26,15 +27,22 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from monolith.errors import ConfigError, ListenError, MissingExtraError, MonolithError, RetryableError
+from monolith.errors import (
+    ConfigError,
+    ListenError,
+    MissingExtraError,
+    MonolithError,
+    RequestError,
+    RetryableError,
+)
+from monolith.wire.bodies import Call
+from monolith.wire.limits import Limits
 
 Address = str | Callable[[], str]
 """host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
 later, raises a RetryableError."""
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
-Call = Callable[[dict[str, Any]], dict[str, Any]]
-"""From JSON to JSON."""
 Fetch = Callable[[dict[str, Any]], Any]
 """From JSON to an Arrow record batch."""
 Bytes = NDArray[np.uint8]
@@ -49,6 +57,8 @@ _RETRY_AFTER = 0.05
 _LINGER = 10.0
 """Seconds that a closing server waits for callers who keep a stream open."""
 _ALIGNMENT = 8
+_ANSWER = b"monolith.answer"
+"""In the schema of an answer without records: what is said in their place."""
 
 _log = logging.getLogger(__name__)
 
@@ -142,6 +152,10 @@ class Server:
         host: Only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present; None lets in everybody who can reach the port.
+        limits: What one of them may ask for.
+
+    Whatever a function raises, the server goes on. A MonolithError is for the caller; of anything else
+    the caller learns only under which number it stands in the log of this process.
 
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
@@ -157,11 +171,19 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         guard: Guard | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.host = host
         _check_port(service, host, port)
         self._closing = threading.Event()
-        self._endpoint = _Endpoint(service, dict(calls), fetch, dict(exchanges or {}), self._closing)
+        self._endpoint = _Endpoint(
+            service,
+            calls=dict(calls),
+            fetch=fetch,
+            exchanges=dict(exchanges or {}),
+            closing=self._closing,
+            limits=limits or Limits(),
+        )
         try:
             self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
         except import_arrow(f"the {service.name}").ArrowException as cause:
@@ -190,45 +212,119 @@ class Server:
 
 
 class _Endpoint:
-    """What a server answers, apart from Flight."""
+    """What a server answers, apart from Flight. Raises nothing: whatever happens is an answer."""
 
     def __init__(
         self,
         service: Service,
+        *,
         calls: Mapping[str, Call],
         fetch: Fetch | None,
         exchanges: Mapping[str, Exchange],
         closing: threading.Event,
+        limits: Limits,
     ) -> None:
         self.service = service
         self.calls = calls
-        self.fetch = fetch
         self.exchanges = exchanges
         self.closing = closing
+        self._fetch = fetch
+        self._limits = limits
+        self._room = threading.BoundedSemaphore(limits.calls)
 
-    def answer(self, name: str, body: bytes) -> dict[str, Any]:
-        try:
-            return {"answer": self._known(self.calls, name)(json.loads(body))}
-        except MonolithError as error:
-            return {"error": type(error).__name__, "message": str(error)}
+    def answer(self, name: str, body: Any) -> bytes:
+        """Answer a small call; `body` is an Arrow buffer."""
 
-    def exchange(self, header: bytes, data: Bytes) -> tuple[dict[str, Any], Any]:
+        def work() -> dict[str, Any]:
+            with self._at_work():
+                return {"answer": self._known(self.calls, name)(self._body(body))}
+
+        return self._answered(name, work)
+
+    def fetch(self, ticket: bytes) -> tuple[bytes, Any]:
+        """Return a record batch for a ticket; None, and what to say, where there is none."""
+        found: Any = None
+
+        def work() -> dict[str, Any]:
+            nonlocal found
+            if self._fetch is None:
+                raise RequestError("there are no records to be had here")
+            with self._at_work():
+                found = self._fetch(self._body(ticket))
+            return {}
+
+        return self._answered("fetch", work), found
+
+    def exchange(self, header: bytes, data: Bytes) -> tuple[bytes, Any]:
+        """Answer a request of a stream."""
+        sent: Any = b""
+
+        def work() -> dict[str, Any]:
+            nonlocal sent
+            request = self._body(header)
+            name, body = request.get("name"), request.get("body")
+            if not isinstance(name, str) or not isinstance(body, dict):
+                raise RequestError("a request has a name, a text, and a body, a table")
+            if len(data) > self._limits.message_bytes:
+                raise _too_large(len(data), "message_bytes", self._limits.message_bytes)
+            answer, sent = self._known(self.exchanges, name)(body, data)
+            return {"answer": answer}
+
+        return self._answered("a request of a stream", work), sent
+
+    def _answered(self, name: str, work: Callable[[], dict[str, Any]]) -> bytes:
         try:
-            request = json.loads(header)
-            body, sent = self._known(self.exchanges, request["name"])(request["body"], data)
-            return {"answer": body}, sent
+            return json.dumps(work()).encode()
+        except RequestError as error:
+            return self.refused(name, error)
         except MonolithError as error:
-            return {"error": type(error).__name__, "message": str(error)}, b""
-        except Exception as error:  # whatever it is, the caller must hear of it
-            _log.exception("%s: a request failed", self.service.name)
-            return {"error": "", "message": f"{self.service.name}: {type(error).__name__}: {error}"}, b""
+            return _error(type(error).__name__, str(error))
+        except Exception:  # whatever it is, the server goes on
+            number = secrets.token_hex(4)
+            _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
+            return _error("", f"{self.service.name}: {name:.60} failed; its log says more of error {number}")
+
+    def refused(self, name: str, error: RequestError) -> bytes:
+        return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")
+
+    def _body(self, body: Any) -> dict[str, Any]:
+        """Return the JSON of a message that is not too large."""
+        size = memoryview(body).nbytes
+        if size > self._limits.call_bytes:
+            raise _too_large(size, "call_bytes", self._limits.call_bytes)
+        try:
+            found = json.loads(bytes(body))
+        except (ValueError, RecursionError) as cause:
+            raise RequestError("its body is not JSON") from cause
+        if not isinstance(found, dict):
+            raise RequestError("its body must be a table")
+        return found
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if not self._room.acquire(blocking=False):
+            raise RequestError(
+                f"{self._limits.calls} calls are under way, and limits.calls allows no more; try again later"
+            )
+        try:
+            yield
+        finally:
+            self._room.release()
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
         if name not in table:
             raise self.service.failure(
-                f"{self.service.name}: there is no call {name!r}; there are {', '.join(table)}"
+                f"{self.service.name}: there is no call {name[:60]!r}; there are {', '.join(table)}"
             )
         return table[name]
+
+
+def _error(kind: str, message: str) -> bytes:
+    return json.dumps({"error": kind, "message": message}).encode()
+
+
+def _too_large(size: int, limit: str, most: int) -> RequestError:
+    return RequestError(f"it has {size:,} bytes, and limits.{limit} allows {most:,}")
 
 
 def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
@@ -238,31 +334,43 @@ def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
 
     class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
         def do_action(self, context: Any, action: Any) -> Any:  # noqa: ARG002
-            answer = endpoint.answer(action.type, action.body.to_pybytes())
-            return iter([flight.Result(json.dumps(answer).encode())])
+            return iter([flight.Result(endpoint.answer(action.type, action.body))])
 
         def do_get(self, context: Any, ticket: Any) -> Any:  # noqa: ARG002
-            if endpoint.fetch is None:
-                raise flight.FlightServerError("there are no records to be had here")
-            try:
-                batch = endpoint.fetch(json.loads(ticket.ticket))
-            except Exception as error:  # whatever it is, the caller must hear of it
-                _log.warning("could not send records: %s", error)
-                raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
+            answer, batch = endpoint.fetch(ticket.ticket)
+            if batch is None:
+                nothing = arrow.schema([], metadata={_ANSWER: answer})
+                return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(nothing, []))
             return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(batch.schema, [batch]))
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
             writer.begin(wire.schema)
             while True:
                 try:
-                    header, data = wire.take(reader.read_chunk())
+                    chunk = reader.read_chunk()
                 except (StopIteration, *troubles):  # it hung up, or died
                     return
                 if endpoint.closing.is_set():
                     raise flight.FlightUnavailableError("it is closing")
-                answer, sent = endpoint.exchange(header, data)
-                del data
-                writer.write_with_metadata(wire.batch(sent), json.dumps(answer).encode())
+                try:
+                    header, data = wire.take(chunk)
+                except RequestError as error:
+                    answer, sent = endpoint.refused("a request of a stream", error), b""
+                else:
+                    answer, sent = endpoint.exchange(header, data)
+                    del data
+                del chunk
+                writer.write_with_metadata(wire.batch(sent), answer)
+
+        # What Flight has beside these. Its own answers, and an error of get_schema, would show a traceback.
+
+        def _unknown(self, *_: Any) -> Any:
+            raise flight.FlightServerError("there is no such call")
+
+        do_put = get_flight_info = list_actions = list_flights = _unknown
+
+        def get_schema(self, *_: Any) -> Any:
+            return flight.SchemaResult(arrow.schema([]))
 
     return Listener(guard.flight_location(address), **guard.flight_server_options())
 
@@ -282,7 +390,13 @@ class _Wire:
         return self._arrow.RecordBatch.from_arrays([column], schema=self.schema)
 
     def take(self, chunk: Any) -> tuple[bytes, Bytes]:
-        """Return the JSON and the bytes of a message; without a copy where they are aligned."""
+        """Return the JSON and the bytes of a message; without a copy where they are aligned.
+
+        Raises:
+            RequestError: It is another kind of message.
+        """
+        if chunk.data is None or chunk.app_metadata is None or chunk.data.schema != self.schema:
+            raise RequestError("a message is JSON and one column of bytes")
         held = chunk.data.column(0).buffers()[1]
         if held is None or held.size == 0:
             return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
@@ -359,7 +473,14 @@ class Caller:
     def fetch(self, ticket: dict[str, Any]) -> Any:
         """Return the record batch that a ticket stands for; otherwise like `call`."""
         wanted = self._flight.Ticket(json.dumps(ticket).encode())
-        return self._persist(lambda client, options: client.do_get(wanted, options).read_chunk().data)
+
+        def take(client: Any, options: Any) -> Any:
+            reader = client.do_get(wanted, options)
+            said = (reader.schema.metadata or {}).get(_ANSWER)
+            return reader.read_chunk().data if said is None else json.loads(said)
+
+        found = self._persist(take)
+        return self._answer(found) if isinstance(found, dict) else found
 
     def open_stream(self) -> Stream:
         """Open a stream over this connection, and make no other calls while it is in use.
@@ -390,7 +511,8 @@ class Caller:
     def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "error" not in answer:
             return dict(answer["answer"])
-        told = {kind.__name__: kind for kind in self._service.told}
+        kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
+        told = {kind.__name__: kind for kind in kinds}
         raise told.get(answer["error"], self._service.failure)(answer["message"])
 
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire import flight
-from monolith.wire.flight import POLL, Address, Call, Clock, Fetch, Guard, Service, StoppedError, join_address
+from monolith.wire.bodies import Call
+from monolith.wire.flight import POLL, Address, Clock, Fetch, Guard, Service, StoppedError, join_address
 
 __all__ = [
     "POLL",
