@@ -41,7 +41,7 @@ class Bounds:
     most: float
 
 
-Count = Annotated[int, Bounds(0, _LARGEST)]
+Count = Annotated[int, Bounds(0, 1 << 53)]
 """A number of things, or the number of one of them."""
 Whole = Annotated[int, Bounds(-_LARGEST - 1, _LARGEST)]
 Seconds = Annotated[float, Bounds(0, 1e12)]

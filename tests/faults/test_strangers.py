@@ -1,0 +1,140 @@
+"""What a stranger, another user of the machine, can do to a run: nothing that matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from data.service.loopback import until
+from faults.strangers import Stranger, is_root
+
+pytest.importorskip("pyarrow.flight")
+
+LINES = """
+from monolith.data import Records
+from monolith.tensors import RaggedTensor
+
+class Lines:
+    def __init__(self, path):
+        self._lines = [int(line) for line in open(path)]
+        self._next = 0
+    def __iter__(self):
+        while self._next < len(self._lines):
+            self._next += 1
+            yield Records(1, {"id": RaggedTensor.from_list([[self._lines[self._next - 1]]])})
+    def position(self):
+        return {"next": self._next}
+    def restore(self, position):
+        self._next = position["next"]
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def stranger() -> Stranger:
+    return Stranger()
+
+
+def start(stack: ExitStack, folder: Path, *words: str) -> subprocess.Popen[str]:
+    """Start a command; it is gone when the test ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "monolith", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    stack.callback(end)
+    return process
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip().partition(" ")[2]
+
+
+class Service:
+    """A data service as somebody started it on this machine, without a word about security."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        (folder / "lines_source.py").write_text(LINES)
+        (folder / "a.txt").write_text("1\n2\n3\n")
+        data = ("--splits", f"{folder}/a.txt", "--folder", str(folder / "job"), "--lease", "1")
+        self.dispatcher_process = start(stack, folder, "data", "dispatcher", *data)
+        self.dispatcher = address_of(self.dispatcher_process)
+        source = ("--source", "lines_source:Lines", "--chunk-records", "1")
+        self.worker_process = start(stack, folder, "data", "worker", "--dispatcher", self.dispatcher, *source)
+        self.worker = address_of(self.worker_process)
+
+
+@pytest.fixture
+def service(stack: ExitStack, tmp_path: Path) -> Service:
+    return Service(stack, tmp_path)
+
+
+def test_a_ticket_that_names_a_file_of_somebody_else_is_refused(
+    service: Service, stranger: Stranger, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("42\n")
+    secret.chmod(0o600)
+    if is_root():
+        assert not stranger.may_read(secret)
+    place = {"position": {"next": 0}, "skip": 0}
+    ids = {"job": "x", "epoch": 0, "number": 0, "sequence": 0}
+    said = stranger.fetch(service.worker, **ids, split=str(secret), place=place, size=1)
+    assert said["error"] == "RequestError"
+    assert "split: there is no such key" in said["message"]
+    for number in (0, 1, 9):
+        said = stranger.fetch(service.worker, **{**ids, "number": number})
+        assert said["error"] == "DataError", said
+        assert "this job has no chunk" in said["message"]
+    job = stranger.call(service.dispatcher, "status")["answer"]["job"]
+    until(lambda: stranger.call(service.dispatcher, "status")["answer"]["records"] == 3)
+    for _ in range(2):  # out of the buffer, and read again: what the job has, and nothing else
+        assert stranger.fetch(service.worker, **{**ids, "job": job})["rows"] == [{"id": [1]}]
+
+
+def test_a_ticket_with_a_size_is_refused_and_the_worker_ends_when_told(
+    service: Service, stranger: Stranger
+) -> None:
+    place = {"position": {"next": 0}, "skip": 0}
+    ids = {"job": "x", "epoch": 0, "number": 0, "sequence": 0}
+    for size in (-3, 0, None):
+        said = stranger.fetch(service.worker, **ids, split="a.txt", place=place, size=size)
+        assert said["error"] == "RequestError"
+    service.worker_process.terminate()
+    assert service.worker_process.wait(30) == 0
+
+
+def test_a_worker_with_a_number_for_a_name_does_not_end_the_dispatcher(
+    service: Service, stranger: Stranger
+) -> None:
+    said = stranger.call(service.dispatcher, "register", worker=5)
+    assert said == {
+        "error": "RequestError",
+        "message": "data service: register: worker must be a text, got 5",
+    }
+    for body in ({}, {"worker": None}, {"worker": ["x"]}, {"worker": "x", "more": 1}):
+        assert stranger.call(service.dispatcher, "register", **body)["error"] == "RequestError"
+    until(lambda: len(stranger.call(service.dispatcher, "status")["answer"]["workers"]) == 1)
+    assert service.dispatcher_process.poll() is None
