@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from data.service.loopback import until
 from faults.strangers import Stranger, is_root
+
+from monolith.train.hooks import ControlClient
 
 pytest.importorskip("pyarrow.flight")
 
@@ -138,3 +141,94 @@ def test_a_worker_with_a_number_for_a_name_does_not_end_the_dispatcher(
         assert stranger.call(service.dispatcher, "register", **body)["error"] == "RequestError"
     until(lambda: len(stranger.call(service.dispatcher, "status")["answer"]["workers"]) == 1)
     assert service.dispatcher_process.poll() is None
+
+
+# A run
+
+
+TESTS = Path(__file__).parents[1]
+LISTENS = re.compile(r"parameter server 0 of 1 listens on (\S+)")
+
+
+class Launched:
+    """A run without end, as `monolith train --launch local` makes one."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.model_dir = folder / "m"
+        self._log = folder / "err"
+        words = (
+            "train.tasks:Clicks",
+            "--launch",
+            "local",
+            "--num-ps",
+            "1",
+            "--num-workers",
+            "1",
+            "--control",
+        )
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "monolith", "train", *words),
+                    *("--control", "--model-dir", str(self.model_dir), "--set", "batches=10000000"),
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+            )
+        stack.callback(self.process.wait)
+        stack.callback(self.process.kill)
+        self.server = ""
+        until(self._is_ready, 120)
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()
+        found = LISTENS.search(self._log.read_text())
+        self.server = found[1] if found else ""
+        return bool(found) and (self.model_dir / "controller_server_addr.txt").exists()
+
+    def members(self) -> list[int]:
+        """Return the processes of the run."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError):
+                if (
+                    folder.name.isdecimal()
+                    and str(self.model_dir).encode() in (folder / "cmdline").read_bytes()
+                ):
+                    found.append(int(folder.name))
+        return found
+
+
+def test_another_user_learns_nothing_of_a_launched_run_writes_nothing_and_does_not_end_it(
+    stack: ExitStack, stranger: Stranger, tmp_path: Path
+) -> None:
+    run = Launched(stack, tmp_path)
+    written = tmp_path / "written"
+    for name, body in {
+        "describe": {},
+        "meeting.join": {"worker": 0},
+        "meeting.begin": {"run": "x", "num_workers": 1},
+        "server.begin": {"run": "x"},
+        "server.end": {"run": "x"},
+        "tables.cut": {"cut": "x"},
+        "job.start": {"work": "tables.write", "body": {"cut": "x", "prefix": str(written), "full": True}},
+        "set_step": {"step": 0},
+    }.items():
+        said = stranger.call(run.server, name, **body)
+        assert said["refused"] == "FlightUnauthenticatedError", (name, said)
+        assert str(tmp_path) not in said["message"]
+        assert "Traceback" not in said["message"]
+    assert stranger.stream(run.server)["refused"] == "FlightUnauthenticatedError"
+    if is_root():
+        assert not stranger.may_read(run.model_dir / "controller_server_token")
+        assert len(run.members()) >= 3
+        for member in run.members():
+            assert not stranger.may_read(Path(f"/proc/{member}/environ"))
+    with ControlClient(str(run.model_dir)) as job:  # its owner may
+        before = job.global_step()
+        until(lambda: job.global_step() > before)
+    run.process.terminate()
+    assert run.process.wait(120) == 143
+    assert not written.exists()
+    assert (run.model_dir / "checkpoint").exists()

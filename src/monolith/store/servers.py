@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     FeatureError,
+    RequestError,
     TableArgumentError,
     UnavailableError,
     UnknownTableError,
@@ -29,8 +30,9 @@ from monolith.errors import (
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
-from monolith.wire.bodies import Call
-from monolith.wire.flight import Bytes, Exchange, Guard, Server, Service
+from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Whole, typed
+from monolith.wire.flight import Bytes, Exchange, Guard, Server, Service, typed_exchange
+from monolith.wire.limits import Limits
 
 SERVICE = Service(
     name="parameter server",
@@ -58,6 +60,62 @@ SERVICE = Service(
     unreachable=UnavailableError,
     late=DeadlineExceededError,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    incarnation: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfStore:
+    store: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    store: Count
+    now: dict[str, Count]
+
+
+@dataclass(frozen=True, slots=True)
+class SetStep:
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a `RowRequest` holds."""
+
+    ids: Count
+    floats: Count = 0
+    times: bool = False
+    counts: bool = False
+    latest: bool = False
+
+
+_Parts = Annotated[int, Bounds(1, 1 << 20)]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    store: Count
+    parts: _Parts
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyGradients:
+    store: Count
+    parts: _Parts
+    columns: Columns
+    step: Whole = 0
+    event_time: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PushDense:
+    names: list[Name]
 
 
 class RowRequest:
@@ -112,6 +170,7 @@ class ParameterServer:
         guard: What callers must present.
         calls: More calls, from JSON to JSON, each on a thread of its own: one may wait for as long as
             30 seconds and keeps nobody else waiting.
+        limits: What one caller may ask for.
 
     Raises:
         ListenError: The port is taken.
@@ -129,6 +188,7 @@ class ParameterServer:
         port: int = 0,
         guard: Guard | None = None,
         calls: Mapping[str, Call] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         if not 0 <= shard[0] < shard[1]:
             raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got shard={shard}")
@@ -137,26 +197,35 @@ class ParameterServer:
         self._shard = shard
         self.incarnation = secrets.token_hex(8)
         """Of this start of the server: another one has other rows, or none."""
+        self._limits = limits or Limits()
         own: dict[str, Call] = {
-            "hello": self._hello,
-            "describe": self._describe,
-            "stats": self._stats,
-            "evict": self._evict,
-            "step": lambda _: {"step": self._dense.step},
-            "set_step": self._set_step,
+            "hello": typed(Hello, self._hello),
+            "describe": typed(Nothing, self._describe),
+            "stats": typed(OfStore, self._stats),
+            "evict": typed(Evict, self._evict),
+            "step": typed(Nothing, lambda _: {"step": self._dense.step}),
+            "set_step": typed(SetStep, self._set_step),
         }
         exchanges: dict[str, Exchange] = {
-            "lookup": self._lookup,
-            "apply_gradients": self._apply_gradients,
-            "push_dense": self._push_dense,
-            "pull_dense": lambda _, __: (self._about(), self._packed(self._dense.pull())),
-            "dump_dense": lambda _, __: (self._about(), self._dense.dump()),
-            "load_dense": self._load_dense,
+            "lookup": typed_exchange(Lookup, self._lookup),
+            "apply_gradients": typed_exchange(ApplyGradients, self._apply_gradients),
+            "push_dense": typed_exchange(PushDense, self._push_dense),
+            "pull_dense": typed_exchange(
+                Nothing, lambda _, __: (self._about(), self._packed(self._dense.pull()))
+            ),
+            "dump_dense": typed_exchange(Nothing, lambda _, __: (self._about(), self._dense.dump())),
+            "load_dense": typed_exchange(Nothing, self._load_dense),
         }
         if taken := sorted(own.keys() & (calls or {}).keys()):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
         self._server = Server(
-            SERVICE, own | dict(calls or {}), exchanges=exchanges, host=host, port=port, guard=guard
+            SERVICE,
+            own | dict(calls or {}),
+            exchanges=exchanges,
+            host=host,
+            port=port,
+            guard=guard,
+            limits=self._limits,
         )
 
     @property
@@ -196,16 +265,15 @@ class ParameterServer:
 
     # Small calls
 
-    def _hello(self, body: dict[str, Any]) -> dict[str, Any]:
-        known = body.get("incarnation")
-        if known not in (None, self.incarnation):
+    def _hello(self, body: Hello) -> dict[str, Any]:
+        if body.incarnation not in (None, self.incarnation):
             raise UnavailableError(
                 "it was started anew and has lost what it held. Restore it from a checkpoint, then let "
                 "workers make their stores again."
             )
         return {"incarnation": self.incarnation}
 
-    def _describe(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self, _: Nothing) -> dict[str, Any]:
         return {
             "incarnation": self.incarnation,
             "shard": list(self._shard),
@@ -220,50 +288,62 @@ class ParameterServer:
             "step": self._dense.step,
         }
 
-    def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {name: asdict(stats) for name, stats in self._store(body).stats().items()}
+    def _stats(self, body: OfStore) -> dict[str, Any]:
+        return {name: asdict(stats) for name, stats in self._store(body.store).stats().items()}
 
-    def _evict(self, body: dict[str, Any]) -> dict[str, Any]:
-        store, now = self._store(body), body["now"]
+    def _evict(self, body: Evict) -> dict[str, Any]:
+        store, now = self._store(body.store), body.now
+        if now.keys() != store.tables.keys():
+            raise UnknownTableError(f"evict: give the time for each of the tables {sorted(store.tables)}")
         return {name: store.table(name).evict(now[name]) for name in store.tables}
 
-    def _set_step(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._dense.step = body["step"]
+    def _set_step(self, body: SetStep) -> dict[str, Any]:
+        self._dense.step = body.step
         return self._about()
 
     # Bulk
 
-    def _lookup(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _lookup(self, body: Lookup, data: Bytes) -> tuple[dict[str, Any], Any]:
         ids, _ = self._request(body, data)
-        return {}, self._store(body).lookup(ids).numpy()
+        return {}, self._store(body.store).lookup(ids).numpy()
 
-    def _apply_gradients(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _apply_gradients(self, body: ApplyGradients, data: Bytes) -> tuple[dict[str, Any], Any]:
         ids, request = self._request(body, data)
-        self._store(body).apply_gradients(
+        self._store(body.store).apply_gradients(
             ids,
             torch.from_numpy(request.gradients),
-            step=body["step"],
-            event_time=body["event_time"] if request.times is None else torch.from_numpy(request.times),
+            step=body.step,
+            event_time=body.event_time if request.times is None else torch.from_numpy(request.times),
             latest_values=None if request.latest is None else torch.from_numpy(request.latest),
         )
         return {}, b""
 
-    def _request(self, body: dict[str, Any], data: Bytes) -> tuple[TableIds, RowRequest]:
-        parts = body["parts"]
-        request = RowRequest(data, pieces=parts * len(self._store(body).tables), **body["columns"])
+    def _request(self, body: Lookup | ApplyGradients, data: Bytes) -> tuple[TableIds, RowRequest]:
+        parts, columns = body.parts, body.columns
+        if columns.ids > self._limits.ids:
+            raise RequestError(f"it has {columns.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
+        request = RowRequest(
+            data,
+            pieces=parts * len(self._store(body.store).tables),
+            ids=columns.ids,
+            floats=columns.floats,
+            times=columns.times,
+            counts=columns.counts,
+            latest=columns.latest,
+        )
         counts = None if request.counts is None else torch.from_numpy(request.counts)
         ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, parts)
         return ids, request
 
-    def _push_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _push_dense(self, body: PushDense, data: Bytes) -> tuple[dict[str, Any], Any]:
         weights = self._dense.weights
-        if unknown := [name for name in body["names"] if name not in weights]:
+        if unknown := [name for name in body.names if name not in weights]:
             raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {unknown[0]!r}")
-        gradients = unpack_tensors(data, [weights[name] for name in body["names"]])
-        after = self._dense.push(dict(zip(body["names"], gradients, strict=True)))
+        gradients = unpack_tensors(data, [weights[name] for name in body.names])
+        after = self._dense.push(dict(zip(body.names, gradients, strict=True)))
         return self._about(), self._packed(after)
 
-    def _load_dense(self, _: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _load_dense(self, _: Nothing, data: Bytes) -> tuple[dict[str, Any], Any]:
         self._dense.load(data.tobytes())
         return self._about(), b""
 
@@ -273,8 +353,8 @@ class ParameterServer:
     def _about(self) -> dict[str, Any]:
         return {"step": self._dense.step}
 
-    def _store(self, body: dict[str, Any]) -> LocalStore:
-        number, stores = int(body["store"]), self._stores
-        if not 0 <= number < len(stores):
+    def _store(self, number: int) -> LocalStore:
+        stores = self._stores
+        if number >= len(stores):
             raise UnknownTableError(f"there is no store {number}; this model has {len(stores)}")
         return stores[number]

@@ -15,18 +15,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from monolith import filesystem
 from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
 from monolith.checkpoint.part import PartCut
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
-from monolith.errors import ClusterError, ConfigError
+from monolith.errors import ClusterError, ConfigError, SaveError
 from monolith.store import DenseShare, LocalStore, ParameterServer
 from monolith.train.config import TrainConfig
 from monolith.train.fleet_parts import describe_report
 from monolith.train.jobs import Jobs
 from monolith.train.meeting import Call, Meeting
+from monolith.train.served_bodies import CALLS, WORK
 from monolith.train.session import Model
 from monolith.train.task import Mode, Task
+from monolith.wire.bodies import checked
+from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +52,7 @@ def serve_parameters(
     host: str = "127.0.0.1",
     port: int = 0,
     guard: Guard | None = None,
+    limits: Limits | None = None,
     stop: threading.Event | None = None,
     say: Say = _log.info,
     linger: timedelta = LINGER,
@@ -58,6 +63,7 @@ def serve_parameters(
         index: Which of `num_ps` servers this is.
         host: Where to listen; it is also how the others reach it.
         guard: What callers must present.
+        limits: What one of them may ask for.
         stop: Set from outside to end; while a run goes on, the chief has `linger` to save first.
         say: Told where it listens.
 
@@ -69,7 +75,7 @@ def serve_parameters(
         raise ConfigError(f"there is no parameter server {index} of {num_ps}")
     share = ServedShare(task, config, index=index, num_ps=num_ps, num_workers=num_workers)
     stop = threading.Event() if stop is None else stop
-    with share.serve(host, port, guard) as server:
+    with share.serve(host, port, guard, limits) as server:
         discovery.register("ps", index, server.address)
         try:
             say(f"parameter server {index} of {num_ps} listens on {server.address}")
@@ -110,14 +116,16 @@ class ServedShare:
         self._shard = (index, num_ps)
         self._clock = clock
         self._meeting = Meeting(num_workers) if index == 0 else None
-        self._jobs = Jobs({"tables.write": self._write, "tables.restore": self._restore})
+        self._jobs = Jobs(checked(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._held = self._make()
         self._run: str | None = None
         self._server: ParameterServer | None = None
 
-    def serve(self, host: str, port: int, guard: Guard | None) -> ParameterServer:
+    def serve(
+        self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
+    ) -> ParameterServer:
         """Listen; the server returned is closed by whoever called."""
         calls = {**self.calls, **self._jobs.calls, **({} if self._meeting is None else self._meeting.calls)}
         self._server = ParameterServer(
@@ -127,7 +135,8 @@ class ServedShare:
             host=host,
             port=port,
             guard=guard,
-            calls=calls,
+            calls=checked(CALLS, calls, longest=(limits or Limits()).wait.total_seconds()),
+            limits=limits,
         )
         return self._server
 
@@ -195,6 +204,11 @@ class ServedShare:
         if cut is None:
             raise ClusterError(
                 "there is nothing to write: this server was started again since the moment was cut"
+            )
+        if not self._config.model_dir or not filesystem.is_below(body["prefix"], self._config.model_dir):
+            raise SaveError(
+                f"this server writes only below the model_dir of its run, {self._config.model_dir!r}. Start "
+                "all processes with the same model_dir."
             )
         return {"entry": cut.write(body["prefix"], full=body["full"])}
 

@@ -76,8 +76,13 @@ def typed(kind: type[B], answer: Callable[[B], dict[str, Any] | None]) -> Call:
     return call
 
 
-def checked(kinds: Mapping[str, type], calls: Mapping[str, Call]) -> dict[str, Call]:
+def checked(
+    kinds: Mapping[str, type], calls: Mapping[str, Call], *, longest: float = math.inf
+) -> dict[str, Call]:
     """Return calls that are handed only bodies of the kind that stands under their name, as plain values.
+
+    Args:
+        longest: The most seconds that a body can ask to `wait`; more counts as so many.
 
     Raises:
         KeyError: A call has no kind.
@@ -86,7 +91,7 @@ def checked(kinds: Mapping[str, type], calls: Mapping[str, Call]) -> dict[str, C
     def check(kind: type, call: Call) -> Call:
         def checking(body: dict[str, Any]) -> dict[str, Any]:
             read_body(kind, body)
-            return call(body)
+            return call({**body, "wait": min(body["wait"], longest)} if "wait" in body else body)
 
         return checking
 

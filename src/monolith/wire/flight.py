@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from monolith.errors import (
     RequestError,
     RetryableError,
 )
-from monolith.wire.bodies import Call
+from monolith.wire.bodies import Call, read_body
 from monolith.wire.limits import Limits
 
 Address = str | Callable[[], str]
@@ -49,6 +49,8 @@ Bytes = NDArray[np.uint8]
 """Bytes that one side sent and the other may keep: nobody else writes to them. Aligned to 8."""
 Exchange = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], Any]]
 """From JSON and bytes to JSON and anything with the buffer protocol."""
+
+B = TypeVar("B")
 
 POLL = 1.0
 """Seconds that a server keeps a caller waiting for news before it says that there is none."""
@@ -116,6 +118,11 @@ class NoGuard:
 
     def flight_client_options(self) -> dict[str, Any]:
         return {}
+
+
+def typed_exchange(kind: type[B], answer: Callable[[B, Bytes], tuple[dict[str, Any], Any]]) -> Exchange:
+    """Return an exchange that hands its body on as a `kind`; see `monolith.wire.bodies.typed`."""
+    return lambda body, data: answer(read_body(kind, body), data)
 
 
 class StoppedError(Exception):

@@ -26,6 +26,8 @@ class Limits:
     """The longest that a server keeps one call waiting, whatever the caller asks for."""
     calls: int = 4096
     """The most small calls that a server works on, or keeps waiting, at a time."""
+    saves: int = 4
+    """The most callers of a control server that wait for a checkpoint at a time; others ask again."""
     stranger_bytes: int = 1 << 20
     """The most bytes that a connection may send before one of its calls has shown the token."""
 
