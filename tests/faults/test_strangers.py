@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 from data.service.loopback import until
+from faults.port_fuzzer import Servers
+from faults.port_servers import TOKEN
 from faults.strangers import Stranger, is_root
 
+from monolith.cluster.security import Guard
+from monolith.config import Secret
+from monolith.errors import RequestError
+from monolith.store.servers import SERVICE
 from monolith.train.hooks import ControlClient
+from monolith.wire.flight import Caller
 
 pytest.importorskip("pyarrow.flight")
 
@@ -141,6 +148,31 @@ def test_a_worker_with_a_number_for_a_name_does_not_end_the_dispatcher(
         assert stranger.call(service.dispatcher, "register", **body)["error"] == "RequestError"
     until(lambda: len(stranger.call(service.dispatcher, "status")["answer"]["workers"]) == 1)
     assert service.dispatcher_process.poll() is None
+
+
+# A large message
+
+
+def test_a_large_message_without_the_token_is_cut_off_before_it_is_in_memory(
+    stack: ExitStack, stranger: Stranger, tmp_path: Path
+) -> None:
+    servers = Servers(tmp_path)
+    stack.callback(servers.close)
+
+    def peak() -> int:
+        status = Path(f"/proc/{servers.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) << 10
+
+    before = peak()
+    said = stranger.send(servers.addresses["guarded"], 600 << 20)
+    assert "refused" in said
+    assert peak() - before < 200 << 20
+    assert "hung up on 127.0.0.1" in servers.log.read_text()
+    guard = Guard(token=Secret(TOKEN))  # whoever knows it may send much, on the same port
+    with Caller(SERVICE, servers.addresses["guarded"], guard=guard) as caller:
+        with pytest.raises(RequestError, match=r"and limits\.call_bytes allows"):
+            caller.call("hello", incarnation="x" * (8 << 20))
+        assert caller.call("step") == {"step": 0}
 
 
 # A run

@@ -125,5 +125,9 @@ def test_checked_calls_get_plain_values_and_each_needs_a_declared_body() -> None
     assert calls["a"]({}) == {"got": {}}
     with pytest.raises(RequestError):
         calls["a"]({"x": 1})
+    whole = checked({"b": Body}, {"b": lambda body: body}, longest=5.0)["b"]
+    assert whole({**FEWEST, "wait": 1e9}) | {"wait": 5.0, "how": "keep", "job": None} == whole(
+        {**FEWEST, "wait": 7}
+    )
     with pytest.raises(KeyError):
         checked({}, {"a": lambda body: body})

@@ -81,6 +81,8 @@ def checked(
 ) -> dict[str, Call]:
     """Return calls that are handed only bodies of the kind that stands under their name, as plain values.
 
+    What a body leaves out has its default.
+
     Args:
         longest: The most seconds that a body can ask to `wait`; more counts as so many.
 
@@ -90,8 +92,11 @@ def checked(
 
     def check(kind: type, call: Call) -> Call:
         def checking(body: dict[str, Any]) -> dict[str, Any]:
-            read_body(kind, body)
-            return call({**body, "wait": min(body["wait"], longest)} if "wait" in body else body)
+            read: Any = read_body(kind, body)
+            values = {field.name: getattr(read, field.name) for field in dataclasses.fields(kind)}
+            if "wait" in values:
+                values["wait"] = min(values["wait"], longest)
+            return call(values)
 
         return checking
 

@@ -36,6 +36,7 @@ from monolith.errors import (
     RetryableError,
 )
 from monolith.wire.bodies import Call, read_body
+from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
 
 Address = str | Callable[[], str]
@@ -59,6 +60,9 @@ _RETRY_AFTER = 0.05
 _LINGER = 10.0
 """Seconds that a closing server waits for callers who keep a stream open."""
 _ALIGNMENT = 8
+_KNOCK = "knock"
+"""A call that shows the token and asks for nothing: before a large one, which a doorkeeper would cut off."""
+_LARGE = 64 << 10
 _ANSWER = b"monolith.answer"
 """In the schema of an answer without records: what is said in their place."""
 
@@ -196,6 +200,8 @@ class Server:
         except import_arrow(f"the {service.name}").ArrowException as cause:
             raise _listen_error(service, host, port, None) from cause
         self.port = int(self._server.port)
+        if guard is not None and guard.flight_server_options().get("middleware"):
+            self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits.stranger_bytes)
 
     @property
     def address(self) -> str:
@@ -210,6 +216,8 @@ class Server:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._endpoint.doorkeeper is not None:
+            self._endpoint.doorkeeper.close()
         if not self._endpoint.exchanges:
             self._server.shutdown()
             return
@@ -235,9 +243,15 @@ class _Endpoint:
         self.calls = calls
         self.exchanges = exchanges
         self.closing = closing
+        self.limits = limits
+        self.doorkeeper: Doorkeeper | None = None
         self._fetch = fetch
-        self._limits = limits
         self._room = threading.BoundedSemaphore(limits.calls)
+
+    def meet(self, peer: str) -> None:
+        """Note who makes a call that was let in."""
+        if self.doorkeeper is not None:
+            self.doorkeeper.admit(peer)
 
     def answer(self, name: str, body: Any) -> bytes:
         """Answer a small call; `body` is an Arrow buffer."""
@@ -272,8 +286,8 @@ class _Endpoint:
             name, body = request.get("name"), request.get("body")
             if not isinstance(name, str) or not isinstance(body, dict):
                 raise RequestError("a request has a name, a text, and a body, a table")
-            if len(data) > self._limits.message_bytes:
-                raise _too_large(len(data), "message_bytes", self._limits.message_bytes)
+            if len(data) > self.limits.message_bytes:
+                raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
             answer, sent = self._known(self.exchanges, name)(body, data)
             return {"answer": answer}
 
@@ -297,8 +311,8 @@ class _Endpoint:
     def _body(self, body: Any) -> dict[str, Any]:
         """Return the JSON of a message that is not too large."""
         size = memoryview(body).nbytes
-        if size > self._limits.call_bytes:
-            raise _too_large(size, "call_bytes", self._limits.call_bytes)
+        if size > self.limits.call_bytes:
+            raise _too_large(size, "call_bytes", self.limits.call_bytes)
         try:
             found = json.loads(bytes(body))
         except (ValueError, RecursionError) as cause:
@@ -311,7 +325,7 @@ class _Endpoint:
     def _at_work(self) -> Iterator[None]:
         if not self._room.acquire(blocking=False):
             raise RequestError(
-                f"{self._limits.calls} calls are under way, and limits.calls allows no more; try again later"
+                f"{self.limits.calls} calls are under way, and limits.calls allows no more; try again later"
             )
         try:
             yield
@@ -340,10 +354,14 @@ def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
     wire, troubles = _Wire(arrow), (flight.FlightError, arrow.ArrowException, OSError)
 
     class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
-        def do_action(self, context: Any, action: Any) -> Any:  # noqa: ARG002
+        def do_action(self, context: Any, action: Any) -> Any:
+            endpoint.meet(context.peer())
+            if action.type == _KNOCK:
+                return iter([])
             return iter([flight.Result(endpoint.answer(action.type, action.body))])
 
-        def do_get(self, context: Any, ticket: Any) -> Any:  # noqa: ARG002
+        def do_get(self, context: Any, ticket: Any) -> Any:
+            endpoint.meet(context.peer())
             answer, batch = endpoint.fetch(ticket.ticket)
             if batch is None:
                 nothing = arrow.schema([], metadata={_ANSWER: answer})
@@ -351,6 +369,7 @@ def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
             return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(batch.schema, [batch]))
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
+            endpoint.meet(context.peer())
             writer.begin(wire.schema)
             while True:
                 try:
@@ -473,8 +492,15 @@ class Caller:
 
             The service's `unreachable` or `late`, if nobody answered for as long as there was patience.
         """
-        action = self._flight.Action(name, json.dumps(body).encode())
-        (result,) = self._persist(lambda client, options: list(client.do_action(action, options)))
+        sent = json.dumps(body).encode()
+        action = self._flight.Action(name, sent)
+
+        def make(client: Any, options: Any) -> Any:
+            if len(sent) > _LARGE:
+                list(client.do_action(self._flight.Action(_KNOCK, b""), options))
+            return list(client.do_action(action, options))
+
+        (result,) = self._persist(make)
         return self._answer(json.loads(result.body.to_pybytes()))
 
     def fetch(self, ticket: dict[str, Any]) -> Any:
