@@ -59,7 +59,7 @@ soak-%: setup
 
 # The code under test is compiled with the hook that guides the loop, the loop itself is not.
 FUZZ_SECONDS ?= 600
-FUZZED := $(addprefix $(CURDIR)/native/src/,example_parser.cc example_writer.cc csv_parser.cc frames.cc tfrecord.cc checksum.cc workers.cc)
+FUZZED := $(addprefix $(CURDIR)/native/src/,example_parser.cc example_writer.cc csv_parser.cc entry_dump.cc frames.cc tfrecord.cc checksum.cc workers.cc)
 FUZZ_FLAGS := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -I$(CURDIR)/native/src
 
 fuzz: setup  ## Throw damaged records at the parsers, and messages at every port, for ten minutes, or FUZZ_SECONDS
