@@ -1,11 +1,11 @@
-// Fuzzing of whatever reads examples: any bytes at all must give an answer, and a sound one.
+// Fuzzing of whatever reads records: any bytes at all must give an answer, and a sound one.
 //
 // `make fuzz` builds this with gcc, whose coverage hook guides the loop at the end of this file. clang's
 // libFuzzer takes the same entry point:
 //
 //     clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -DMONOLITH_LIBFUZZER -Inative/src
 //         native/tests/fuzz_example_parser.cc
-//         native/src/{example_*,csv_parser,frames,tfrecord,checksum,workers}.cc
+//         native/src/{example_*,csv_parser,entry_dump,frames,tfrecord,checksum,workers}.cc
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "csv_parser.h"
+#include "entry_dump.h"
 #include "example_parser.h"
 #include "example_writer.h"
 #include "frames.h"
@@ -203,6 +204,40 @@ void read_csvs(std::uint8_t choice, std::span<const std::byte> bytes) {
   must(seen <= bytes.size() && (sniffer.done() || seen == bytes.size()), "sniffing");
 }
 
+const EntryDumpCodec& codec() {
+  static const EntryDumpCodec made({{OptimizerKind::kAdagrad, 2},
+                                    {OptimizerKind::kAdam, 1},
+                                    {OptimizerKind::kFtrl, 1},
+                                    {OptimizerKind::kBatchSoftmax, 1},
+                                    {OptimizerKind::kSgd, 1}});
+  return made;
+}
+
+// Entries as they are, and as records with the right checksums: without those nothing behind them is reached.
+void read_entries(std::uint8_t choice, std::span<const std::byte> bytes) {
+  Bytes held(bytes.begin(), bytes.end());
+  if ((choice & 1) == 0) {
+    const std::vector<std::int64_t> whole{0, static_cast<std::int64_t>(bytes.size())};
+    held = seal_records(bytes, whole);
+  }
+  held.shrink_to_fit();
+  const DecodedEntries read = codec().decode(held);
+  must(read.consumed <= held.size() && (read.consumed < held.size()) == read.failure.has_value(),
+       "entries go on to the end or say why not");
+  must(read.dim == codec().dim() && read.state_dim == codec().state_dim(), "entries have their width");
+  must(read.values.size() == read.ids.size() * read.dim &&
+           read.state.size() == read.ids.size() * read.state_dim &&
+           read.event_times.size() == read.ids.size() && read.state_missing.size() == read.ids.size(),
+       "entries have all columns");
+  if (read.ids.empty()) return;
+  const EntryColumns rows{read.ids, read.event_times, read.values, read.state};
+  Bytes again(codec().encoded_size(rows));
+  codec().encode(rows, again);
+  const DecodedEntries second = codec().decode(again);
+  must(!second.failure && second.ids == read.ids && second.event_times == read.event_times,
+       "entries written and read again");
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
@@ -212,6 +247,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     split_streams(data[0], bytes);
   else if ((data[0] & 0xe0) == 0xc0)
     read_csvs(data[0], bytes);
+  else if ((data[0] & 0xe0) == 0xa0)
+    read_entries(data[0], bytes);
   else
     read_examples(data[0], bytes);
   return 0;
@@ -406,6 +443,20 @@ std::vector<Input> seeds() {
     std::ranges::replace(text, ',', delimiter);
     Input input{choice};
     input.insert(input.end(), text.begin(), text.end());
+    made.push_back(std::move(input));
+  }
+  const std::vector<std::int64_t> ids{7, -1}, times{3, 1 << 20};
+  const std::vector<float> values(2 * codec().dim(), 0.5f), state(2 * codec().state_dim(), 1.f);
+  const EntryColumns rows{ids, times, values, state};
+  std::vector<Bytes> messages;
+  for (const std::size_t size : codec().message_sizes(rows)) messages.emplace_back(size);
+  std::vector<std::span<std::byte>> outs(messages.begin(), messages.end());
+  codec().encode_messages(rows, outs);
+  Bytes dump(codec().encoded_size(rows));
+  codec().encode(rows, dump);
+  for (const auto& [choice, entry] : {std::pair{0xa0, messages[0]}, std::pair{0xa1, dump}}) {
+    Input input{static_cast<std::uint8_t>(choice)};
+    for (const std::byte byte : entry) input.push_back(static_cast<std::uint8_t>(byte));
     made.push_back(std::move(input));
   }
   // Ids of version 1 in an Instance, and every member of a Feature, empty and not.

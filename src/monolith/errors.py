@@ -28,6 +28,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── LayerTypeError      ... of another type than it takes                    (also TypeError)
     │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
     │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
+    ├── RequestError            a message of another process is malformed or too large  (also ValueError)
     ├── ClusterError            processes cannot find, reach or agree with each other
     │   ├── AddressError        a text is no host:port                               (also ValueError)
     │   ├── DiscoveryError      a registry refused, was closed, or lost what it was told (also OSError)
@@ -179,6 +180,10 @@ class GradientError(LayerArgumentError, RuntimeError):
 
 class SparseGradientError(GradientError, NotImplementedError):
     """A dense optimizer was given a sparse gradient; rows of tables have optimizers of their own."""
+
+
+class RequestError(MonolithError, ValueError):
+    """A message from another process is malformed, or asks for more than a limit allows. Nothing was done."""
 
 
 class ClusterError(MonolithError):

@@ -21,6 +21,7 @@ from monolith.cli.launching import Report, members_of
 from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import settings_of
 from monolith.cluster.run_config import load_run_config
+from monolith.cluster.run_token import run_security
 from monolith.cluster.runtime import open_discovery
 
 TESTS = Path(__file__).parents[1]
@@ -206,6 +207,16 @@ def test_only_the_chief_has_the_port_of_metrics_that_was_asked_for() -> None:
     assert ports == {"ps 0": 0, "ps 1": 0, "worker 0": 9100, "worker 1": 0}
 
 
+def test_members_on_this_machine_get_a_token_of_the_run_and_no_command_line_shows_it() -> None:
+    members, again = given(command("--model-dir", "m")), given(command("--model-dir", "m"))
+    tokens = {member.environment["MONOLITH_RUN_TOKEN"] for member in [*members, *again]}
+    assert len(tokens) == 2  # one for each run
+    for member in members:
+        assert not any(token in word for token in tokens for word in member.command)
+        run = settings_of(parse_options("train", member.command[4:]), member.environment).run
+        assert run.security.token is None  # /metrics of this machine are readable as ever
+
+
 def ray_words(*more: str) -> list[str]:
     words = [
         "train",
@@ -227,7 +238,7 @@ def test_members_on_ray_get_a_token_of_the_run_and_the_variables_of_the_launcher
     environ = {"MONOLITH_CHECKPOINT__KEEP": "3", "ZK_AUTH": "u:p", "HOME": "/x", "TF_CONFIG": ""}
     members = given(ray_words(), environ)
     again = given(ray_words(), environ)
-    tokens = {member.environment["MONOLITH_SECURITY__TOKEN"] for member in [*members, *again]}
+    tokens = {member.environment["MONOLITH_RUN_TOKEN"] for member in [*members, *again]}
     assert len(tokens) == 2  # one for each run
     for member in members:
         assert {"MONOLITH_CHECKPOINT__KEEP", "ZK_AUTH"} <= member.environment.keys()
@@ -237,7 +248,7 @@ def test_members_on_ray_get_a_token_of_the_run_and_the_variables_of_the_launcher
         assert not any(token in word for token in tokens for word in member.command)
         run = settings_of(parse_options("train", member.command[2:]), member.environment).run
         assert (run.discovery.kind, run.discovery.ray, run.cluster.listen) == ("ray", "auto", "")
-        assert run.security.token is not None
+        assert run_security(run.security, member.environment).token is not None
     ids = {settings_of(parse_options("train", each.command[2:]), {}).run.job.id for each in members}
     assert len(ids) == 1
     assert ids != {""}

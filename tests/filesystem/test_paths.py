@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from monolith import filesystem
 from monolith.errors import FileMissingError, FilesystemError
 from monolith.filesystem import base_name, is_absolute, is_temporary, join, package_path, parent
 from monolith.filesystem.paths import normal_url, temporary
@@ -93,3 +94,50 @@ def test_package_path_says_where_it_looked():
 def test_package_path_stays_inside_the_package(name):
     with pytest.raises(FilesystemError, match="stays inside"):
         package_path(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [
+        ("run/model.ckpt-1", True),
+        ("run/a/../model.ckpt-1", True),
+        ("run/not/yet/there", True),
+        ("run", False),
+        ("run/..", False),
+        ("run/../other/x", False),
+        ("runner/x", False),
+        ("/etc/passwd", False),
+        ("run/link/x", False),
+        ("hdfs:///run/x", False),
+    ],
+)
+def test_a_path_is_below_a_folder_only_where_it_ends_up_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, below: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("other").mkdir()
+    Path("run/link").symlink_to(tmp_path / "other")
+    assert filesystem.is_below(path, "run") is below
+    if below and not path.startswith("hdfs"):
+        assert filesystem.is_below(tmp_path / path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [
+        ("hdfs://one/run/model.ckpt-1", True),
+        ("hdfs://one/run", False),
+        ("hdfs://one/run/../x", False),
+        ("hdfs://one/runner/x", False),
+        ("hdfs://two/run/x", False),
+        ("s3://one/run/x", False),
+        ("/run/x", False),
+    ],
+)
+def test_a_url_is_below_another_of_the_same_filesystem(path: str, below: bool) -> None:
+    assert filesystem.is_below(path, "hdfs://one/run/") is below
+
+
+def test_one_slash_or_three_make_no_difference_to_being_below() -> None:
+    assert filesystem.is_below("hdfs:/run/x", "hdfs:///run")

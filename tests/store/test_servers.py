@@ -21,6 +21,7 @@ from monolith.errors import (
     ClusterError,
     ConfigError,
     ListenError,
+    RequestError,
     RetryableError,
     TableArgumentError,
     TrainingError,
@@ -167,8 +168,18 @@ def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
         group.exchange("look", {0: (body, b"")}, repeat=False)
     with pytest.raises(TableArgumentError, match="5 bytes came for 2 ids and 0 floats, which take 24"):
         group.exchange("lookup", {0: (body, b"12345")}, repeat=False)
-    with pytest.raises(ClusterError, match="parameter server: KeyError"):
+    with pytest.raises(RequestError, match="columns: it is missing"):
         group.exchange("lookup", {0: ({}, b"")}, repeat=False)
+    for wrong, message in [
+        ({"store": -1}, "store must be a whole number from 0"),
+        ({"parts": 0}, "parts must be a whole number from 1"),
+        ({"parts": 1 << 40}, "parts must be a whole number from 1"),
+        ({"columns": {"ids": -2}}, r"columns\.ids must be a whole number from 0"),
+        ({"columns": {"ids": 2, "floats": 0.5}}, r"columns\.floats must be a whole number"),
+        ({"columns": {"ids": (1 << 26) + 1}}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            group.exchange("lookup", {0: ({**body, **wrong}, b"")}, repeat=False)
     request = RowRequest(pieces=1, ids=2)
     request.sizes[:], request.ids[:] = 2, (1, 2)
     answer = group.exchange("lookup", {0: (body, request.data)}, repeat=False)[0]

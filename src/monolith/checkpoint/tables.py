@@ -152,8 +152,8 @@ class TablesPart:
             aliases = f", nor its old names {', '.join(map(repr, tried))}" if tried else ""
             raise RestoreError(
                 f"cannot restore table {missing[0]!r}: the checkpoint {chain[-1].prefix} does not have it"
-                f"{aliases}; it has {', '.join(sorted(known)) or 'none'}. If the table was renamed, list its old "
-                "name in extra_restore_names; if it is new, restore with strict=False."
+                f"{aliases}; it has {', '.join(sorted(known)) or 'none'}. If the table was renamed, list its "
+                "old name in extra_restore_names; if it is new, restore with strict=False."
             )
         reports = [
             RestoreReport(

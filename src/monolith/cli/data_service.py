@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.security_options import guard_of
+from monolith.cli.security_options import guard_of, limits_of
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,14 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     with ExitStack() as open_things:
         stop = open_things.enter_context(told_to_stop())
         running = open_things.enter_context(
-            Dispatcher(config, folder=options.folder, host=options.host, port=options.port, guard=guard)
+            Dispatcher(
+                config,
+                folder=options.folder,
+                host=options.host,
+                port=options.port,
+                guard=guard,
+                limits=limits_of(options.security, os.environ),
+            )
         )
         address = concat_ip_and_port(reachable_host(options.host, options.advertise), running.port)
         if options.discovery is not None:
@@ -92,6 +99,7 @@ def worker(options: DataWorkerOptions) -> int:
                 port=options.port,
                 advertise=advertise,
                 guard=guard,
+                limits=limits_of(options.security, os.environ),
                 readers=options.readers,
                 buffer_chunks=options.buffer_chunks,
                 chunk_records=options.chunk_records,

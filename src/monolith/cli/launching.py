@@ -22,6 +22,7 @@ from monolith.cli.train_options import TrainOptions
 from monolith.cli.train_report import MARK, write_report
 from monolith.cluster.launch import Member, job_members, launch_on_ray, processes
 from monolith.cluster.run_config.loading import FOREIGN_VARIABLES, NOT_CONFIG
+from monolith.cluster.run_token import RUN_TOKEN
 from monolith.errors import ConfigError
 
 GRACE = timedelta(minutes=5)
@@ -142,6 +143,8 @@ def members_of(
     cluster, job = settings.run.cluster, settings.run.job
     words = _without(options.words, "launch", "ray_address")
     shared = ["--cluster.port", "0"]
+    # By a variable, since everybody on the machine can read command lines.
+    environment = {MARK: mark, RUN_TOKEN: secrets.token_hex(32)}
     if options.launch == "ray":
         shared += ["--discovery.kind", "ray", "--discovery.ray", "auto"]
         members = job_members(
@@ -150,7 +153,7 @@ def members_of(
             num_workers=cluster.num_workers,
             folder=None,
             flags=[*shared, *([] if job.id else ["--job.id", secrets.token_hex(8)])],
-            environment={MARK: mark, **_handed_on(settings, environ)},
+            environment={**environment, **_handed_on(environ)},
         )
         yield _with_ports(members, settings)
         return
@@ -161,7 +164,7 @@ def members_of(
             num_workers=cluster.num_workers,
             folder=folder,
             flags=[*shared, "--cluster.listen", "127.0.0.1"],
-            environment={MARK: mark},
+            environment=environment,
         )
         yield _with_ports(members, settings)
 
@@ -191,15 +194,11 @@ def _with_ports(members: Sequence[Member], settings: RunSettings) -> Sequence[Me
     ]
 
 
-def _handed_on(settings: RunSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that other machines lack, and a token where nothing else keeps strangers out."""
-    taken = {
+def _handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that other machines lack."""
+    return {
         name: text
         for name, text in environ.items()
         if (name.startswith("MONOLITH_") and name not in NOT_CONFIG)
         or (name in FOREIGN_VARIABLES and name != "TF_CONFIG")
     }
-    security = settings.run.security
-    if security.token is None and security.token_file is None and not security.uses_tls:
-        taken["MONOLITH_SECURITY__TOKEN"] = secrets.token_hex(32)
-    return taken

@@ -43,6 +43,7 @@ OBEYED: Mapping[str, tuple[str, ...]] = {
     "cluster": ("role", "index", "num_ps", "num_workers", "kind", "listen", "port"),
     "discovery": ("kind", "zookeeper", "zookeeper_auth", "tf_config", "folder", "ray"),
     "security": ("cert", "key", "ca", "server_name", "token", "token_file"),
+    "limits": ("call_bytes", "message_bytes", "ids", "wait", "calls", "saves", "stranger_bytes"),
     "failover": ("max_retries", "wait"),
     "timeouts": ("operation", "lookup", "start", "finish", "silence", "abandoned"),
     "training": ("intra_op_threads", "inter_op_threads"),

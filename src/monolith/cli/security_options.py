@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from monolith.cluster.run_config import RunConfig
     from monolith.cluster.security import Guard
+    from monolith.wire.limits import Limits
 
 _FIELDS = {
     "tls_cert": "cert",
@@ -49,13 +51,22 @@ def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) ->
     Raises:
         ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be used.
     """
-    from monolith.cluster.run_config import load_run_config
     from monolith.cluster.security import guard_listener
+
+    return guard_listener(bind, _run_config(options, environ).security, insecure=options.insecure)
+
+
+def limits_of(options: SecurityOptions, environ: Mapping[str, str]) -> Limits:
+    """Return what one caller of a listener may ask for, by the run's config and the environment."""
+    return _run_config(options, environ).limits
+
+
+def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConfig:
+    from monolith.cluster.run_config import load_run_config
 
     chosen = {
         f"security.{field}": getattr(options, name)
         for name, field in _FIELDS.items()
         if getattr(options, name) is not None
     }
-    config = load_run_config(file=options.config, environ=environ, code=chosen)
-    return guard_listener(bind, config.security, insecure=options.insecure)
+    return load_run_config(file=options.config, environ=environ, code=chosen)

@@ -14,17 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TextIO
 
 from monolith import filesystem
 from monolith.cli.failover import Failover
+from monolith.cli.run_settings import RunSettings
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_options import TrainOptions
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.run_config import RunConfig
+from monolith.cluster.run_token import run_security, shared_security
 from monolith.cluster.runtime import listen_address, open_discovery
 from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
@@ -80,6 +83,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             return dump_features(training)
         if not run.distributed:
             return train(options, training, metrics, environ, shown=served is not None)
+        training = secured(training, environ)
+        run = training.settings.run
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
             if run.cluster.role == "ps":
@@ -91,6 +96,21 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                 if status:
                     outcome.problem = f"the chief was stopped, with status {status}"
                 return status
+
+
+def secured(training: Training, environ: Mapping[str, str]) -> Training:
+    """Return a training whose processes share a secret, whoever started them.
+
+    Raises:
+        ConfigError: Others can reach where this process listens, and nobody gave the run a secret; or the one
+            in its model_dir is not to be trusted.
+    """
+    run = training.settings.run
+    security = run_security(run.security, environ)
+    if run.cluster.role == "ps":
+        guard_listener(listen_address(run, environ)[0], security)
+    security = shared_security(security, run.job.model_dir)
+    return replace(training, settings=replace(training.settings, run=replace(run, security=security)))
 
 
 def dump_features(training: Training) -> int:
@@ -122,6 +142,7 @@ def serve(training: Training, discovery: Discovery, environ: Mapping[str, str]) 
             host=host,
             port=port,
             guard=guard,
+            limits=run.limits,
             stop=stop,
             say=say,
             start_timeout=run.timeouts.start,
@@ -205,7 +226,7 @@ def train(
 
         def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *(control_hooks(local) if options.control and chief else []),
+                *(control_hooks(local, training.settings) if options.control and chief else []),
                 *([ProfilerHook(profiled_steps(config, first))] if profiled else []),
                 *(line_hook(local, config, show, every) for show, every in lines),
             ]
@@ -353,11 +374,21 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
     )
 
 
-def control_hooks(run: LocalRun) -> list[Hook]:
-    """Return what lets an operator halt, resume, save and stop the run."""
+def control_hooks(run: LocalRun, settings: RunSettings) -> list[Hook]:
+    """Return what lets an operator halt, resume, save and stop the run.
+
+    Who gave the run a token knows it. One that was made for its processes nobody knows: the control server
+    then makes its own, and leaves it where its owner finds it.
+    """
     assert run.save is not None  # there is a model_dir
     controller = ControllerHook(run.save.trigger_save)
-    server = ControlServerHook(run.barrier, run.save.trigger_save)
+    given = any(field.startswith("security.") for field in settings.said)
+    server = ControlServerHook(
+        run.barrier,
+        run.save.trigger_save,
+        security=settings.run.security if given else None,
+        limits=settings.run.limits,
+    )
     return [
         BarrierHook(run.barrier, 0, idle=[run.save.before_step]),
         controller,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from monolith.config import Checked, Problem, Secret
+from monolith.config import Checked, Problem, Secret, looks_secret
 from monolith.errors import ConfigError, ListenError, MissingExtraError
 
 _log = logging.getLogger(__name__)
@@ -362,13 +362,19 @@ def _token(config: SecurityConfig) -> Secret | None:
     try:
         text = config.token_file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as cause:
-        raise ConfigError(f"cannot read security.token_file {config.token_file}: {cause}") from cause
+        why = (cause.strerror or str(cause)) if isinstance(cause, OSError) else "it is not text"
+        raise ConfigError(f"cannot read security.token_file {_named(config.token_file)}: {why}") from cause
     if not _is_sendable(text):
         raise ConfigError(
             f"cannot use security.token_file {config.token_file}: a token must be visible ASCII characters "
             "without blanks, at least one"
         )
     return Secret(text)
+
+
+def _named(path: Path) -> str:
+    """Return a path to show; not one that may be the token itself, given in place of its file."""
+    return "(not shown: is it the token itself?)" if looks_secret(str(path)) else str(path)
 
 
 def _is_sendable(text: str) -> bool:

@@ -13,7 +13,7 @@ from monolith.config.params import (
     with_params,
 )
 from monolith.config.problems import Checked, ConfigProblemsError, Problem
-from monolith.config.secret import MASK, Secret
+from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret, masked, masked_words
 from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
 from monolith.config.units import format_duration, parse_bytes, parse_duration
 
@@ -36,7 +36,11 @@ __all__ = [
     "describe_fields",
     "differences",
     "format_duration",
+    "is_secret_name",
     "load_config",
+    "looks_secret",
+    "masked",
+    "masked_words",
     "params",
     "parse_bytes",
     "parse_duration",

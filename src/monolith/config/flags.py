@@ -27,6 +27,7 @@ from monolith.config.hints import (
     members,
 )
 from monolith.config.reading import TAG, nearest
+from monolith.config.secret import looks_secret
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
 
 _NOT_GIVEN = ("\0",)  # no shell can pass it
@@ -184,7 +185,8 @@ def _unknown_flags(known: Sequence[str], words: Sequence[str]) -> list[str]:
             near = nearest(flag.replace("_", "-"), map(flag_name, known))
             problems.append(f"unknown flag {flag}" + (f"; the nearest known one is {near}" if near else ""))
         elif not after_flag:
-            problems.append(f"unexpected argument {word!r}; values follow a flag, as in --name value")
+            shown = "that is not shown" if looks_secret(word) else repr(word)
+            problems.append(f"unexpected argument {shown}; values follow a flag, as in --name value")
         after_flag = True  # what follows an unknown flag is its values
     return problems
 

@@ -28,7 +28,7 @@ from monolith.config.hints import (
     members,
 )
 from monolith.config.problems import ConfigProblemsError, Problem
-from monolith.config.secret import MASK, Secret
+from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret
 from monolith.config.toml import NONE
 from monolith.config.tree import Branch, Leaf, Node, find, grow
 from monolith.config.units import parse_bytes, parse_duration
@@ -64,6 +64,8 @@ class Reader:
         self.problems: list[Problem] = []
         """Each with full paths, and its text a whole sentence."""
         self.cause: Exception | None = None
+        self._private: set[str] = set()
+        """Tables with a secret in them, which may have been given for its neighbour."""
         self._how_to_set = how_to_set or (lambda path: f"set {path}")
         self._elsewhere = elsewhere or {}
 
@@ -118,6 +120,8 @@ class Reader:
         if not isinstance(table, Branch):
             return _INVALID if table is None else self._mismatch(cls, table, path)
         hints = field_hints(cls)
+        if any(Secret in members(hint) for hint in hints.values()):
+            self._private.add(path)
         for key, child in table.children.items():
             if key not in hints:
                 here, advice = _below(path, key), self._advice(key, hints, path)
@@ -283,13 +287,31 @@ class Reader:
             return None
 
     def _mismatch(self, hint: Any, node: Node, path: str) -> _Invalid:
-        hidden = Secret in members(hint) and isinstance(node, Leaf)
-        shown = "something else, which is not shown" if hidden else _shown(node)
+        hidden = _may_be_secret(hint, path) or (_has_text(node) and path.rpartition(".")[0] in self._private)
+        shown = HIDDEN if isinstance(node, Leaf) and hidden else _shown(node)
         return self._note(path, node, f"expected {describe(hint)}, got {shown}")
 
     def _note(self, path: str, node: Node, problem: str) -> _Invalid:
         self.problems.append(Problem((path,), f"{path} (from {node.source}): {problem}"))
         return _INVALID
+
+
+HIDDEN = "something else, which is not shown"
+"""In place of a value that may be a secret."""
+
+
+def _may_be_secret(hint: Any, path: str) -> bool:
+    """Whether a value may be a secret that was put in a wrong place: beside one, or by its name."""
+    if is_secret_name(path):
+        return True
+    kinds = [kind for kind in members(hint) if is_dataclass_type(kind)]
+    if any(Secret in members(field) for kind in kinds for field in field_hints(kind).values()):
+        return True
+    return Secret in members(hint)
+
+
+def _has_text(node: Node) -> bool:
+    return isinstance(node, Leaf) and not isinstance(node.value, (int, float))
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -393,6 +415,8 @@ def _shown(node: Node) -> str:
     value = node.value
     if node.is_text and isinstance(value, tuple):
         value = " ".join(value)
+    if isinstance(value, str) and looks_secret(value):
+        return HIDDEN
     return repr(value) if node.is_text else f"{type(value).__name__} {reprlib.repr(value)}"
 
 

@@ -19,7 +19,17 @@ from monolith.filesystem.files import (
     remove_tree,
     rename,
 )
-from monolith.filesystem.paths import base_name, is_absolute, is_temporary, join, package_path, parent
+from monolith.filesystem.paths import (
+    base_name,
+    is_absolute,
+    is_below,
+    is_remote,
+    is_temporary,
+    join,
+    package_path,
+    parent,
+    temporary,
+)
 
 __all__ = [
     "atomic_write",
@@ -29,7 +39,9 @@ __all__ = [
     "exists",
     "glob",
     "is_absolute",
+    "is_below",
     "is_folder",
+    "is_remote",
     "is_temporary",
     "join",
     "list_files",
@@ -42,4 +54,5 @@ __all__ = [
     "remove",
     "remove_tree",
     "rename",
+    "temporary",
 ]

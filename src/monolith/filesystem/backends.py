@@ -46,8 +46,8 @@ class Backend(Protocol):
 
     def open_read(self, path: str) -> BinaryIO: ...
 
-    def create(self, path: str) -> BinaryIO:
-        """Open a new file for writing."""
+    def create(self, path: str, *, private: bool = False) -> BinaryIO:
+        """Open a new file for writing; a private one for its owner alone, where the store can."""
 
     def sync(self, file: BinaryIO, path: str) -> None:
         """Do not return before what was written survives a crash, where the store can promise it."""
@@ -168,8 +168,9 @@ class LocalBackend:
     def open_read(self, path: str) -> BinaryIO:
         return open(path, "rb")  # noqa: PTH123  the caller closes it
 
-    def create(self, path: str) -> BinaryIO:
-        return open(path, "xb")  # noqa: PTH123  the caller closes it
+    def create(self, path: str, *, private: bool = False) -> BinaryIO:
+        mode = 0o600 if private else 0o666
+        return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
     def sync(self, file: BinaryIO, path: str) -> None:
         if file.closed:
@@ -237,7 +238,7 @@ class FsspecBackend:
     def open_read(self, path: str) -> BinaryIO:
         return cast(BinaryIO, self._fs.open(path, "rb"))
 
-    def create(self, path: str) -> BinaryIO:
+    def create(self, path: str, *, private: bool = False) -> BinaryIO:  # noqa: ARG002
         return cast(BinaryIO, self._fs.open(path, "wb"))
 
     def sync(self, file: BinaryIO, path: str) -> None:

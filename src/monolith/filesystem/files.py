@@ -94,13 +94,16 @@ def open_read(path: AnyPath) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def atomic_write(path: AnyPath) -> Iterator[BinaryIO]:
+def atomic_write(path: AnyPath, *, private: bool = False) -> Iterator[BinaryIO]:
     """Write a file that appears under its name only when the block ends without an exception.
 
     Until then the bytes are in `<path>-tmp-<random>`, which an exception removes and
     a kill leaves behind. A file that had the name stays as it was until it is
     replaced in one step. On a local disk the file and its name survive a crash
     once the block has ended. The folder must exist.
+
+    Args:
+        private: For what may hold a secret: on a local disk nobody but the owner can read or write it.
 
     Raises:
         FilesystemError: The disk is full, the folder is missing or may not be written.
@@ -109,7 +112,7 @@ def atomic_write(path: AnyPath) -> Iterator[BinaryIO]:
     with errors_as("write", path):
         backend, target = locate(path)
         unfinished = temporary(target)
-        file = backend.create(unfinished)
+        file = backend.create(unfinished, private=True) if private else backend.create(unfinished)
     try:
         yield file
         with errors_as("write", path):

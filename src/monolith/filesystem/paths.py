@@ -25,6 +25,11 @@ def is_url(path: AnyPath) -> bool:
     return bool(_URL.match(text) or _ONE_SLASH.match(text))
 
 
+def is_remote(path: AnyPath) -> bool:
+    """Whether `path` is on another filesystem than those of this machine."""
+    return is_url(path) and not os.fspath(path).startswith("file:")
+
+
 def is_absolute(path: AnyPath) -> bool:
     """Whether `path` means the same from every folder: a URL, or absolute by the system's rule."""
     return is_url(path) or os.path.isabs(path)  # noqa: PTH117  pathlib would fold `//`
@@ -59,6 +64,19 @@ def temporary(path: AnyPath) -> str:
 def is_temporary(path: AnyPath) -> bool:
     """Whether `path` is what a write or copy left unfinished; if nobody is writing, it may go."""
     return bool(_TEMPORARY.search(base_name(path)))
+
+
+def is_below(path: AnyPath, folder: AnyPath) -> bool:
+    """Whether what is written at `path` ends up inside `folder`, links and `..` followed.
+
+    A URL that goes up by `..` is below nothing: filesystems differ on what that means.
+    """
+    inner, outer = os.fspath(path), os.fspath(folder)
+    if is_url(inner) or is_url(outer):
+        parts, above = (normal_url(text).rstrip("/").split("/") for text in (inner, outer))
+        return ".." not in parts and len(parts) > len(above) and parts[: len(above)] == above
+    real, base = os.path.realpath(inner), os.path.realpath(outer)  # noqa: PTH  Path.resolve is the same
+    return real != base and os.path.commonpath([real, base]) == base
 
 
 def normal_url(path: str) -> str:

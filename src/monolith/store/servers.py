@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     FeatureError,
+    RequestError,
     TableArgumentError,
     UnavailableError,
     UnknownTableError,
@@ -29,7 +30,9 @@ from monolith.errors import (
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
-from monolith.wire.flight import Bytes, Call, Exchange, Guard, Poll, Server, Service
+from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
+from monolith.wire.flight import Bytes, Exchange, Guard, Server, Service, typed_exchange
+from monolith.wire.limits import Limits
 
 SERVICE = Service(
     name="parameter server",
@@ -57,6 +60,64 @@ SERVICE = Service(
     unreachable=UnavailableError,
     late=DeadlineExceededError,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meant:
+    """Which incarnation of a server's state the caller works on; None takes it as it is."""
+
+    incarnation: Name | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfStore(Meant):
+    store: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountExpired(OfStore):
+    now: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evict(OfStore):
+    now: dict[str, Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetStep(Meant):
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a `RowRequest` holds."""
+
+    ids: Count
+    floats: Count = 0
+    times: bool = False
+    counts: bool = False
+    latest: bool = False
+
+
+_Parts = Annotated[int, Bounds(1, 1 << 20)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup(OfStore):
+    parts: _Parts
+    columns: Columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyGradients(Lookup):
+    step: Whole = 0
+    event_time: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushDense(Meant):
+    names: list[Name]
 
 
 class RowRequest:
@@ -126,6 +187,7 @@ class ParameterServer:
         calls: More calls, from JSON to JSON, each on a thread of its own: one may wait for as long as
             30 seconds and keeps nobody else waiting.
         polls: More calls, which look meanwhile whether their caller is gone.
+        limits: What one caller may ask for.
 
     Raises:
         ListenError: The port is taken.
@@ -144,6 +206,7 @@ class ParameterServer:
         guard: Guard | None = None,
         calls: Mapping[str, Call] | None = None,
         polls: Mapping[str, Poll] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         if not 0 <= shard[0] < shard[1]:
             raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got shard={shard}")
@@ -151,22 +214,23 @@ class ParameterServer:
         self.process = secrets.token_hex(8)
         """Names this start of the server."""
         self._held = self._holding(secrets.token_hex(8), stores, dense)
+        self._limits = limits or Limits()
         own: dict[str, Call] = {
-            "hello": self._hello,
-            "describe": self._describe,
-            "stats": self._stats,
-            "count_expired": lambda body: self._store(body).count_expired(body["now"]),
-            "evict": self._evict,
-            "step": lambda body: self._about(self._meant(body)),
-            "set_step": self._set_step,
+            "hello": typed(Meant, lambda body: {"incarnation": self._meant(body).incarnation}),
+            "describe": typed(Nothing, self._describe),
+            "stats": typed(OfStore, self._stats),
+            "count_expired": typed(CountExpired, lambda body: self._store(body).count_expired(body.now)),
+            "evict": typed(Evict, self._evict),
+            "step": typed(Meant, lambda body: self._about(self._meant(body))),
+            "set_step": typed(SetStep, self._set_step),
         }
         exchanges: dict[str, Exchange] = {
-            "lookup": self._lookup,
-            "apply_gradients": self._apply_gradients,
-            "push_dense": self._push_dense,
-            "pull_dense": self._pull_dense,
-            "dump_dense": self._dump_dense,
-            "load_dense": self._load_dense,
+            "lookup": typed_exchange(Lookup, self._lookup),
+            "apply_gradients": typed_exchange(ApplyGradients, self._apply_gradients),
+            "push_dense": typed_exchange(PushDense, self._push_dense),
+            "pull_dense": typed_exchange(Meant, self._pull_dense),
+            "dump_dense": typed_exchange(Meant, self._dump_dense),
+            "load_dense": typed_exchange(Meant, self._load_dense),
         }
         if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
@@ -178,6 +242,7 @@ class ParameterServer:
             host=host,
             port=port,
             guard=guard,
+            limits=self._limits,
         )
 
     @property
@@ -227,10 +292,7 @@ class ParameterServer:
 
     # Small calls
 
-    def _hello(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"incarnation": self._meant(body).incarnation}
-
-    def _describe(self, _: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self, _: Nothing) -> dict[str, Any]:
         held = self._held
         return {
             "process": self.process,
@@ -247,62 +309,78 @@ class ParameterServer:
             "step": held.dense.step,
         }
 
-    def _stats(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _stats(self, body: OfStore) -> dict[str, Any]:
         return {name: asdict(stats) for name, stats in self._store(body).stats().items()}
 
-    def _evict(self, body: dict[str, Any]) -> dict[str, Any]:
-        store, now = self._store(body), body["now"]
-        return {name: store.table(name).evict(now[name]) for name in store.tables if name in now}
+    def _evict(self, body: Evict) -> dict[str, Any]:
+        store, now = self._store(body), body.now
+        if unknown := sorted(now.keys() - store.tables.keys()):
+            raise UnknownTableError(
+                f"evict: there is no table {unknown[0]!r}; there are {sorted(store.tables)}"
+            )
+        return {name: store.table(name).evict(time) for name, time in now.items()}
 
-    def _set_step(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _set_step(self, body: SetStep) -> dict[str, Any]:
         held = self._meant(body)
-        held.dense.step = body["step"]
+        held.dense.step = body.step
         return self._about(held)
 
     # Bulk
 
-    def _lookup(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _lookup(self, body: Lookup, data: Bytes) -> tuple[dict[str, Any], Any]:
         store = self._store(body)
         ids, _ = self._request(store, body, data)
         return {}, store.lookup(ids).numpy()
 
-    def _apply_gradients(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _apply_gradients(self, body: ApplyGradients, data: Bytes) -> tuple[dict[str, Any], Any]:
         store = self._store(body)
         ids, request = self._request(store, body, data)
         store.apply_gradients(
             ids,
             torch.from_numpy(request.gradients),
-            step=body["step"],
-            event_time=body["event_time"] if request.times is None else torch.from_numpy(request.times),
+            step=body.step,
+            event_time=body.event_time if request.times is None else torch.from_numpy(request.times),
             latest_values=None if request.latest is None else torch.from_numpy(request.latest),
         )
         return {}, b""
 
-    def _request(self, store: LocalStore, body: dict[str, Any], data: Bytes) -> tuple[TableIds, RowRequest]:
-        parts = body["parts"]
-        request = RowRequest(data, pieces=parts * len(store.tables), **body["columns"])
+    def _request(
+        self, store: LocalStore, body: Lookup | ApplyGradients, data: Bytes
+    ) -> tuple[TableIds, RowRequest]:
+        parts, columns = body.parts, body.columns
+        if columns.ids > self._limits.ids:
+            raise RequestError(f"it has {columns.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
+        request = RowRequest(
+            data,
+            pieces=parts * len(store.tables),
+            ids=columns.ids,
+            floats=columns.floats,
+            times=columns.times,
+            counts=columns.counts,
+            latest=columns.latest,
+        )
         counts = None if request.counts is None else torch.from_numpy(request.counts)
         ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, parts)
         return ids, request
 
-    def _push_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _push_dense(self, body: PushDense, data: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
         weights = held.dense.weights
-        if unknown := [name for name in body["names"] if name not in weights]:
+        if unknown := [name for name in body.names if name not in weights]:
             raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {unknown[0]!r}")
-        gradients = unpack_tensors(data, [weights[name] for name in body["names"]])
-        after = held.dense.push(dict(zip(body["names"], gradients, strict=True)))
+        gradients = unpack_tensors(data, [weights[name] for name in body.names])
+        after = held.dense.push(dict(zip(body.names, gradients, strict=True)))
         return self._about(held), self._packed(after)
 
-    def _pull_dense(self, body: dict[str, Any], _: Bytes) -> tuple[dict[str, Any], Any]:
+    def _pull_dense(self, body: Meant, _: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
         return self._about(held), self._packed(held.dense.pull())
 
-    def _dump_dense(self, body: dict[str, Any], _: Bytes) -> tuple[dict[str, Any], Any]:
+    def _dump_dense(self, body: Meant, _: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
         return self._about(held), held.dense.dump()
 
-    def _load_dense(self, body: dict[str, Any], data: Bytes) -> tuple[dict[str, Any], Any]:
+    def _load_dense(self, body: Meant, data: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
         held.dense.load(data.tobytes())
         return self._about(held), b""
@@ -312,10 +390,10 @@ class ParameterServer:
     def _holding(self, incarnation: str, stores: Sequence[LocalStore], dense: DenseShare | None) -> _Held:
         return _Held(incarnation, list(stores), DenseShare({}, None, self._shard) if dense is None else dense)
 
-    def _meant(self, body: Mapping[str, Any]) -> _Held:
+    def _meant(self, body: Meant) -> _Held:
         """Return what is held, if that is what the caller means."""
         held = self._held
-        if body.get("incarnation") not in (None, held.incarnation):
+        if body.incarnation not in (None, held.incarnation):
             raise UnavailableError(
                 "the server restarted or began another run, and no longer holds what this caller works on. "
                 "Workers that join the run again go on from its last checkpoint."
@@ -328,8 +406,8 @@ class ParameterServer:
     def _about(self, held: _Held) -> dict[str, Any]:
         return {"step": held.dense.step}
 
-    def _store(self, body: dict[str, Any]) -> LocalStore:
-        number, stores = int(body["store"]), self._meant(body).stores
-        if not 0 <= number < len(stores):
+    def _store(self, body: OfStore) -> LocalStore:
+        number, stores = body.store, self._meant(body).stores
+        if number >= len(stores):
             raise UnknownTableError(f"there is no store {number}; this model has {len(stores)}")
         return stores[number]

@@ -10,7 +10,7 @@ from typing import Any
 
 from monolith.errors import ClusterError
 from monolith.train.meeting import LONGEST_WAIT
-from monolith.wire.flight import Call
+from monolith.wire.bodies import Call
 
 KEPT = 16
 """Answers that are kept for who asks again."""

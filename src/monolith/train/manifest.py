@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from monolith import __version__, filesystem
-from monolith.config import to_dict
+from monolith.config import masked, masked_words, to_dict
 from monolith.errors import CorruptFileError
 from monolith.train.config import TrainConfig
 from monolith.train.task import Task
@@ -19,7 +19,7 @@ RUN_MANIFEST = "run.json"
 
 
 def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: int, now: float) -> None:
-    """Add this start to the manifest: the newest first."""
+    """Add this start to the manifest: the newest first. Secrets are masked; only its owner reads it."""
     path = filesystem.join(model_dir, RUN_MANIFEST)
     starts = read_run_manifest(model_dir)
     starts.insert(
@@ -27,7 +27,7 @@ def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: in
         {
             "task": task.name,
             "class": f"{type(task).__module__}.{type(task).__qualname__}",
-            "about": dict(task.describe()),
+            "about": masked(dict(task.describe())),
             "config": to_dict(config),
             "started_at": now,
             "from_step": step,
@@ -40,7 +40,9 @@ def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: in
             "command": sys.argv,
         },
     )
-    with filesystem.atomic_write(path) as file:
+    for start in starts:  # those of older versions, too
+        start["command"] = masked_words(start.get("command", []))
+    with filesystem.atomic_write(path, private=True) as file:
         file.write(json.dumps({"starts": starts[:100]}, indent=2, default=str).encode())
 
 

@@ -35,7 +35,7 @@ from datetime import timedelta
 from typing import Any
 
 from monolith.errors import ConfigError, UnavailableError
-from monolith.wire.flight import Call, Gone, Poll
+from monolith.wire.bodies import Call, Gone, Poll
 
 LONGEST_WAIT = 20.0
 """Seconds that one call may be kept waiting, whatever it asks for."""

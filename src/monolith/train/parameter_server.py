@@ -20,19 +20,28 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from monolith import filesystem
 from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
 from monolith.checkpoint.part import PartCut
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
-from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, UnavailableError
+from monolith.errors import (
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    SaveError,
+    UnavailableError,
+)
 from monolith.store import DenseShare, LocalStore, ParameterServer
 from monolith.train.config import TrainConfig
 from monolith.train.fleet_parts import describe_report
 from monolith.train.jobs import Jobs
 from monolith.train.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
+from monolith.train.served_bodies import CALLS, WORK
 from monolith.train.session import Model
 from monolith.train.task import Mode, Task
-from monolith.wire.flight import Call, Gone, Poll
+from monolith.wire.bodies import Call, Gone, Poll, checked
+from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +76,7 @@ def serve_parameters(
     host: str = "127.0.0.1",
     port: int = 0,
     guard: Guard | None = None,
+    limits: Limits | None = None,
     stop: threading.Event | None = None,
     say: Say = _log.info,
     linger: timedelta = LINGER,
@@ -80,6 +90,7 @@ def serve_parameters(
         index: Which of `num_ps` servers this is.
         host: Where to listen; it is also how the others reach it.
         guard: What callers must present.
+        limits: What one of them may ask for.
         stop: Set from outside to end; while a run goes on, the chief has `linger` to save first.
         say: Told where it listens.
         start_timeout: How long to wait for the chief to begin.
@@ -97,7 +108,7 @@ def serve_parameters(
         task, config, index=index, num_ps=num_ps, num_workers=num_workers, lost_after=lost_after
     )
     stop = threading.Event() if stop is None else stop
-    with share.serve(host, port, guard) as server:
+    with share.serve(host, port, guard, limits) as server:
         discovery.register("ps", index, server.address)
         try:
             say(f"parameter server {index} of {num_ps} listens on {server.address}")
@@ -149,7 +160,7 @@ class ServedShare:
         self._shard = (index, num_ps)
         self._clock = clock
         self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock) if index == 0 else None
-        self._jobs = Jobs({"tables.write": self._write, "tables.restore": self._restore})
+        self._jobs = Jobs(checked(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._held = self._make()
@@ -158,9 +169,14 @@ class ServedShare:
         self._chief = _Attendance(clock)
         self._server: ParameterServer | None = None
 
-    def serve(self, host: str, port: int, guard: Guard | None) -> ParameterServer:
+    def serve(
+        self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
+    ) -> ParameterServer:
         """Listen; the server returned is closed by whoever called."""
-        calls = {**self.calls, **self._jobs.calls, **({} if self._meeting is None else self._meeting.calls)}
+        meeting = self._meeting
+        calls = {**self.calls, **self._jobs.calls, **({} if meeting is None else meeting.calls)}
+        polls = {**self.polls, **({} if meeting is None else meeting.polls)}
+        longest = (limits or Limits()).wait.total_seconds()
         self._server = ParameterServer(
             self._held.stores,
             self._dense(self._held),
@@ -168,8 +184,9 @@ class ServedShare:
             host=host,
             port=port,
             guard=guard,
-            calls=calls,
-            polls={**self.polls, **({} if self._meeting is None else self._meeting.polls)},
+            calls=checked(CALLS, calls, longest=longest),
+            polls=checked(CALLS, polls, longest=longest),
+            limits=limits,
         )
         return self._server
 
@@ -283,6 +300,12 @@ class ServedShare:
             cut = held.cuts.get(body["cut"])
             if cut is None:
                 raise ClusterError("there is nothing to write: the server restarted since the moment was cut")
+            model_dir = self._config.model_dir
+            if not model_dir or not filesystem.is_below(body["prefix"], model_dir):
+                raise SaveError(
+                    f"this server writes only below the model_dir of its run, {model_dir!r}. Start all "
+                    "processes with the same model_dir."
+                )
             return {"entry": cut.write(body["prefix"], full=body["full"])}
 
     def _restore(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import errno
 import json
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
@@ -22,30 +23,36 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monolith.errors import ConfigError, ListenError, MissingExtraError, MonolithError, RetryableError
+from monolith.errors import (
+    ConfigError,
+    ListenError,
+    MissingExtraError,
+    MonolithError,
+    RequestError,
+    RetryableError,
+)
+from monolith.wire.bodies import Call, Gone, Poll, read_body
+from monolith.wire.doorkeeper import Doorkeeper
+from monolith.wire.limits import Limits
 
 Address = str | Callable[[], str]
 """host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
 later, raises a RetryableError."""
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
-Call = Callable[[dict[str, Any]], dict[str, Any]]
-"""From JSON to JSON."""
-Gone = Callable[[], bool]
-"""Whether the caller of a call is gone: it was killed, or lost the connection."""
-Poll = Callable[[dict[str, Any], Gone], dict[str, Any]]
-"""A call that waits, and looks meanwhile whether anybody still waits for its answer."""
 Fetch = Callable[[dict[str, Any]], Any]
 """From JSON to an Arrow record batch."""
 Bytes = NDArray[np.uint8]
 """Bytes that one side sent and the other may keep: nobody else writes to them. Aligned to 8."""
 Exchange = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], Any]]
 """From JSON and bytes to JSON and anything with the buffer protocol."""
+
+B = TypeVar("B")
 
 POLL = 1.0
 """Seconds that a server keeps a caller waiting for news before it says that there is none."""
@@ -58,6 +65,11 @@ _HEAD = re.compile(
     r"^Flight returned \w+ error, with message: (failed to connect to all addresses; last error: )?"
 )
 _TAILS = (". Detail:", ". gRPC client debug context:", ". Client context:")
+_KNOCK = "knock"
+"""A call that shows the token and asks for nothing: before a large one, which a doorkeeper would cut off."""
+_LARGE = 64 << 10
+_ANSWER = b"monolith.answer"
+"""In the schema of an answer without records: what is said in their place."""
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +129,11 @@ class NoGuard:
         return {}
 
 
+def typed_exchange(kind: type[B], answer: Callable[[B, Bytes], tuple[dict[str, Any], Any]]) -> Exchange:
+    """Return an exchange that hands its body on as a `kind`; see `monolith.wire.bodies.typed`."""
+    return lambda body, data: answer(read_body(kind, body), data)
+
+
 class StoppedError(Exception):
     """The caller was told to stop while it waited. Never leaves the service."""
 
@@ -152,6 +169,10 @@ class Server:
         host: Only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present; None lets in everybody who can reach the port.
+        limits: What one of them may ask for.
+
+    Whatever a function raises, the server goes on. A MonolithError is for the caller; of anything else
+    the caller learns only under which number it stands in the log of this process.
 
     Raises:
         ListenError: The port is taken, or the address is not of this machine.
@@ -168,6 +189,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         guard: Guard | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.host = host
         _check_port(service, host, port)
@@ -179,12 +201,15 @@ class Server:
             fetch=fetch,
             exchanges=dict(exchanges or {}),
             closing=self._closing,
+            limits=limits or Limits(),
         )
         try:
             self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
         except import_arrow(f"the {service.name}").ArrowException as cause:
             raise _listen_error(service, host, port, None) from cause
         self.port = int(self._server.port)
+        if guard is not None and guard.flight_server_options().get("middleware"):
+            self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits.stranger_bytes)
 
     @property
     def address(self) -> str:
@@ -199,6 +224,8 @@ class Server:
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._endpoint.doorkeeper is not None:
+            self._endpoint.doorkeeper.close()
         if not self._endpoint.exchanges:
             self._server.shutdown()
             return
@@ -208,7 +235,7 @@ class Server:
 
 
 class _Endpoint:
-    """What a server answers, apart from Flight."""
+    """What a server answers, apart from Flight. Raises nothing: whatever happens is an answer."""
 
     def __init__(
         self,
@@ -219,39 +246,118 @@ class _Endpoint:
         fetch: Fetch | None,
         exchanges: Mapping[str, Exchange],
         closing: threading.Event,
+        limits: Limits,
     ) -> None:
         self.service = service
         self.calls = calls
         self.polls = polls
-        self.fetch = fetch
         self.exchanges = exchanges
         self.closing = closing
+        self.limits = limits
+        self.doorkeeper: Doorkeeper | None = None
+        self._fetch = fetch
+        self._room = threading.BoundedSemaphore(limits.calls)
 
-    def answer(self, name: str, body: bytes, gone: Gone) -> dict[str, Any]:
-        try:
-            if name in self.polls:
-                return {"answer": self.polls[name](json.loads(body), gone)}
-            return {"answer": self._known(self.calls, name)(json.loads(body))}
-        except MonolithError as error:
-            return {"error": type(error).__name__, "message": str(error)}
+    def meet(self, peer: str) -> None:
+        """Note who makes a call that was let in."""
+        if self.doorkeeper is not None:
+            self.doorkeeper.admit(peer)
 
-    def exchange(self, header: bytes, data: Bytes) -> tuple[dict[str, Any], Any]:
+    def answer(self, name: str, body: Any, gone: Gone) -> bytes:
+        """Answer a small call; `body` is an Arrow buffer."""
+
+        def work() -> dict[str, Any]:
+            with self._at_work():
+                if name in self.polls:
+                    return {"answer": self.polls[name](self._body(body), gone)}
+                return {"answer": self._known(self.calls, name)(self._body(body))}
+
+        return self._answered(name, work)
+
+    def fetch(self, ticket: bytes) -> tuple[bytes, Any]:
+        """Return a record batch for a ticket; None, and what to say, where there is none."""
+        found: Any = None
+
+        def work() -> dict[str, Any]:
+            nonlocal found
+            if self._fetch is None:
+                raise RequestError("there are no records to be had here")
+            with self._at_work():
+                found = self._fetch(self._body(ticket))
+            return {}
+
+        return self._answered("fetch", work), found
+
+    def exchange(self, header: bytes, data: Bytes) -> tuple[bytes, Any]:
+        """Answer a request of a stream."""
+        sent: Any = b""
+
+        def work() -> dict[str, Any]:
+            nonlocal sent
+            request = self._body(header)
+            name, body = request.get("name"), request.get("body")
+            if not isinstance(name, str) or not isinstance(body, dict):
+                raise RequestError("a request has a name, a text, and a body, a table")
+            if len(data) > self.limits.message_bytes:
+                raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
+            answer, sent = self._known(self.exchanges, name)(body, data)
+            return {"answer": answer}
+
+        return self._answered("a request of a stream", work), sent
+
+    def _answered(self, name: str, work: Callable[[], dict[str, Any]]) -> bytes:
         try:
-            request = json.loads(header)
-            body, sent = self._known(self.exchanges, request["name"])(request["body"], data)
-            return {"answer": body}, sent
+            return json.dumps(work()).encode()
+        except RequestError as error:
+            return self.refused(name, error)
         except MonolithError as error:
-            return {"error": type(error).__name__, "message": str(error)}, b""
-        except Exception as error:  # whatever it is, the caller must hear of it
-            _log.exception("%s: a request failed", self.service.name)
-            return {"error": "", "message": f"{self.service.name}: {type(error).__name__}: {error}"}, b""
+            return _error(type(error).__name__, str(error))
+        except Exception:  # whatever it is, the server goes on
+            number = secrets.token_hex(4)
+            _log.exception("%s: %.60s failed (error %s)", self.service.name, name, number)
+            return _error("", f"{self.service.name}: {name:.60} failed; its log says more of error {number}")
+
+    def refused(self, name: str, error: RequestError) -> bytes:
+        return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")
+
+    def _body(self, body: Any) -> dict[str, Any]:
+        """Return the JSON of a message that is not too large."""
+        size = memoryview(body).nbytes
+        if size > self.limits.call_bytes:
+            raise _too_large(size, "call_bytes", self.limits.call_bytes)
+        try:
+            found = json.loads(bytes(body))
+        except (ValueError, RecursionError) as cause:
+            raise RequestError("its body is not JSON") from cause
+        if not isinstance(found, dict):
+            raise RequestError("its body must be a table")
+        return found
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if not self._room.acquire(blocking=False):
+            raise RequestError(
+                f"{self.limits.calls} calls are under way, and limits.calls allows no more; try again later"
+            )
+        try:
+            yield
+        finally:
+            self._room.release()
 
     def _known(self, table: Mapping[str, Any], name: str) -> Any:
         if name not in table:
             raise self.service.failure(
-                f"{self.service.name}: there is no call {name!r}; there are {', '.join(table)}"
+                f"{self.service.name}: there is no call {name[:60]!r}; there are {', '.join(table)}"
             )
         return table[name]
+
+
+def _error(kind: str, message: str) -> bytes:
+    return json.dumps({"error": kind, "message": message}).encode()
+
+
+def _too_large(size: int, limit: str, most: int) -> RequestError:
+    return RequestError(f"it has {size:,} bytes, and limits.{limit} allows {most:,}")
 
 
 def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
@@ -261,31 +367,48 @@ def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
 
     class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
         def do_action(self, context: Any, action: Any) -> Any:
-            answer = endpoint.answer(action.type, action.body.to_pybytes(), context.is_cancelled)
-            return iter([flight.Result(json.dumps(answer).encode())])
+            endpoint.meet(context.peer())
+            if action.type == _KNOCK:
+                return iter([])
+            return iter([flight.Result(endpoint.answer(action.type, action.body, context.is_cancelled))])
 
-        def do_get(self, context: Any, ticket: Any) -> Any:  # noqa: ARG002
-            if endpoint.fetch is None:
-                raise flight.FlightServerError("there are no records to be had here")
-            try:
-                batch = endpoint.fetch(json.loads(ticket.ticket))
-            except Exception as error:  # whatever it is, the caller must hear of it
-                _log.warning("could not send records: %s", error)
-                raise flight.FlightServerError(f"{type(error).__name__}: {error}") from error
+        def do_get(self, context: Any, ticket: Any) -> Any:
+            endpoint.meet(context.peer())
+            answer, batch = endpoint.fetch(ticket.ticket)
+            if batch is None:
+                nothing = arrow.schema([], metadata={_ANSWER: answer})
+                return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(nothing, []))
             return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(batch.schema, [batch]))
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
+            endpoint.meet(context.peer())
             writer.begin(wire.schema)
             while True:
                 try:
-                    header, data = wire.take(reader.read_chunk())
+                    chunk = reader.read_chunk()
                 except (StopIteration, *troubles):  # it hung up, or died
                     return
                 if endpoint.closing.is_set():
                     raise flight.FlightUnavailableError("it is closing")
-                answer, sent = endpoint.exchange(header, data)
-                del data
-                writer.write_with_metadata(wire.batch(sent), json.dumps(answer).encode())
+                try:
+                    header, data = wire.take(chunk)
+                except RequestError as error:
+                    answer, sent = endpoint.refused("a request of a stream", error), b""
+                else:
+                    answer, sent = endpoint.exchange(header, data)
+                    del data
+                del chunk
+                writer.write_with_metadata(wire.batch(sent), answer)
+
+        # What Flight has beside these. Its own answers, and an error of get_schema, would show a traceback.
+
+        def _unknown(self, *_: Any) -> Any:
+            raise flight.FlightServerError("there is no such call")
+
+        do_put = get_flight_info = list_actions = list_flights = _unknown
+
+        def get_schema(self, *_: Any) -> Any:
+            return flight.SchemaResult(arrow.schema([]))
 
     return Listener(guard.flight_location(address), **guard.flight_server_options())
 
@@ -305,7 +428,13 @@ class _Wire:
         return self._arrow.RecordBatch.from_arrays([column], schema=self.schema)
 
     def take(self, chunk: Any) -> tuple[bytes, Bytes]:
-        """Return the JSON and the bytes of a message; without a copy where they are aligned."""
+        """Return the JSON and the bytes of a message; without a copy where they are aligned.
+
+        Raises:
+            RequestError: It is another kind of message.
+        """
+        if chunk.data is None or chunk.app_metadata is None or chunk.data.schema != self.schema:
+            raise RequestError("a message is JSON and one column of bytes")
         held = chunk.data.column(0).buffers()[1]
         if held is None or held.size == 0:
             return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
@@ -375,14 +504,28 @@ class Caller:
 
             The service's `unreachable` or `late`, if nobody answered for as long as there was patience.
         """
-        action = self._flight.Action(name, json.dumps(body).encode())
-        (result,) = self._persist(lambda client, options: list(client.do_action(action, options)))
+        sent = json.dumps(body).encode()
+        action = self._flight.Action(name, sent)
+
+        def make(client: Any, options: Any) -> Any:
+            if len(sent) > _LARGE:
+                list(client.do_action(self._flight.Action(_KNOCK, b""), options))
+            return list(client.do_action(action, options))
+
+        (result,) = self._persist(make)
         return self._answer(json.loads(result.body.to_pybytes()))
 
     def fetch(self, ticket: dict[str, Any]) -> Any:
         """Return the record batch that a ticket stands for; otherwise like `call`."""
         wanted = self._flight.Ticket(json.dumps(ticket).encode())
-        return self._persist(lambda client, options: client.do_get(wanted, options).read_chunk().data)
+
+        def take(client: Any, options: Any) -> Any:
+            reader = client.do_get(wanted, options)
+            said = (reader.schema.metadata or {}).get(_ANSWER)
+            return reader.read_chunk().data if said is None else json.loads(said)
+
+        found = self._persist(take)
+        return self._answer(found) if isinstance(found, dict) else found
 
     def open_stream(self) -> Stream:
         """Open a stream over this connection, and make no other calls while it is in use.
@@ -413,7 +556,8 @@ class Caller:
     def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "error" not in answer:
             return dict(answer["answer"])
-        told = {kind.__name__: kind for kind in self._service.told}
+        kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
+        told = {kind.__name__: kind for kind in kinds}
         raise told.get(answer["error"], self._service.failure)(answer["message"])
 
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:

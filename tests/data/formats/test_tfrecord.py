@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import tracemalloc
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from data.formats.messages import KINDS, Row, rows_of, to_records, without_empty
@@ -258,3 +260,37 @@ def test_zstd_needs_its_package(tmp_path: Path) -> None:
 def test_formats_are_found_by_name() -> None:
     for kind in KINDS:
         assert FORMATS[kind]().name == kind
+
+
+def test_a_record_that_says_it_is_longer_than_allowed_is_refused_before_it_is_read(tmp_path):
+    """A compressed file of zeros holds a thousand times its size; so does the record that begins it."""
+    length = (1 << 40).to_bytes(8, "little")
+    begin = length + native.masked_crc32c(length).to_bytes(4, "little")
+    path = tmp_path / "bomb.tfrecord.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(begin)
+        for _ in range(256):
+            file.write(bytes(1 << 20))
+    assert path.stat().st_size < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            CorruptFileError, match=r"1,099,511,627,792 bytes or more, and record_bytes allows"
+        ):
+            list(TfRecordFormat().chunks(str(path)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def test_the_longest_record_is_a_setting(tmp_path):
+    path = tmp_path / "some.tfrecord"
+    path.write_bytes(native.seal_tfrecords(bytes(1000), np.array([0, 0, 1000])))
+    with pytest.raises(
+        CorruptFileError, match=r"at byte 16: .* 1,016 bytes or more, and record_bytes allows 1,000"
+    ):
+        list(TfRecordFormat(record_bytes=1000, chunk_bytes=100).chunks(str(path)))
+    assert list(TfRecordFormat(record_bytes=1016, chunk_bytes=100).chunks(str(path)))
+    with pytest.raises(ConfigError, match="record_bytes must be at least 1"):
+        TfRecordFormat(record_bytes=0)

@@ -44,9 +44,9 @@ def read(source: DataServiceSource) -> list[int]:
     return [number for some in source for number in numbers(some)]
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
     """Wait for what another thread or process does."""
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < give_up, "it never happened"
         time.sleep(0.01)

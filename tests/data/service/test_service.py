@@ -19,6 +19,7 @@ from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.data.service.flight import Caller
 from monolith.errors import ConfigError, DataError, ListenError, RestoreError
+from monolith.wire.limits import Limits
 
 pytest.importorskip("pyarrow")
 
@@ -153,12 +154,39 @@ def test_a_split_that_changed_is_an_error_not_other_records(stack, dispatcher):
         source.restore = lambda _: None
         return source
 
-    worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, buffer_chunks=1, chunk_records=5))
+    worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, chunk_records=5))
     caller = stack.enter_context(Caller(worker.address))
+    until(lambda: dispatcher.status()["chunks"] > 0)
+    ticket = {"job": dispatcher.status()["job"], "epoch": 0, "number": 0, "sequence": 0}
+    assert caller.fetch(ticket).num_rows == 5
     shrunk.set()
-    ticket = {"job": "", "epoch": 9, "number": 0, "sequence": 0, "split": "0", "size": 5}
     with pytest.raises(DataError, match=r"5 records were read at .* before, now there are 0"):
-        caller.fetch({**ticket, "place": {"position": {"kind": "list", "next": 0}, "skip": 0}})
+        caller.fetch(ticket)
+
+
+@pytest.mark.parametrize("wrong", [{"job": "other"}, {"epoch": 9}, {"number": 99}, {"sequence": 1 << 40}])
+def test_a_chunk_that_the_dispatcher_does_not_know_is_not_read(stack, dispatcher, wrong):
+    worker = add_worker(stack, dispatcher)
+    ticket = {"job": dispatcher.status()["job"], "epoch": 0, "number": 0, "sequence": 0, **wrong}
+    with pytest.raises(DataError, match="this job has no chunk"):
+        stack.enter_context(Caller(worker.address)).fetch(ticket)
+
+
+def test_no_call_waits_longer_than_the_dispatcher_allows(stack, tmp_path):
+    limits = Limits(wait=timedelta(milliseconds=50))
+    dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), limits=limits))
+    caller = stack.enter_context(Caller(dispatcher.address))
+    for split in range(len(SPLITS)):
+        assert caller.call("lease", worker="w", wait=1e9)["lease"]["number"] == split
+    assert caller.call("lease", worker="w", wait=1e9)["lease"] is None
+    session = caller.call("attach", trainer="t", job=None, turn=0)["session"]
+    assert caller.call("turns", trainer="t", session=session, turn=0, most=1, wait=1e9)["chunks"] == []
+
+
+def test_the_state_of_a_job_is_for_its_owner_alone(stack, tmp_path):
+    stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path / "job")))
+    for file in (tmp_path / "job").iterdir():
+        assert file.stat().st_mode & 0o077 == 0, file
 
 
 def test_without_the_token_nobody_is_let_in(stack, tmp_path):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import stat
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from data.service.loopback import until
 from train.runs import FakeRun, train
 
 from monolith.cluster.security import SecurityConfig
@@ -29,6 +31,7 @@ from monolith.train.hooks import (
     LocalBarrier,
     SaveHook,
 )
+from monolith.wire.limits import Limits
 
 pytest.importorskip("grpc")
 SECONDS = 10.0
@@ -101,6 +104,72 @@ def test_who_does_not_know_the_token_is_refused(serve, tmp_path):
     assert hook._barrier.placement() is None
     with ControlClient(str(tmp_path), security=SecurityConfig(token=Secret("secret"))) as job:
         assert job.global_step() == 7
+
+
+def test_a_job_without_a_token_makes_one_that_only_its_user_can_read(serve, tmp_path):
+    hook = serve()
+    token = tmp_path / "controller_server_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    with ControlClient(str(tmp_path)) as job:
+        assert job.global_step() == 7
+    made = token.read_text()
+    token.unlink()
+    with ControlClient(str(tmp_path)) as job:  # as somebody who may not read it
+        for call in (job.stop_training, job.resume_training, job.save_checkpoint, job.global_step):
+            with pytest.raises(ConfigError, match="token"):
+                call()
+    token.write_text(made)
+    token.chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 0600"):
+        ControlClient(str(tmp_path))
+    hook.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saves_that_nobody_finishes_leave_the_others_room(serve, tmp_path):
+    saves: list[Future[str | None]] = []
+
+    def trigger() -> Future[str | None]:
+        saves.append(Future())
+        return saves[-1]
+
+    serve(trigger_save=trigger, limits=Limits(saves=4))
+
+    def save() -> None:
+        with ControlClient(str(tmp_path)) as job:
+            job.save_checkpoint()
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(save) for _ in range(4)]
+        until(lambda: len(saves) == 4)
+        with ControlClient(str(tmp_path), timeout=SECONDS) as job:
+            assert job.global_step() == 7
+            job.stop_training()
+            job.resume_training()
+            with pytest.raises(TrainingError, match=r"RESOURCE_EXHAUSTED: 4 callers wait .* limits\.saves"):
+                job.save_checkpoint()
+            for future in saves:
+                future.set_result(None)
+            for one in waiting:
+                one.result(SECONDS)
+            again = pool.submit(save)
+            until(lambda: len(saves) == 5)
+            saves[-1].set_result(None)
+            again.result(SECONDS)
+
+
+def test_of_a_failure_the_caller_hears_no_path_and_no_traceback(serve, tmp_path):
+    errors = iter([OSError(28, "No space left on device", "/home/me/x"), KeyError("/home/me/x")])
+
+    def trigger() -> Future[str | None]:
+        raise next(errors)
+
+    serve(trigger_save=trigger)
+    with ControlClient(str(tmp_path)) as job:
+        with pytest.raises(TrainingError, match=r"cannot save: OSError: No space left on device$"):
+            job.save_checkpoint()
+        with pytest.raises(TrainingError, match=r"cannot save: KeyError: see the log of the run$"):
+            job.save_checkpoint()
 
 
 def test_a_save_is_answered_when_it_is_on_disk(serve, tmp_path):

@@ -46,6 +46,7 @@ NOT_CONFIG = (
     "MONOLITH_VECTORS",
     "MONOLITH_SERVICES",
     "MONOLITH_REPORT_MARK",
+    "MONOLITH_RUN_TOKEN",
 )
 """Variables of ours that commands and tests read."""
 

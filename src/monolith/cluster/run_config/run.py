@@ -33,6 +33,7 @@ from monolith.cluster.run_config.surroundings import (
 )
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Checked, Problem
+from monolith.wire.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class RunConfig(Checked):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
+    limits: Limits = field(default_factory=Limits)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

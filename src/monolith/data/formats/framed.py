@@ -26,7 +26,9 @@ from monolith.data.formats.examples import (
 from monolith.data.formats.streams import (
     AUTO,
     CHUNK_BYTES,
+    RECORD_BYTES,
     check_compression,
+    check_record_bytes,
     compression_of,
     open_writer,
     read_chunks,
@@ -72,6 +74,7 @@ class FramedFormat:
             name ends in, .gz for example. There is no telling from the first bytes of such a file.
         ids: See `PayloadWriter`.
         chunk_bytes: About how much of a file is read and parsed at a time.
+        record_bytes: The most that one record may have. A longer one ends the file as a damaged one does.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class FramedFormat:
         ids: Collection[str] | None = None,
         workers: native.Workers | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        record_bytes: int = RECORD_BYTES,
     ) -> None:
         example_kind(kind)
         self.name = f"framed_{kind}"
@@ -98,6 +102,7 @@ class FramedFormat:
         self._ids = ids
         self._workers = workers
         self._chunk_bytes = chunk_bytes
+        self._record_bytes = check_record_bytes(record_bytes)
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         compression = compression_of(path) if self._compression == AUTO else self._compression
@@ -110,6 +115,7 @@ class FramedFormat:
             start=start,
             compression=compression,
             chunk_bytes=self._chunk_bytes,
+            record_bytes=self._record_bytes,
             amend=_with_source if lifts else None,
         )
 

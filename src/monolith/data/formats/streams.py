@@ -24,10 +24,15 @@ from monolith.data.records import Records
 from monolith.errors import ConfigError, CorruptFileError, DataError
 
 CHUNK_BYTES = 4 << 20
+RECORD_BYTES = 256 << 20
+"""The most that one record may have, header and all, where nobody says otherwise."""
 AUTO = "auto"
 COMPRESSIONS = ("gzip", "zlib", "zstd", "snappy")
 
-_PIECE_BYTES = 64 << 10
+_PIECES = {"gzip": 16 << 10, "zlib": 16 << 10}
+"""How much of a compressed file is taken at a time: what it holds may be a thousand times as much."""
+_PIECE_BYTES = 4 << 10
+"""The same for other compressions: with zstd, it may be thirty thousand times as much."""
 _SKIP_BYTES = 1 << 20
 _SUFFIXES = {
     ".gz": "gzip",
@@ -44,6 +49,8 @@ _WINDOWS = {"gzip": 31, "zlib": 15}
 Split = Callable[[bytes], native.SplitStream]
 Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]
 """Gets payloads and the headers of their frames; returns their records."""
+Announced = Callable[[bytes], int]
+"""Gets the beginning of a record; returns how many bytes it says that it has, 0 where it does not say yet."""
 Seal = Callable[[Records, bytes, NDArray[np.int64]], bytes]
 """Gets records, their payloads end to end, and where each begins; returns a stream."""
 
@@ -54,6 +61,13 @@ def check_compression(compression: str | None) -> str | None:
         known = ", ".join(COMPRESSIONS)
         raise ConfigError(f"there is no compression {compression!r}; there are {known}, auto and None")
     return compression
+
+
+def check_record_bytes(record_bytes: int) -> int:
+    """Return the most that one record may have, if that makes sense."""
+    if record_bytes < 1:
+        raise ConfigError(f"record_bytes must be at least 1, got {record_bytes}")
+    return record_bytes
 
 
 def compression_of(path: str) -> str | None:
@@ -69,13 +83,20 @@ def read_chunks(
     start: int,
     compression: str | None,
     chunk_bytes: int,
+    record_bytes: int = RECORD_BYTES,
+    announced: Announced = len,
     amend: Amend | None = None,
 ) -> Iterator[Chunk]:
     """Yield what the payloads of a file hold, from a place on.
 
+    Args:
+        record_bytes: The most that one record may have.
+        announced: Tells a record that is longer before it is read; by default only reading it does.
+
     Raises:
         CorruptFileError: The file cannot be read any further. What was good before that was yielded.
     """
+    check_record_bytes(record_bytes)
     at, rest, wanted = start, b"", chunk_bytes
     with contextlib.closing(_open(path, start, compression)) as file:
         while True:
@@ -91,8 +112,15 @@ def read_chunks(
                 raise CorruptFileError(path, at + found.consumed, found.failure + inside)
             rest = buffer[found.consumed :]
             at += found.consumed
+            if (size := max(announced(rest), len(rest))) > record_bytes:
+                raise CorruptFileError(
+                    path,
+                    at,
+                    f"the record that begins here has {size:,} bytes or more, and record_bytes allows "
+                    f"{record_bytes:,}. If it is sound, read it with a higher record_bytes",
+                )
             # A record longer than what was read: read twice as much, as long as the file has it.
-            wanted = chunk_bytes if found.consumed else 2 * len(buffer)
+            wanted = chunk_bytes if found.consumed else min(2 * len(buffer), record_bytes)
 
 
 def _chunks(
@@ -183,12 +211,13 @@ class _Decompressing:
         self._file = file
         self._path = path
         self._compression = compression
+        self._piece_bytes = _PIECES.get(compression, _PIECE_BYTES)
         self._stream: Decompressor | None = None
         self._ready = bytearray()
         self._taken = 0
 
     def read(self, size: int, /) -> bytes:
-        while len(self._ready) < size and (piece := self._file.read(_PIECE_BYTES)):
+        while len(self._ready) < size and (piece := self._file.read(self._piece_bytes)):
             self._take(piece)
             self._taken += len(piece)
         if len(self._ready) < size and self._stream is not None and not self._stream.eof:

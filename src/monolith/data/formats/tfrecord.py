@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from monolith import filesystem, native
 from monolith.data.format import Chunk, RecordWriter
 from monolith.data.formats.examples import PayloadParser, PayloadWriter, example_kind
-from monolith.data.formats.streams import AUTO, CHUNK_BYTES, check_compression, open_writer, read_chunks
+from monolith.data.formats.streams import (
+    AUTO,
+    CHUNK_BYTES,
+    RECORD_BYTES,
+    check_compression,
+    check_record_bytes,
+    open_writer,
+    read_chunks,
+)
 from monolith.data.records import Records
 
 _HEADER_BYTES = 12
@@ -31,6 +39,7 @@ class TfRecordFormat:
             there, and writes what the name ends in, .gz for example.
         ids: See `PayloadWriter`.
         chunk_bytes: About how much of a file is read and parsed at a time.
+        record_bytes: The most that one record may have. A longer one ends the file as a damaged one does.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class TfRecordFormat:
         ids: Collection[str] | None = None,
         workers: native.Workers | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        record_bytes: int = RECORD_BYTES,
     ) -> None:
         example_kind(kind)
         self.name = kind
@@ -48,6 +58,7 @@ class TfRecordFormat:
         self._ids = ids
         self._workers = workers
         self._chunk_bytes = chunk_bytes
+        self._record_bytes = check_record_bytes(record_bytes)
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         compression = _compression_in(path) if self._compression == AUTO else self._compression
@@ -59,6 +70,8 @@ class TfRecordFormat:
             start=start,
             compression=compression,
             chunk_bytes=self._chunk_bytes,
+            record_bytes=self._record_bytes,
+            announced=_announced,
         )
 
     def writer(self, path: str) -> AbstractContextManager[RecordWriter]:
@@ -68,6 +81,13 @@ class TfRecordFormat:
 
 def _seal(records: Records, data: bytes, splits: NDArray[np.int64]) -> bytes:  # noqa: ARG001  frames use it
     return native.seal_tfrecords(data, splits)
+
+
+def _announced(record: bytes) -> int:
+    """Return how long a record says that it is. The checksum of its length was right."""
+    if len(record) < _HEADER_BYTES:
+        return 0
+    return int.from_bytes(record[:8], "little") + _HEADER_BYTES + 4
 
 
 def _compression_in(path: str) -> str | None:

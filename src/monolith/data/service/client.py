@@ -198,7 +198,7 @@ class _Share:
 
     def _fetch(self, chunk: dict[str, Any], workers: list[str]) -> Records:
         """Return a chunk from the worker that has it, or from any other, which then reads it again."""
-        ticket = {"job": self.job, **chunk}
+        ticket = {"job": self.job, **{name: chunk[name] for name in ("epoch", "number", "sequence")}}
         give_up: float | None = None
         while True:
             failure: Exception | None = None

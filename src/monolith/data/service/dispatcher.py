@@ -11,10 +11,27 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+from monolith.data.service.bodies import (
+    AcknowledgeBody,
+    AnnounceBody,
+    AttachBody,
+    ChunkBody,
+    FailBody,
+    LeaseBody,
+    OfLease,
+    OfTrainer,
+    OfWorker,
+    RenewBody,
+    TurnsBody,
+)
 from monolith.data.service.flight import Call, Clock, Guard, Server
-from monolith.data.service.job import Job, JobConfig, Place
+from monolith.data.service.job import Job, JobConfig
+from monolith.wire.bodies import Nothing, typed
+from monolith.wire.limits import Limits
+
+B = TypeVar("B")
 
 _LOOK_AGAIN = 0.25
 """Seconds after which a waiting call looks for leases that have expired: nobody announces these."""
@@ -29,6 +46,7 @@ class Dispatcher:
         host: Where to listen; only this machine by default.
         port: 0 lets the system choose.
         guard: What data workers and trainers must present.
+        limits: What one of them may ask for.
 
     Raises:
         ListenError: The port is taken.
@@ -44,27 +62,32 @@ class Dispatcher:
         host: str = "127.0.0.1",
         port: int = 0,
         guard: Guard | None = None,
+        limits: Limits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._changed = threading.Condition()  # guards _job and _closing
         self._closing = False
         self._job = Job(config, folder, clock=clock)
+        self._longest = (limits or Limits()).wait.total_seconds()
         calls: dict[str, Call] = {
-            "register": self._locked(lambda body: self._job.register(body["worker"])),
-            "deregister": self._locked(lambda body: self._job.deregister(body["worker"])),
-            "lease": self._lease,
-            "renew": self._locked(lambda body: self._renewed(body["worker"], body["leases"])),
-            "announce": self._locked(self._announced),
-            "finish": self._locked(lambda body: {"held": self._job.finish(body["lease"])}),
-            "fail": self._locked(lambda body: self._job.fail(body["lease"], body["error"])),
-            "attach": self._locked(self._attached),
-            "turns": self._turns,
-            "acknowledge": self._locked(lambda body: self._job.acknowledge(body["trainer"], body["turn"])),
-            "release": self._locked(lambda body: {"chunks": self._job.release(body["trainer"])}),
-            "status": self._locked(lambda _: self._job.status()),
+            "register": self._locked(OfWorker, lambda body: self._job.register(body.worker)),
+            "deregister": self._locked(OfWorker, lambda body: self._job.deregister(body.worker)),
+            "lease": typed(LeaseBody, self._lease),
+            "renew": self._locked(RenewBody, self._renewed),
+            "announce": self._locked(AnnounceBody, self._announced),
+            "finish": self._locked(OfLease, lambda body: {"held": self._job.finish(body.lease)}),
+            "fail": self._locked(FailBody, lambda body: self._job.fail(body.lease, body.error)),
+            "chunk": self._locked(ChunkBody, lambda body: asdict(self._job.chunk(*body.id))),
+            "attach": self._locked(AttachBody, self._attached),
+            "turns": typed(TurnsBody, self._turns),
+            "acknowledge": self._locked(
+                AcknowledgeBody, lambda body: self._job.acknowledge(body.trainer, body.turn)
+            ),
+            "release": self._locked(OfTrainer, lambda body: {"chunks": self._job.release(body.trainer)}),
+            "status": self._locked(Nothing, lambda _: self._job.status()),
         }
         try:
-            self._server = Server(calls, host=host, port=port, guard=guard)
+            self._server = Server(calls, host=host, port=port, guard=guard, limits=limits)
         except BaseException:
             self._job.close()
             raise
@@ -105,37 +128,37 @@ class Dispatcher:
     ) -> None:
         self.close()
 
-    def _locked(self, do: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Call:
-        def call(body: dict[str, Any]) -> dict[str, Any]:
+    def _locked(self, kind: type[B], do: Callable[[B], dict[str, Any] | None]) -> Call:
+        def answer(body: B) -> dict[str, Any] | None:
             with self._changed:
                 answer = do(body)
                 self._changed.notify_all()
-                return answer or {}
+                return answer
 
-        return call
+        return typed(kind, answer)
 
-    def _lease(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _lease(self, body: LeaseBody) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
-            lease = self._job.lease(body["worker"])
+            lease = self._job.lease(body.worker)
             return None if lease is None else asdict(lease)
 
         with self._changed:
             every = self._job.config.lease.total_seconds() / 3
-            return {"job": self._job.id, "renew_every": every, "lease": self._wait(look, body["wait"])}
+            return {"job": self._job.id, "renew_every": every, "lease": self._wait(look, body.wait)}
 
-    def _turns(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _turns(self, body: TurnsBody) -> dict[str, Any]:
         def look() -> list[dict[str, Any]] | None:
-            chunks = self._job.turns(body["trainer"], body["session"], body["turn"], body["most"])
+            chunks = self._job.turns(body.trainer, body.session, body.turn, body.most)
             return [asdict(chunk) for chunk in chunks] if chunks or self._job.is_over() else None
 
         with self._changed:
-            chunks = self._wait(look, body["wait"])
-            over = chunks is not None and not chunks and body["most"] > 0
+            chunks = self._wait(look, body.wait)
+            over = chunks is not None and not chunks and body.most > 0
             return {"chunks": chunks or [], "over": over, "workers": self._job.workers()}
 
     def _wait(self, look: Callable[[], Any], seconds: float) -> Any:
         """Return what `look` finds, as soon as it finds something; None after so many seconds."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + min(seconds, self._longest)
         while True:
             found = look()
             left = until - time.monotonic()
@@ -143,14 +166,14 @@ class Dispatcher:
                 return found
             self._changed.wait(min(left, _LOOK_AGAIN))
 
-    def _renewed(self, worker: str, leases: list[int]) -> dict[str, Any]:
-        lost, waiting = self._job.renew(worker, leases)
+    def _renewed(self, body: RenewBody) -> dict[str, Any]:
+        lost, waiting = self._job.renew(body.worker, body.leases)
         return {"lost": lost, "waiting": waiting}
 
-    def _announced(self, body: dict[str, Any]) -> dict[str, Any]:
-        place, after = Place(**body["place"]), Place(**body["after"])
-        return {"held": self._job.announce(body["lease"], body["sequence"], place, body["size"], after)}
+    def _announced(self, body: AnnounceBody) -> dict[str, Any]:
+        place, after = body.place.read(), body.after.read()
+        return {"held": self._job.announce(body.lease, body.sequence, place, body.size, after)}
 
-    def _attached(self, body: dict[str, Any]) -> dict[str, Any]:
-        session = self._job.attach(body["trainer"], body["job"], body["turn"])
+    def _attached(self, body: AttachBody) -> dict[str, Any]:
+        session = self._job.attach(body.trainer, body.job, body.turn)
         return {"job": self._job.id, "session": session}

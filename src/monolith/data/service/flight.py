@@ -10,7 +10,9 @@ from typing import Any
 
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire import flight
-from monolith.wire.flight import POLL, Address, Call, Clock, Fetch, Guard, Service, StoppedError, join_address
+from monolith.wire.bodies import Call
+from monolith.wire.flight import POLL, Address, Clock, Fetch, Guard, Service, StoppedError, join_address
+from monolith.wire.limits import Limits
 
 __all__ = [
     "POLL",
@@ -57,8 +59,9 @@ class Server(flight.Server):
         host: str = "127.0.0.1",
         port: int = 0,
         guard: Guard | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        super().__init__(SERVICE, calls, fetch=fetch, host=host, port=port, guard=guard)
+        super().__init__(SERVICE, calls, fetch=fetch, host=host, port=port, guard=guard, limits=limits)
 
 
 class Caller(flight.Caller):

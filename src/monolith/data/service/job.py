@@ -8,6 +8,7 @@ heard of when) is in memory and starts anew. See the package for the protocol.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sqlite3
 import time
@@ -114,8 +115,8 @@ class Chunk:
     size: int
     worker: str
     """Who has it at hand."""
-    turn: int
-    """Of the trainer."""
+    turn: int | None
+    """Of the trainer; None while it has none."""
 
 
 class Job:
@@ -134,6 +135,7 @@ class Job:
         self._clock = clock
         filesystem.make_dirs(folder)
         path = Path(folder) / "job.sqlite"
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # it holds what trainers must show
         # Whoever calls holds the dispatcher's lock, on whatever thread.
         self._db = sqlite3.connect(path, timeout=0.0, check_same_thread=False, isolation_level=None)
         try:
@@ -357,10 +359,24 @@ class Job:
         ).fetchall()
         if not rows and most:
             self._check_failures()
-        return [
-            Chunk(epoch, number, sequence, split, Place(*json.loads(place)), size, worker, at)
-            for epoch, number, sequence, split, place, size, worker, at in rows
-        ]
+        return [_chunk(row) for row in rows]
+
+    def chunk(self, job: str, epoch: int, number: int, sequence: int) -> Chunk:
+        """Return a chunk that was announced: for a worker that is asked for one and does not have it.
+
+        Raises:
+            DataError: There is none; or it was acknowledged, and forgotten since.
+        """
+        row = self._db.execute(
+            f"SELECT {_CHUNK} FROM chunks WHERE epoch = ? AND number = ? AND sequence = ?",
+            (epoch, number, sequence),
+        ).fetchone()
+        if job != self.id or row is None:
+            raise DataError(
+                f"data service: this job has no chunk {sequence} of split {number} in epoch {epoch}, "
+                "or no longer"
+            )
+        return _chunk(row)
 
     def is_over(self) -> bool:
         """Whether every split was read as often as wanted, and every chunk was given to a trainer."""
@@ -443,6 +459,8 @@ class Job:
         """Take back what belongs to those who have been silent for too long."""
         now = self._clock()
         oldest = now - self.config.lease.total_seconds()
+        for worker in [worker for worker, heard in self._workers.items() if heard < oldest]:
+            del self._workers[worker]  # it is noted again with the next word from it
         expired = [lease for lease, heard in self._leases.items() if heard < oldest]
         if expired:
             with _Transaction(self._db):
@@ -497,6 +515,11 @@ class _Transaction:
 
 def _text(place: Place) -> str:
     return json.dumps([place.position, place.skip])
+
+
+def _chunk(row: Sequence[Any]) -> Chunk:
+    epoch, number, sequence, split, place, size, worker, turn = row
+    return Chunk(epoch, number, sequence, split, Place(*json.loads(place)), size, worker, turn)
 
 
 def _place(text: str | None) -> Place | None:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from monolith.data.records import Records, concat
+from monolith.data.service.bodies import ChunkBody
 from monolith.data.service.codec import to_batch
 from monolith.data.service.flight import (
     POLL,
@@ -32,12 +33,15 @@ from monolith.data.service.flight import (
 from monolith.data.service.job import Place
 from monolith.data.source import Source
 from monolith.errors import ConfigError, DataError, MonolithError
+from monolith.wire.bodies import Nothing, read_body, typed
+from monolith.wire.limits import Limits
 
 OpenSplit = Callable[[str], Source]
 """Opens a split from its beginning. Has to give the same records in the same order, on every worker."""
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_ERROR = 10_000
 _Id = tuple[str, int, int, int]  # job, epoch, split, sequence
 
 
@@ -81,6 +85,8 @@ def read_again(source: Source, place: Place, size: int) -> Records:
     Raises:
         DataError: There are fewer: the split has changed.
     """
+    if size < 1:
+        raise DataError(f"data service: a chunk has at least one record, not {size}")
     parts: list[Records] = []
     found = 0
     for piece in pieces(source, place, size):
@@ -109,6 +115,7 @@ class DataWorker:
         open_split: Opens a split of the job.
         advertise: The host by which trainers reach this one, where that is not `host`.
         guard: What to present to the dispatcher, and to demand of trainers.
+        limits: What one trainer may ask for.
         readers: Splits to read at a time.
         buffer_chunks: Chunks, of all splits together, that may wait for a trainer before reading stops;
             and about as many that trainers were given and have not fetched.
@@ -131,6 +138,7 @@ class DataWorker:
         port: int = 0,
         advertise: str | None = None,
         guard: Guard | None = None,
+        limits: Limits | None = None,
         readers: int = 2,
         buffer_chunks: int = 16,
         chunk_records: int = 4096,
@@ -148,7 +156,14 @@ class DataWorker:
         self._renew_every = POLL
         self._failure: Exception | None = None
         self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
-        self._server = Server({"ping": lambda _: {}}, fetch=self._fetch, host=host, port=port, guard=guard)
+        self._server = Server(
+            {"ping": typed(Nothing, lambda _: {})},
+            fetch=lambda ticket: self._fetch(read_body(ChunkBody, ticket)),
+            host=host,
+            port=port,
+            guard=guard,
+            limits=limits,
+        )
         self.address = join_address(advertise or host, self._server.port)
         try:
             with self._dispatcher() as dispatch:
@@ -266,7 +281,7 @@ class DataWorker:
             raise
         except Exception as error:  # of any source; the dispatcher counts them, and fails the job
             _log.warning("data worker: cannot read split %r: %s", split, error)
-            dispatch.call("fail", lease=lease, error=f"{type(error).__name__}: {error}")
+            dispatch.call("fail", lease=lease, error=f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
             return
         dispatch.call("finish", lease=lease)
 
@@ -323,18 +338,22 @@ class DataWorker:
 
     # Sending
 
-    def _fetch(self, ticket: dict[str, Any]) -> Any:
-        """Return a chunk as an Arrow batch: from the buffer, or read again."""
-        chunk = (ticket["job"], ticket["epoch"], ticket["number"], ticket["sequence"])
+    def _fetch(self, ticket: ChunkBody) -> Any:
+        """Return a chunk as an Arrow batch: from the buffer, or read again.
+
+        What to read is asked of the dispatcher: a worker opens only what the job has, whatever it is shown.
+        """
         with self._room:
-            batch = self._buffer.given.pop(chunk, None)
+            batch = self._buffer.given.pop(ticket.id, None)
             if batch is None:
-                batch = self._buffer.free.pop(chunk, None)
+                batch = self._buffer.free.pop(ticket.id, None)
             self._room.notify_all()
         if batch is not None:
             return batch
-        source = self._open_split(ticket["split"])
+        with Caller(self._address_of_dispatcher, guard=self._guard) as dispatch:
+            chunk = dispatch.call("chunk", **asdict(ticket))
+        source = self._open_split(chunk["split"])
         try:
-            return to_batch(read_again(source, Place(**ticket["place"]), ticket["size"]))
+            return to_batch(read_again(source, Place(**chunk["place"]), chunk["size"]))
         finally:
             source.close()

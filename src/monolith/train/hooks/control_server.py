@@ -11,16 +11,19 @@ knows the directory can make the call:
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from monolith import filesystem
+from monolith.cluster.run_token import is_guarded, read_token, write_token
 from monolith.cluster.security import (
     SecurityConfig,
     add_grpc_port,
@@ -29,24 +32,30 @@ from monolith.cluster.security import (
     guard_caller,
     guard_listener,
 )
+from monolith.config import Secret
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ConfigError,
     FileMissingError,
     ListenError,
     MissingExtraError,
+    MonolithError,
     TrainingError,
 )
 from monolith.train.hook import Hook, Run
 from monolith.train.hooks.barrier import Barrier, unblocked_indices
 from monolith.wire import controller_pb2 as wire
+from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
 
 ADDRESS_FILE = "controller_server_addr.txt"
+TOKEN_FILE = "controller_server_token"
 GRACE_SECONDS = 20.0
 _SERVICE = "Controller"
 _THREADS = 4
+_LONGEST_REQUEST = 64 << 10
+"""Bytes; none of the requests has anything in it."""
 _LOOK_SECONDS = 0.2
 
 _METHODS: dict[str, tuple[type[Message], type[Message]]] = {
@@ -67,7 +76,9 @@ class ControlServerHook(Hook):
         trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
         address: host:port to listen on; port 0 is any free one. Only this machine by default.
         security: Certificates and the token that callers must present. Without, only an address of this
-            machine is listened on.
+            machine is listened on, and a token is made: callers find it beside the address, in a file that
+            only this user can read.
+        limits: What one caller may ask for.
     """
 
     def __init__(
@@ -78,15 +89,19 @@ class ControlServerHook(Hook):
         address: str = "127.0.0.1:0",
         security: SecurityConfig | None = None,
         grace: float = GRACE_SECONDS,
+        limits: Limits | None = None,
     ) -> None:
         self._barrier = barrier
         self._trigger_save = trigger_save
         self._listen_on = address
         self._security = SecurityConfig() if security is None else security
         self._grace = grace
+        self._limits = limits or Limits()
+        self._saves = threading.BoundedSemaphore(self._limits.saves)
         self._server: Any = None
         self._closing = threading.Event()
         self._path: str | None = None
+        self._token_path: str | None = None
         self.address: str | None = None
         """host:port while it serves."""
 
@@ -94,12 +109,19 @@ class ControlServerHook(Hook):
         if self._server is not None:
             return
         grpc = import_grpc()
-        guard = guard_listener(self._listen_on, self._security)
+        guard, made = guard_listener(self._listen_on, self._security), None
+        if guard.token is None and not guard.uses_tls:
+            made = Secret(secrets.token_hex(32))
+            guard = replace(guard, token=made)
         self._closing.clear()
         server = grpc.server(
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="control-server"),
+            # Whoever waits for a save has a thread: some are left for others.
+            ThreadPoolExecutor(self._limits.saves + _THREADS, thread_name_prefix="control-server"),
             interceptors=grpc_interceptors(guard),
-            options=(("grpc.so_reuseport", 0),),  # a taken port is an error, not a port for two
+            options=(
+                ("grpc.so_reuseport", 0),  # a taken port is an error, not a port for two
+                ("grpc.max_receive_message_length", _LONGEST_REQUEST),
+            ),
         )
         server.add_generic_rpc_handlers((self._handlers(grpc, run),))
         try:
@@ -116,6 +138,8 @@ class ControlServerHook(Hook):
         if run.model_dir:
             filesystem.make_dirs(run.model_dir)
             self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
+            if made is not None:
+                self._leave_token(run.model_dir, made)
             with filesystem.atomic_write(self._path) as file:
                 file.write(self.address.encode())
 
@@ -123,20 +147,31 @@ class ControlServerHook(Hook):
         """Take the address back, and let calls finish that are under way."""
         self._closing.set()
         try:
-            if self._path is not None:
-                filesystem.remove(self._path)
+            for path in filter(None, (self._path, self._token_path)):
+                filesystem.remove(path)
         finally:
-            self._path = self.address = None
+            self._path = self._token_path = self.address = None
             if self._server is not None:
                 self._server.stop(self._grace).wait()
                 self._server = None
+
+    def _leave_token(self, model_dir: str, token: Secret) -> None:
+        if filesystem.is_remote(model_dir):
+            _log.warning(
+                "nobody can control this run: it has no token, and in %s others could read one. "
+                "Start it with security.token_file.",
+                model_dir,
+            )
+            return
+        self._token_path = filesystem.join(model_dir, TOKEN_FILE)
+        write_token(Path(self._token_path), token)
 
     def _handlers(self, grpc: Any, run: Run) -> Any:
         answers: dict[str, Callable[[Any], Message]] = {
             "StopTraining": lambda _: self._stop(grpc),
             "ResumeTraining": lambda _: self._resume(),
             "GetBlockStatus": lambda _: self._block_status(),
-            "SaveCheckpoint": lambda context: self._save(grpc, context),
+            "SaveCheckpoint": lambda context: self._save_for_few(grpc, context),
             "GetTrainingStatus": lambda _: wire.GetTrainingStatusResponse(global_step=run.step),
         }
 
@@ -146,6 +181,11 @@ class ControlServerHook(Hook):
                     return answer(context)
                 except _RefusedError as error:
                     context.abort(error.code, str(error))
+                    raise AssertionError("abort raises") from error
+                except Exception as error:  # whatever it is, the server goes on, and its log has the rest
+                    number = secrets.token_hex(4)
+                    _log.exception("the controller failed (error %s)", number)
+                    context.abort(grpc.StatusCode.INTERNAL, f"{_said(error)} (error {number})")
                     raise AssertionError("abort raises") from error
 
             return call
@@ -179,6 +219,18 @@ class ControlServerHook(Hook):
             unblocked_indices=unblocked_indices(self._barrier),
         )
 
+    def _save_for_few(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+        if not self._saves.acquire(blocking=False):
+            raise _RefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._limits.saves} callers wait for a checkpoint, and limits.saves allows no more; ask "
+                "again when one is saved",
+            )
+        try:
+            return self._save(grpc, context)
+        finally:
+            self._saves.release()
+
     def _save(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
         try:
             saved = self._trigger_save()
@@ -194,7 +246,14 @@ class ControlServerHook(Hook):
         except Exception as error:
             _log.exception("saving a checkpoint that was called for failed")
             code = grpc.StatusCode.INTERNAL
-            raise _RefusedError(code, f"cannot save: {type(error).__name__}: {error}") from error
+            raise _RefusedError(code, f"cannot save: {type(error).__name__}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """Return what a caller hears of an error: no path, and nothing of one that was not raised on purpose."""
+    if isinstance(error, OSError) and not isinstance(error, MonolithError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, MonolithError) else "see the log of the run"
 
 
 class _RefusedError(Exception):
@@ -218,7 +277,8 @@ class ControlClient:
 
     Args:
         model_dir: Of the job: it says there where it listens.
-        security: The certificates and the token that the server wants to see.
+        security: The certificates and the token that the server wants to see; by default the token that
+            a job of this user left in the model_dir.
         timeout: Seconds to wait for an answer; a save has a limit of its own.
 
     Raises:
@@ -239,7 +299,11 @@ class ControlClient:
                 "control server."
             ) from cause
         self._timeout = timeout
-        guard = guard_caller(SecurityConfig() if security is None else security)
+        security = SecurityConfig() if security is None else security
+        token = Path(model_dir) / TOKEN_FILE
+        if not is_guarded(security) and not filesystem.is_remote(model_dir) and token.exists():
+            security = replace(security, token=read_token(token))
+        guard = guard_caller(security)
         self._channel = grpc_channel(self.address, guard)
 
     def stop_training(self) -> None:

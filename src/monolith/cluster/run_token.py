@@ -1,0 +1,92 @@
+"""The token of a run that was not given one: every run has a secret, so that a stranger is told nothing.
+
+A launcher makes a token for all its processes and hands it on as a variable, which only their user can
+read. Processes that were started one by one share a folder, the model_dir: the first of them leaves a token
+there, in a file that only their user can read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from monolith import filesystem
+from monolith.cluster.security import SecurityConfig
+from monolith.config import Secret
+from monolith.errors import ConfigError
+
+RUN_TOKEN = "MONOLITH_RUN_TOKEN"
+"""The variable by which a launcher hands on the token of a run. No setting: whoever has one sets security."""
+TOKEN_FILE = "run_token"
+"""In the model_dir of a run whose processes were started one by one."""
+
+
+def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> SecurityConfig:
+    """Return what was set, and else the token of whoever launched this process."""
+    if is_guarded(security) or not environ.get(RUN_TOKEN):
+        return security
+    return replace(security, token=Secret(environ[RUN_TOKEN]))
+
+
+def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
+    """Return what is set, and else the token that the processes of a run share in their model_dir.
+
+    A remote model_dir has none: nobody knows who may read it.
+
+    Raises:
+        ConfigError: Others can read the token, or somebody else left it there.
+    """
+    if is_guarded(security) or not model_dir or filesystem.is_remote(model_dir):
+        return security
+    return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
+
+
+def is_guarded(security: SecurityConfig) -> bool:
+    """Whether callers must show something."""
+    return security.token is not None or security.token_file is not None or security.uses_tls
+
+
+def write_token(path: Path, token: Secret) -> None:
+    """Write a token for this user alone; what was there is replaced."""
+    unfinished = Path(filesystem.temporary(path))
+    try:
+        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(token.reveal())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_token(path: Path, *, make: bool = False) -> Secret:
+    """Read a token that this user left.
+
+    Args:
+        make: Leave one where there is none. Of several processes that do at once, one is the first.
+
+    Raises:
+        ConfigError: It is not of this user, or others can read it.
+    """
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = Path(filesystem.temporary(path))
+        write_token(own, Secret(secrets.token_hex(32)))
+        with suppress(FileExistsError):
+            os.link(own, path)
+        own.unlink()
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            about = os.fstat(file.fileno())
+            text = file.read(1024).strip()
+    except OSError as cause:
+        raise ConfigError(f"cannot read the token {path}: {cause.strerror}") from cause
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077 or not text:
+        raise ConfigError(
+            f"cannot trust the token {path}: it must be of the user who runs this, with mode 0600, and not "
+            "empty. Remove it, or give all processes one with security.token_file."
+        )
+    return Secret(text)

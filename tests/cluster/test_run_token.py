@@ -1,0 +1,73 @@
+"""The token of a run that was not given one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from monolith.cluster.run_token import (
+    RUN_TOKEN,
+    TOKEN_FILE,
+    read_token,
+    run_security,
+    shared_security,
+    write_token,
+)
+from monolith.cluster.security import SecurityConfig
+from monolith.config import Secret
+from monolith.errors import ConfigError
+
+OPEN = SecurityConfig()
+SET = SecurityConfig(token=Secret("mine"))
+
+
+def test_the_token_of_a_launcher_counts_where_nothing_was_set() -> None:
+    assert run_security(OPEN, {}) == OPEN
+    assert run_security(OPEN, {RUN_TOKEN: "t"}).token == Secret("t")
+    assert run_security(SET, {RUN_TOKEN: "t"}) == SET
+    of_file = SecurityConfig(token_file=Path("x"))
+    assert run_security(of_file, {RUN_TOKEN: "t"}) == of_file
+    tls = SecurityConfig(cert=Path("a"), key=Path("b"), ca=Path("c"))
+    assert run_security(tls, {RUN_TOKEN: "t"}) == tls
+
+
+def test_processes_that_share_a_model_dir_share_a_token_that_others_cannot_read(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "there"
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: shared_security(OPEN, str(folder)), range(32)))
+    assert len({one.token.reveal() for one in found if one.token is not None}) == 1
+    assert [path.name for path in folder.iterdir()] == [TOKEN_FILE]
+    assert stat.S_IMODE((folder / TOKEN_FILE).stat().st_mode) == 0o600
+    assert shared_security(OPEN, str(tmp_path / "other")).token != found[0].token
+
+
+def test_what_was_set_and_a_remote_model_dir_leave_no_token(tmp_path: Path) -> None:
+    assert shared_security(SET, str(tmp_path)) == SET
+    assert shared_security(OPEN, "") == OPEN
+    assert shared_security(OPEN, "hdfs://one/run") == OPEN
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_that_somebody_else_left_or_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / TOKEN_FILE
+    path.write_text("planted")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"cannot trust the token .*run_token: .*mode 0600"):
+        shared_security(OPEN, str(tmp_path))
+    path.unlink()
+    path.symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match="cannot read the token"):
+        shared_security(OPEN, str(tmp_path))
+    path.unlink()
+    write_token(path, Secret(""))
+    with pytest.raises(ConfigError, match="not empty"):
+        read_token(path)
+    if os.geteuid() == 0:
+        write_token(path, Secret("planted"))
+        os.chown(path, 65534, 65534)
+        with pytest.raises(ConfigError, match="must be of the user who runs this"):
+            read_token(path)

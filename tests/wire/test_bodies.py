@@ -1,0 +1,133 @@
+"""Bodies: a handler is never called with anything but what it said it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from monolith.errors import RequestError
+from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, checked, read_body, typed
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    position: Json
+    skip: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    worker: Name
+    size: Count
+    wait: Seconds = 0.0
+    full: bool = False
+    job: str | None = None
+    ids: Annotated[list[Count], Bounds(0, 3)] = field(default_factory=list)
+    now: dict[str, int] = field(default_factory=dict)
+    place: Inner | None = None
+    chain: tuple[tuple[str, Json], ...] = ()
+    how: Literal["keep", "reset"] = "keep"
+
+
+FEWEST: dict[str, Any] = {"worker": "w", "size": 1}
+
+
+def test_a_body_becomes_what_was_declared_with_defaults_for_what_it_leaves_out() -> None:
+    assert read_body(Body, FEWEST) == Body("w", 1)
+    place = {"position": {"file": [1, None]}, "skip": 2}
+    whole = {**FEWEST, "wait": 3, "full": True, "job": "j", "ids": [1, 2], "now": {"t": -1}, "place": place}
+    assert read_body(Body, {**whole, "chain": [["p", {}]], "how": "reset"}) == Body(
+        "w", 1, 3.0, True, "j", [1, 2], {"t": -1}, Inner({"file": [1, None]}, 2), (("p", {}),), "reset"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"worker": 5}, r"^worker must be a text, got 5$"),
+        ({"worker": ""}, r"^worker must be a text of 1 to 1024 characters, got ''$"),
+        ({"worker": "x" * 2000}, r"^worker must be a text of 1 to 1024 characters, got 'x{60}'$"),
+        ({"worker": "\ud800"}, r"^worker must be a text of whole characters"),
+        ({"size": -3}, r"^size must be a whole number from 0 to 9007199254740992, got -3$"),
+        ({"size": (1 << 53) + 1}, r"^size must be a whole number from 0 "),
+        ({"size": 10**5000}, r"^size must be .*, got a number of 16610 bits$"),
+        ({"size": True}, r"^size must be a whole number, got True$"),
+        ({"size": 1.0}, r"^size must be a whole number, got 1.0$"),
+        ({"size": None}, r"^size must be a whole number, got None$"),
+        ({"wait": -1}, r"^wait must be a finite number from 0 "),
+        ({"wait": float("inf")}, r"^wait must be a finite number"),
+        ({"wait": float("nan")}, r"^wait must be a finite number"),
+        ({"wait": 10**400}, r"^wait must be a finite number"),
+        ({"wait": "soon"}, r"^wait must be a number, got 'soon'$"),
+        ({"full": 1}, r"^full must be true or false, got 1$"),
+        ({"ids": [1, 2, 3, 4]}, r"^ids must be a list of 0 to 3, got a list of 4$"),
+        ({"ids": [1, "2"]}, r"^ids\[1\] must be a whole number, got '2'$"),
+        ({"ids": {"a": 1}}, r"^ids must be a list, got a table of 1$"),
+        ({"now": {"t": None}}, r"^now.t must be a whole number, got None$"),
+        ({"now": [1]}, r"^now must be a table, got a list of 1$"),
+        ({"place": {"skip": 1}}, r"^place.position: it is missing$"),
+        ({"place": {"position": 1, "skip": -1}}, r"^place.skip must be a whole number from 0 "),
+        ({"chain": [["p"]]}, r"^chain\[0\] must be a list of 2, got a list of 1$"),
+        ({"how": "burn"}, r"^how must be one of 'keep', 'reset', got 'burn'$"),
+        ({"y" * 200: 1}, r"^y{60}: there is no such key; it takes worker, size, wait, "),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place_and_little_of_what_came(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        read_body(Body, {**FEWEST, **change})
+
+
+def test_a_body_that_is_no_table_or_lacks_a_key_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"^the body must be a table of worker, size, "):
+        read_body(Body, [1])
+    with pytest.raises(RequestError, match=r"^size: it is missing$"):
+        read_body(Body, {"worker": "w"})
+    with pytest.raises(RequestError, match=r"^x: there is no such key; it takes nothing$"):
+        read_body(Nothing, {"x": 1})
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(list(Body.__slots__)) | st.text(max_size=3), PLAIN))
+def test_any_plain_values_are_a_body_or_a_request_error(body: dict[str, Any]) -> None:
+    try:
+        read = read_body(Body, {**FEWEST, **body})
+    except RequestError:
+        return
+    assert isinstance(read.worker, str)
+    assert read.size >= 0
+    assert 0 <= read.wait < float("inf")
+
+
+def test_a_typed_call_gets_the_body_as_declared_and_may_answer_with_nothing() -> None:
+    seen: list[Body] = []
+    call = typed(Body, seen.append)
+    assert call(FEWEST) == {}
+    assert seen == [Body("w", 1)]
+    with pytest.raises(RequestError):
+        call({})
+    assert len(seen) == 1
+
+
+def test_checked_calls_get_plain_values_and_each_needs_a_declared_body() -> None:
+    calls = checked({"a": Nothing, "b": Body}, {"a": lambda body: {"got": body}})
+    assert calls["a"]({}) == {"got": {}}
+    with pytest.raises(RequestError):
+        calls["a"]({"x": 1})
+    whole = checked({"b": Body}, {"b": lambda body: body}, longest=5.0)["b"]
+    assert whole({**FEWEST, "wait": 1e9}) | {"wait": 5.0, "how": "keep", "job": None} == whole(
+        {**FEWEST, "wait": 7}
+    )
+    with pytest.raises(KeyError):
+        checked({}, {"a": lambda body: body})
