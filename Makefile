@@ -62,12 +62,15 @@ FUZZ_SECONDS ?= 600
 FUZZED := $(addprefix $(CURDIR)/native/src/,example_parser.cc example_writer.cc csv_parser.cc entry_dump.cc frames.cc tfrecord.cc checksum.cc workers.cc)
 FUZZ_FLAGS := -std=c++20 -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all -I$(CURDIR)/native/src
 
-fuzz: setup  ## Throw damaged records at the parsers, and messages at every port, for ten minutes, or FUZZ_SECONDS
+fuzz: setup  ## Damaged records, files and messages for every parser and port: ten minutes, or FUZZ_SECONDS
 	mkdir -p build/fuzz
 	cd build/fuzz && g++ $(FUZZ_FLAGS) -fsanitize-coverage=trace-pc -c $(FUZZED)
 	cd build/fuzz && g++ $(FUZZ_FLAGS) -O2 $(CURDIR)/native/tests/fuzz_example_parser.cc $(notdir $(FUZZED:.cc=.o)) -pthread -o fuzz_example_parser
-	cd build/fuzz && ./fuzz_example_parser $(FUZZ_SECONDS)  # a crash leaves its input in build/fuzz/last_input
-	cd tests && ../$(BIN)/python -m faults.port_fuzzer --seconds $(FUZZ_SECONDS) --keep ../build/fuzz/ports
+	# All at once. A crash of a parser leaves its input in build/fuzz/last_input; the others say a seed.
+	cd build/fuzz && ./fuzz_example_parser $(FUZZ_SECONDS) & parsers=$$!; \
+	cd tests; ../$(BIN)/python -m faults.file_fuzzer --seconds $(FUZZ_SECONDS) & files=$$!; \
+	../$(BIN)/python -m faults.port_fuzzer --seconds $(FUZZ_SECONDS) --keep ../build/fuzz/ports; ports=$$?; \
+	wait $$parsers && wait $$files && exit $$ports
 
 clean:  ## Remove what was built; .venv stays
 	rm -rf build dist $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,6 +35,8 @@ ROUND = 100
 GROWTH = 400 << 20
 """Bytes that the servers may grow by after the first rounds, whatever they are sent."""
 
+MOST_FILES = 300
+
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
 LOOKUP = {"store": 0, "parts": 1, "columns": {"ids": 2}}
@@ -223,6 +225,9 @@ class Servers:
     def rss(self) -> int:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -466,7 +471,9 @@ def fuzz(
                 number += 1
                 fuzzer.send(number)
             fuzzer.check()
-            rss = servers.rss()
+            rss, files = servers.rss(), servers.open_files()
+            if files > MOST_FILES:
+                raise FuzzError(f"the servers have {files} files open")
             if number - first <= 20 * ROUND:
                 flat = max(flat, rss)
             elif rss > flat + GROWTH:

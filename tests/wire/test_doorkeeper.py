@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from data.service.loopback import until
@@ -88,3 +90,21 @@ def test_other_sockets_of_the_process_are_none_of_its_business(listener: socket.
             loud.sendall(bytes(5 * MOST))
             until(lambda: is_cut(served_loud))
             assert not is_cut(served)
+
+
+def test_looking_leaves_no_files_open(listener: socket.socket, keeper: Doorkeeper, tmp_path: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    reading, writing = os.pipe()
+    with (tmp_path / "file").open("w"), os.fdopen(reading), os.fdopen(writing, "w"):
+        keeper.close()  # from here on it looks when we say so
+        before = open_files()
+        for _ in range(20):
+            keeper._look()
+        assert open_files() <= before
+        guest, served = connect(listener)
+        with guest, served:
+            keeper._look()
+        keeper._look()
+        assert open_files() <= before

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -52,6 +53,8 @@ class Doorkeeper:
         self._strangers: dict[int, _Connection] = {}
         self._guests: dict[int, _Peer] = {}
         """File number -> who was let in."""
+        self._handles: set[int] = set()
+        """Numbers of our own handles."""
         self._seen: dict[int, int] = {}
         """File number -> inode of what has been looked at."""
         self._closing = threading.Event()
@@ -71,9 +74,8 @@ class Doorkeeper:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-        for connection in self._strangers.values():
-            connection.line.close()
-        self._strangers.clear()
+        for number in list(self._strangers):
+            self._let_go(number)
 
     def _watch(self) -> None:
         while not self._closing.wait(LOOK_EVERY):
@@ -82,31 +84,36 @@ class Doorkeeper:
 
     def _look(self) -> None:
         numbers = {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208  often
-        ours = {connection.line.fileno() for connection in self._strangers.values()}
         for number in self._seen.keys() - numbers:
             self._forget(number)
-        for number in numbers - ours:
+        for number in numbers:
+            if number in self._handles:
+                continue
             try:
-                inode = os.fstat(number).st_ino
+                about = os.fstat(number)
             except OSError:
                 continue
-            if self._seen.get(number) != inode:
+            if self._seen.get(number) != about.st_ino:
                 self._forget(number)
-                self._seen[number] = inode
-                self._meet(number)
+                self._seen[number] = about.st_ino
+                if stat.S_ISSOCK(about.st_mode):
+                    self._meet(number)
         for number, connection in list(self._strangers.items()):
             self._judge(number, connection)
 
     def _meet(self, number: int) -> None:
         """Note a connection to our port that was not there before."""
+        copy = os.dup(number)
         try:
-            line = socket.socket(fileno=os.dup(number))
+            line = socket.socket(fileno=copy)
         except OSError:
-            return  # no socket
+            os.close(copy)
+            return
         with suppress(OSError, ValueError):
             if line.family in (socket.AF_INET, socket.AF_INET6) and line.getsockname()[1] == self._port:
                 host, port = line.getpeername()[:2]
                 self._strangers[number] = _Connection((_plain(host), port), line)
+                self._handles.add(line.fileno())
                 return
         line.close()
 
@@ -137,6 +144,7 @@ class Doorkeeper:
 
     def _let_go(self, number: int) -> None:
         connection = self._strangers.pop(number)
+        self._handles.discard(connection.line.fileno())
         connection.line.close()
 
     def _forget(self, number: int) -> None:
