@@ -291,6 +291,15 @@ def test_a_table_that_was_renamed_is_found_by_its_old_name(make: Callable[..., R
     assert len(renamed) == 1
 
 
+def test_the_error_of_a_missing_table_names_the_old_names_that_were_tried(make: Callable[..., Run]) -> None:
+    run = make()
+    prefix = run.checkpointer.save(1)
+    other = NativeTable(replace(ITEM, name="article", extra_restore_names=("product", "thing")))
+    checkpointer = Checkpointer(run.checkpointer.saver, [TablesPart({"article": other})])
+    with pytest.raises(RestoreError, match=r"does not have it, nor its old names 'product', 'thing'; it has"):
+        checkpointer.restore(prefix)
+
+
 def test_a_table_that_was_renamed_begins_a_chain_of_its_own(make: Callable[..., Run]) -> None:
     run = make(full_every=5)
     run.train(1, 2, 3)

@@ -72,6 +72,20 @@ def filled(cls: Any, n: int = 20) -> Any:
 # There and back
 
 
+def test_old_names_of_a_table_are_tried_in_order(cls: Any, tmp_path: Path) -> None:
+    for name, many in (("older", 2), ("oldest", 3)):
+        export_entry_dumps(filled(cls, many), f"{tmp_path}/{name}", num_shards=2)
+    segments = CONFIG.segments
+    config = TableConfig(name="new", segments=segments, extra_restore_names=("old", "older", "oldest"))
+    table = cls(config)
+    assert import_entry_dumps(table, f"{tmp_path}/new").rows == 2
+    export_entry_dumps(filled(cls, 4), f"{tmp_path}/new")
+    assert import_entry_dumps(table, f"{tmp_path}/new").rows == 4, "its own name comes first"
+    strange = TableConfig(name="x", segments=segments, extra_restore_names=("y",))
+    with pytest.raises(RestoreError, match=r"table 'x': there are no files .*/x-ddddd\S* nor .*/y-ddddd"):
+        import_entry_dumps(cls(strange), f"{tmp_path}/x")
+
+
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_a_table_comes_back_as_it_was(cls: Any, base: str, num_shards: int) -> None:
     table, other = filled(cls), cls(CONFIG)

@@ -148,10 +148,12 @@ class TablesPart:
         }
         missing = [name for name, found in names.items() if found is None]
         if missing and chain and options.strict:
+            tried = self._tables[missing[0]].config.extra_restore_names
+            others = f", nor its old names {', '.join(map(repr, tried))}" if tried else ""
             raise RestoreError(
-                f"cannot restore table {missing[0]!r}: the checkpoint {chain[-1].prefix} does not have it; "
-                f"it has {', '.join(sorted(known)) or 'none'}. If the table was renamed, list its old name "
-                "in extra_restore_names; if it is new, restore with strict=False."
+                f"cannot restore table {missing[0]!r}: the checkpoint {chain[-1].prefix} does not have it"
+                f"{others}; it has {', '.join(sorted(known)) or 'none'}. If the table was renamed, list its "
+                "old name in extra_restore_names; if it is new, restore with strict=False."
             )
         reports = [
             RestoreReport(

@@ -624,9 +624,14 @@ def without_expired(rows: Rows, config: TableConfig, now: int) -> Rows:
     return select(rows, torch.from_numpy(~expired))
 
 
-def _find(basename: str, config: TableConfig) -> tuple[str, Manifest]:
+def basenames(basename: str, config: TableConfig) -> list[str]:
+    """Return where the dump of a table may be, in this order: here, or beside it under an old name."""
     folder = filesystem.parent(basename)
-    names = [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
+    return [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
+
+
+def _find(basename: str, config: TableConfig) -> tuple[str, Manifest]:
+    names = basenames(basename, config)
     for name in names:
         if filesystem.exists(_manifest_path(name)):
             return name, read_manifest(name)

@@ -29,6 +29,7 @@ from monolith.table.dumps import (
     DumpReport,
     Keep,
     LoadReport,
+    basenames,
     clean_slate,
     default_num_shards,
     kept_ids,
@@ -38,7 +39,7 @@ from monolith.table.dumps import (
 )
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import Layout
-from monolith.table.sharded_names import find_sharded, replace_sharded, sharded_names
+from monolith.table.sharded_names import find_sharded, has_shards, replace_sharded, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ def import_entry_dumps(
 ) -> LoadReport:
     """Read upstream's files into a table; the arguments are those of `load`.
 
+    Where there are none at `basename`, the table's old names are tried beside it, in order.
     A row whose record lacks the state of a segment starts with fresh state; one that
     lacks its time has time 0. A serving table takes the values and the time.
 
@@ -183,7 +185,7 @@ def import_entry_dumps(
     """
     config, chosen = table.config, kept_ids(keep)
     codec = _codec(config)
-    paths = find_sharded(basename)
+    paths = _find(basename, config)
 
     def check(path: str, stop: StopTogether) -> None:
         for _ in stop.chunks(_read(codec, path, config)):
@@ -217,6 +219,20 @@ def import_entry_dumps(
         skipped=sum(skipped for _, skipped, _ in read),
         refused=table.stats().refused - before,
     )
+
+
+def _find(basename: str, config: TableConfig) -> list[str]:
+    """Return the shards of a table under the first of its names that has any."""
+    names = basenames(basename, config)
+    found = next(filter(has_shards, names), None)
+    if found is None:
+        listed = " nor ".join(f"{name}-ddddd-of-ddddd" for name in names)
+        raise RestoreError(
+            f"cannot restore table {config.name!r}: there are no files {listed}. Check the path; a dump that "
+            "was interrupted leaves only files ending in -tmp-<random>, which do not count. If the table was "
+            "renamed, list its old name in extra_restore_names."
+        )
+    return find_sharded(found)
 
 
 def _read(codec: native.EntryDumpCodec, path: str, config: TableConfig) -> Iterator[tuple[Rows, Tensor, int]]:

@@ -85,6 +85,11 @@ def find_sharded(basename: str) -> list[str]:
     return validate_sharded(basename, _paths(basename))
 
 
+def has_shards(basename: str) -> bool:
+    """Whether there is any shard of `basename`, of a complete set or not."""
+    return bool(_paths(basename))
+
+
 @contextlib.contextmanager
 def replace_sharded(basename: str, num_shards: int) -> Iterator[Sequence[BinaryIO]]:
     """Open all shards of a new set, which takes the place of the old one when the block ends.
