@@ -3,8 +3,8 @@
 python -m faults.file_fuzzer [--seconds 600] [--seed N] [--first M]
 
 The parsers in C++ have a fuzzer of their own, under sanitizers. Here whole files are read as a user reads
-them: compressed streams, text, Parquet, shards of tables, dense weights. A failure says which seed and number
-make the file again.
+them: compressed streams, text, Parquet, shards of tables, filters, dense weights, state files. A failure says
+which seed and number make the file again.
 """
 
 from __future__ import annotations
@@ -26,15 +26,24 @@ import torch
 from faults.port_fuzzer import Mutator
 from torch import nn
 
+from monolith.checkpoint.state_files import (
+    CheckpointState,
+    TableKind,
+    load_monolith_checkpoint,
+    read_checkpoint_state,
+    update_monolith_checkpoint,
+    write_checkpoint_state,
+)
 from monolith.data import Records
 from monolith.data.formats import FORMATS
 from monolith.errors import MonolithError
 from monolith.store.dense import dump_dense, read_dense
-from monolith.table import Rows, Segment, TableConfig
+from monolith.table import Rows, Segment, SlidingFilter, SlotThresholds, TableConfig
 from monolith.table.shard_files import Description, Layout, ShardReader, inspect, write_shard
 from monolith.tensors import RaggedTensor
 
 Read = Callable[[Path], Any]
+FIRST_SPLIT = "filter-00000-of-00005"
 
 
 class FileFuzzError(Exception):
@@ -62,7 +71,38 @@ def honest_files(folder: Path) -> dict[str, tuple[bytes, Read]]:
     module = nn.Linear(2, 3)
     dense = bytes(dump_dense(dict(module.named_parameters()), torch.optim.Adam(module.parameters()), 3))
     made["dense"] = dense, lambda path: read_dense(path.read_bytes())
+    made["filter"] = _filter(folder), _read_filter
+    made["checkpoint"], made["monolith_checkpoint"] = _state_files(folder)
     return made
+
+
+def _filter(folder: Path) -> bytes:
+    admission = SlidingFilter(300, 5, SlotThresholds(2))
+    admission.refuse(torch.arange(100) << 17)
+    admission.save(str(folder / "filter"))
+    return (folder / FIRST_SPLIT).read_bytes()
+
+
+def _read_filter(path: Path) -> int:
+    """Read a filter of whose files the first is damaged."""
+    path.replace(path.with_name(FIRST_SPLIT))
+    admission = SlidingFilter(300, 5, SlotThresholds(2))
+    admission.restore(str(path.with_name("filter")))
+    return len(admission)
+
+
+def _state_files(folder: Path) -> tuple[tuple[bytes, Read], tuple[bytes, Read]]:
+    paths = tuple(str(folder / f"model.ckpt-{step}") for step in (1, 2))
+    write_checkpoint_state(str(folder), CheckpointState(paths[1], paths, (1.0, 2.0)))
+    update_monolith_checkpoint(str(folder), table_kind=TableKind.MULTI_CUCKOO_HASH_MAP)
+    listed, known = (folder / name for name in ("checkpoint", "monolith_checkpoint"))
+    return (
+        (
+            listed.read_bytes(),
+            lambda path: read_checkpoint_state(str(folder), path.name, sleep=lambda _: None),
+        ),
+        (known.read_bytes(), lambda path: load_monolith_checkpoint(str(folder), path.name)),
+    )
 
 
 def _shard(folder: Path) -> bytes:

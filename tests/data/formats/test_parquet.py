@@ -216,3 +216,11 @@ def test_without_pyarrow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 def test_sizes_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError):
         ParquetFormat(chunk_rows=0)
+
+
+def test_a_file_whose_column_names_are_no_text_is_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "day.parquet"
+    pq.write_table(pa.table({"user": [1, 2]}), path)
+    path.write_bytes(path.read_bytes().replace(b"user", b"\xa6ser"))
+    with pytest.raises(CorruptFileError, match="not a Parquet file that can be read"):
+        list(ParquetFormat().chunks(str(path)))

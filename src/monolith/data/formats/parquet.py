@@ -284,7 +284,7 @@ def _errors_of(path: str, offset: int, arrow: _Arrow) -> Iterator[None]:
         yield
     except FilesystemError:
         raise
-    except (arrow.pa.lib.ArrowException, OSError) as cause:
+    except (arrow.pa.lib.ArrowException, OSError, UnicodeDecodeError) as cause:
         raise CorruptFileError(path, offset, f"not a Parquet file that can be read: {cause}") from cause
 
 
