@@ -50,7 +50,7 @@ bench: setup  ## Measure the table against the machine's limits, and training ag
 	$(BIN)/monolith bench train
 
 soak: setup soak-plain soak-thread soak-address,undefined fuzz  ## C++ tests under sanitizers, fuzzing, then the slow Python tests
-	$(BIN)/python -m pytest -m soak || [ $$? -eq 5 ]  # 5: no test is marked soak
+	$(BIN)/python -m pytest -n 2 --dist load -m soak --durations=15 -rA
 
 soak-%: setup
 	cmake -S . -B build/$@ -G Ninja -DMONOLITH_TESTS=ON -DMONOLITH_SANITIZE=$(filter-out plain,$*)

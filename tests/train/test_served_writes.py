@@ -12,18 +12,23 @@ from monolith.train import TrainConfig
 from monolith.train.parameter_server import ServedShare
 
 
-def test_a_server_writes_only_below_the_model_dir_of_its_run(tmp_path: Path) -> None:
+def test_a_server_writes_only_below_the_model_dir_of_its_run(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     model_dir, outside = tmp_path / "model", tmp_path / "outside"
     model_dir.mkdir()
     outside.mkdir()
     (model_dir / "link").symlink_to(outside)
     share = ServedShare(Clicks(), TrainConfig(model_dir=str(model_dir)), index=0, num_ps=1, num_workers=1)
-    share.calls["tables.cut"]({"cut": "c"})
+    server = share.serve("127.0.0.1", 0, None)
+    request.addfinalizer(server.close)
+    share.calls["server.begin"]({"run": "r"})
+    share.calls["tables.cut"]({"run": "r", "cut": "c"})
 
     def write(prefix: object) -> object:
         calls = share._jobs.calls
         job = calls["job.start"](
-            {"work": "tables.write", "body": {"cut": "c", "prefix": prefix, "full": True}}
+            {"work": "tables.write", "body": {"run": "r", "cut": "c", "prefix": prefix, "full": True}}
         )
         return calls["job.wait"]({**job, "wait": 20.0})["done"]
 

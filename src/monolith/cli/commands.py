@@ -7,6 +7,7 @@ mistyped flag answer at once, without waiting for torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -286,6 +287,8 @@ class Command:
     """Whether options without a default are given without their flag: `data head FILE`."""
     run_flags: bool = False
     """Whether fields of a run's config are flags of it, too. Its options have `run_flags` and `words`."""
+    let_down_status: int = 2
+    """The exit status after a RetryableError; os.EX_TEMPFAIL asks to be started again."""
 
     @property
     def summary(self) -> str:
@@ -295,7 +298,7 @@ class Command:
 COMMANDS = {
     "demo": Command(DemoOptions, "monolith.cli.demo"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
-    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True),
+    "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "bench table": Command(BenchTableOptions, "monolith.cli.bench.table"),

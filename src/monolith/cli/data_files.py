@@ -133,11 +133,13 @@ def validate(options: DataValidateOptions) -> int:
                 for odd in kind.odd_values(path):
                     tell(f"{path}: {odd}")
             for _, chunk in read([path], options.format, (), "Reading"):
-                found = list(faults(chunk, first))
+                for one in chunk.bad:
+                    tell(f"{path}: {one.reason}")
+                found = list(not_numbers(chunk.records))
+                for number, what in found:
+                    tell(f"{path}: record {first + number}: {what}")
                 first += len(chunk.records)
-                records += len(chunk.records) - len({where for where, _ in found[len(chunk.bad) :]})
-                for where, what in found:
-                    tell(f"{path}: record {where}: {what}")
+                records += len(chunk.records) - len({number for number, _ in found})
         except CorruptFileError as error:
             tell(str(error))
         if records + wrong == before:
@@ -148,18 +150,12 @@ def validate(options: DataValidateOptions) -> int:
     return 1 if wrong else 0
 
 
-def faults(chunk: Chunk, first: int) -> Iterator[tuple[str, str]]:
-    """Yield which records of a chunk are wrong, and what is wrong with them.
-
-    Args:
-        first: The number of its first record among those of the file that can be read, from 0.
-    """
-    for one in chunk.bad:
-        yield f"at {one.place}", one.reason
-    for name in chunk.records.columns:
-        for number in not_finite(chunk.records[name]).nonzero().squeeze(1).tolist():
-            values = chunk.records.slice(number, number + 1)[name].flat_values
-            yield f"{first + number}", f"column {name!r} is {values[~values.isfinite()][0].item()}"
+def not_numbers(records: Records) -> Iterator[tuple[int, str]]:
+    """Yield which records have a float that is NaN or infinite, from 0, and in which column."""
+    for name in records.columns:
+        for number in not_finite(records[name]).nonzero().squeeze(1).tolist():
+            values = records.slice(number, number + 1)[name].flat_values
+            yield number, f"column {name!r} is {values[~values.isfinite()][0].item()}"
 
 
 # Reading

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import difflib
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -55,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if TRACEBACK in words:
         traceback.print_exception(found)
     sys.stderr.write(f"monolith: {said}\n")
-    return os.EX_TEMPFAIL if isinstance(found, RetryableError) else 2
+    return let_down_status(words) if isinstance(found, RetryableError) else 2
+
+
+def let_down_status(words: Sequence[str]) -> int:
+    """Return the exit status of a command line whose process others have let down."""
+    name, _ = split_command(shared_parser().parse_known_args(words)[1])
+    return COMMANDS[name].let_down_status
 
 
 def run(argv: Sequence[str]) -> int:
