@@ -487,6 +487,49 @@ def test_a_worker_that_is_stopped_alone_stops_the_run_which_is_not_finished_then
     assert sum(saved.tally.values()) == 8 * saved.step < TASK.records
 
 
+def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> None:
+    discovery, stop = MemoryDiscovery(), threading.Event()
+    config = TrainConfig(model_dir=str(tmp_path))
+
+    def serve() -> None:
+        serve_parameters(TASK, config, discovery, index=0, num_ps=1, num_workers=2, stop=stop)
+
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
+    patient = timedelta(seconds=PATIENT)
+    with join_fleet(discovery, index=1, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
+        trainer = Trainer(TASK, config, fleet=fleet)
+        threading.Timer(0.5, trainer.stop, ["SIGTERM"]).start()
+        report = trainer.train()
+    assert (report.stop_reason, report.steps, report.finished) == ("SIGTERM", 0, False)
+    stop.set()
+    serving.join(PATIENT)
+
+
+def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_path: Path) -> None:
+    discovery, stop = MemoryDiscovery(), threading.Event()
+    config = TrainConfig(model_dir=str(tmp_path), summary_every_steps=None)
+
+    def serve() -> None:
+        serve_parameters(
+            TASK, config, discovery, index=0, num_ps=1, num_workers=2, stop=stop, linger=timedelta()
+        )
+
+    class Ask(Hook):
+        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            trainer.stop("SIGTERM")
+
+    serving = threading.Thread(target=serve, daemon=True)
+    serving.start()
+    patient = timedelta(seconds=PATIENT)
+    with join_fleet(discovery, index=0, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
+        trainer = Trainer(TASK, config, fleet=fleet, hooks=[Ask()])
+        with pytest.raises(UnavailableError, match="workers 1 never joined"):
+            trainer.train()
+    stop.set()
+    serving.join(PATIENT)
+
+
 class AskAtTheEnd(Hook):
     """Looks at the tables when training is over, as the live line does."""
 

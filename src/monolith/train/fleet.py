@@ -41,6 +41,8 @@ FAREWELL = timedelta(minutes=2)
 """How long the others have to hear that the run is over, as long as they are there."""
 SAY_EVERY = 15.0
 """Seconds between two lines of the log about who is waited for."""
+JOIN_WITHIN = 5.0
+"""Seconds that a run which is stopping waits for workers that have not joined it."""
 STOP_WITHIN = 60.0
 """Seconds that a worker has to stop where it is told to."""
 OLD_NEWS = 60.0
@@ -202,6 +204,8 @@ class Fleet:
         self._stores = 0
         self._held = False
         self._run = ""
+        self._absent: list[int] = []
+        """Workers who have not joined yet, as far as is known here."""
         self._listener: FleetNews | None = None
         self.finished = True
         """Once the run is over: whether it came to its end, and nobody stopped it before."""
@@ -236,13 +240,21 @@ class Fleet:
         self.check()
         self.group.call(0, "meeting.open", run=self._run, start=dict(start))
 
-    def join(self) -> dict[str, Any] | None:
+    @property
+    def joined(self) -> bool:
+        """Whether this worker takes part in a run."""
+        return bool(self._run)
+
+    def join(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
         """Wait until the chief has restored everything; return what it says of where to go on.
 
         A run that failed long before this worker came is waited out: somebody may start the chief again.
 
+        Args:
+            stopped: Whether somebody wants this worker to stop; looked at every second.
+
         Returns:
-            None where the run is over, and this worker's part in it done.
+            None where the run is over, and this worker's part in it done; or it was stopped.
 
         Raises:
             DeadlineExceededError: It did not in time.
@@ -250,9 +262,9 @@ class Fleet:
         """
         limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
         known, first = "", True
-        while True:
+        while not stopped():
             answer = self.group.call(
-                0, "meeting.join", worker=self.index, member=self._member, known=known, wait=POLL
+                0, "meeting.join", worker=self.index, member=self._member, known=known, wait=1.0
             )
             if answer["run"] is not None:
                 self._run = answer["run"]
@@ -276,6 +288,7 @@ class Fleet:
             if now - said >= SAY_EVERY:
                 said = now
                 _log.info("waiting for the chief to restore the model")
+        return None
 
     # Between steps
 
@@ -310,11 +323,15 @@ class Fleet:
         return halt
 
     @contextlib.contextmanager
-    def halted(self) -> Iterator[Halt]:
-        """Hold the others between their steps, as the chief, and hand out their states."""
+    def halted(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Halt]:
+        """Hold the others between their steps, as the chief, and hand out their states.
+
+        Args:
+            stopped: Whether somebody wants the run to stop: who has not joined it yet never will.
+        """
         number = self._halt()
         try:
-            yield Halt(number, self._gather())
+            yield Halt(number, self._gather(stopped))
         finally:
             if not self._held:
                 self._release()
@@ -376,21 +393,25 @@ class Fleet:
                 final=final and self.is_chief,
             )
 
-    def wait_for_others(self, idle: Callable[[], None]) -> list[State]:
+    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[State]:
         """Wait, as the chief, until all others have left; return their last states, in order.
 
         After `finish_timeout` they are asked to stop where they are.
 
         Args:
             idle: Called every second meanwhile.
+            stopping: Whether the run is to stop before its end: who has not joined it yet never will.
 
         Raises:
-            UnavailableError: One was lost.
+            UnavailableError: One was lost, or never came.
             DeadlineExceededError: One does not stop.
         """
         asked_at: float | None = None
         limit = self._clock() + self._finish_timeout.total_seconds()
+        began = self._clock()
         while missing := self._missing(left=True, wait=1.0):
+            if stopping:
+                self._check_joined(began)
             idle()
             now, who = self._clock(), ", ".join(map(str, missing))
             if asked_at is None and now >= limit:
@@ -505,10 +526,12 @@ class Fleet:
     def _release(self) -> None:
         self.group.call(0, "meeting.release", run=self._run)
 
-    def _gather(self) -> list[State]:
+    def _gather(self, stopped: Callable[[], bool]) -> list[State]:
         """Wait until all others stand still; one that has not come yet is waited for as at the start."""
         began = said = self._clock()
         while missing := self._missing(left=False, wait=1.0):
+            if stopped():
+                self._check_joined(began)
             now = self._clock()
             if now - began > self._start_timeout.total_seconds():
                 raise DeadlineExceededError(
@@ -521,6 +544,14 @@ class Fleet:
                 _log.warning("waiting for workers %s before saving; see their logs", who)
         return self._states()
 
+    def _check_joined(self, since: float) -> None:
+        """Wait no longer for workers who never came, when the run is to stop."""
+        if self._absent and self._clock() - since > JOIN_WITHIN:
+            raise UnavailableError(
+                f"workers {', '.join(map(str, self._absent))} never joined, so nothing can be saved since "
+                "the last checkpoint, from which the next start goes on"
+            )
+
     def _states(self) -> list[State]:
         answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
         return [answer["states"][str(worker)] for worker in range(1, self.num_workers)]
@@ -530,6 +561,7 @@ class Fleet:
         answer = self.group.call(0, "meeting.gathered", run=self._run, wait=wait, left=left)
         if answer["failure"]:
             raise UnavailableError(answer["failure"])
+        self._absent = list(answer["absent"])
         return list(answer["missing"])
 
     def _close_listener(self) -> None:

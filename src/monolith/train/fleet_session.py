@@ -77,7 +77,7 @@ class FleetSession(Session):
         if self._fleet.is_chief:
             self._fleet.open({"step": self.step, "workers": self._starts})
         else:
-            start = self._fleet.join()
+            start = self._fleet.join(lambda: self._interrupted)
             if start is None:
                 return RUN_IS_OVER
             self._sparse.global_step = start["step"]
@@ -125,7 +125,7 @@ class FleetSession(Session):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        with self._fleet.halted() as halt:
+        with self._fleet.halted(lambda: self._interrupted) as halt:
             self.take_in(halt.states)
             self._halts[halt.number] = self._position
             yield
@@ -289,7 +289,9 @@ class FleetHook(Hook):
             return
         if run.stop_reason != DATA_ENDED:
             self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
-        states = self._fleet.wait_for_others(lambda: None if self._look is None else self._look(run))
+        states = self._fleet.wait_for_others(
+            lambda: None if self._look is None else self._look(run), stopping=run.interrupted
+        )
         self._session.take_in(states)
 
 
@@ -308,7 +310,7 @@ class EndHook(Hook):
     def end(self, run: Run) -> None:
         if self._fleet.is_chief:
             self._fleet.end()
-        elif run.stop_reason != RUN_IS_OVER:
+        elif self._fleet.joined:
             if run.interrupted:  # its share of the data is not done, so the run cannot be either
                 self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
             self._fleet.leave(self._session.state())
