@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services bench soak fuzz clean
+.PHONY: help setup demo test check services bench soak soak-python fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,7 +49,10 @@ bench: setup  ## Measure the table against the machine's limits, and training ag
 	$(BIN)/monolith bench table
 	$(BIN)/monolith bench train
 
-soak: setup soak-plain soak-thread soak-address,undefined fuzz  ## C++ tests under sanitizers, fuzzing, then the slow Python tests
+soak: soak-plain soak-thread soak-address,undefined fuzz soak-python  ## Sanitizers, fuzzing, kills: all that is slow; -j2 for less time
+	@echo "make soak: C++ tests plain and under sanitizers, fuzzing and slow Python tests have all passed"
+
+soak-python: setup
 	$(BIN)/python -m pytest -n 2 --dist load -m soak --durations=15 -rA
 
 soak-%: setup

@@ -224,3 +224,9 @@ def test_a_file_whose_column_names_are_no_text_is_corrupt(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes().replace(b"user", b"\xa6ser"))
     with pytest.raises(CorruptFileError, match="not a Parquet file that can be read"):
         list(ParquetFormat().chunks(str(path)))
+
+
+def test_a_file_whose_statistics_contradict_its_schema_is_corrupt() -> None:
+    # Found by the fuzzer: asked for the place of a column, pyarrow ended the process.
+    with pytest.raises(CorruptFileError, match="histogram size mismatch"):
+        read(FIXTURES / "damaged_histogram.parquet")

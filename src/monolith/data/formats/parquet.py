@@ -71,7 +71,7 @@ class ParquetFormat:
         """Yield the rows of a file from row `start` on; see `Format`."""
         arrow = _arrow()
         with open_read(path) as handle:
-            with _errors_of(path, 0, arrow):
+            with _errors_of(path, arrow):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
                 wanted, complete = _wanted(file, columns)
@@ -83,7 +83,7 @@ class ParquetFormat:
             for group in range(file.metadata.num_row_groups):
                 end = first + int(file.metadata.row_group(group).num_rows)
                 if start < end:
-                    with _errors_of(path, _offset(file, group), arrow):
+                    with _errors_of(path, arrow):
                         table = file.read_row_group(group, columns=wanted)
                     for begin in range(max(start, first), end, self._chunk_rows):
                         some = table.slice(begin - first, min(self._chunk_rows, end - begin))
@@ -279,19 +279,14 @@ def _arrow() -> _Arrow:
 
 
 @contextmanager
-def _errors_of(path: str, offset: int, arrow: _Arrow) -> Iterator[None]:
+def _errors_of(path: str, arrow: _Arrow) -> Iterator[None]:
+    """Tell of a damaged file in our own error.
+
+    It does not say at which byte: who asks pyarrow where a damaged column begins ends the whole process.
+    """
     try:
         yield
     except FilesystemError:
         raise
     except (arrow.pa.lib.ArrowException, OSError, UnicodeDecodeError) as cause:
-        raise CorruptFileError(path, offset, f"not a Parquet file that can be read: {cause}") from cause
-
-
-def _offset(file: Any, group: int) -> int:
-    """Return the byte at which a row group begins."""
-    about = file.metadata.row_group(group)
-    if not about.num_columns:
-        return 0
-    column = about.column(0)
-    return int(column.dictionary_page_offset or column.data_page_offset)
+        raise CorruptFileError(path, 0, f"not a Parquet file that can be read: {cause}") from cause
