@@ -37,6 +37,8 @@ ROWS = (
     {"sync"},
     {"train"},
     {"serve"},
+    {"run"},
+    {"bench", "compat"},
     {"cli"},
 )
 STRANGERS = {("serve", "train")}
@@ -59,7 +61,7 @@ OWNERS = {
     "prometheus_client": {"observe"},
     "pyarrow": {"data", "store", "sync"},
     "ray": {"cluster"},
-    "rich": {"observe", "cli"},
+    "rich": {"observe", "bench", "cli"},
     "safetensors": {"checkpoint"},
     "starlette": {"serve"},
     "tensorboard": {"observe"},

@@ -13,11 +13,11 @@ from contracts.tables import ids
 from torch import nn
 
 from monolith.checkpoint.checkpointer import Checkpointer
-from monolith.checkpoint.manifest import read_chain, read_manifest
+from monolith.checkpoint.folder.manifest import read_chain, read_manifest
+from monolith.checkpoint.folder.saver import Saver
+from monolith.checkpoint.folder.state_files import read_checkpoint_state, read_ckpt_info
 from monolith.checkpoint.part import RestoreOptions
 from monolith.checkpoint.parts import DensePart, StatePart
-from monolith.checkpoint.saver import Saver
-from monolith.checkpoint.state_files import read_checkpoint_state, read_ckpt_info
 from monolith.checkpoint.tables import TablesPart
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError, SaveError
 from monolith.table import (

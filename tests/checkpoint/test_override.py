@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from contracts.savers import FakeClock, write_checkpoint
 
-from monolith.checkpoint.manifest import Manifest, needs_of, read_chain, write_manifest
-from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
-from monolith.checkpoint.saver import Saver, checkpoint_exists
-from monolith.checkpoint.state_files import (
+from monolith.checkpoint.folder.manifest import Manifest, needs_of, read_chain, write_manifest
+from monolith.checkpoint.folder.saver import Saver, checkpoint_exists
+from monolith.checkpoint.folder.state_files import (
     CheckpointState,
     MonolithCheckpointState,
     TableKind,
@@ -20,6 +19,7 @@ from monolith.checkpoint.state_files import (
     update_monolith_checkpoint,
     write_checkpoint_state,
 )
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError
 from monolith.filesystem.backends import LocalBackend
 

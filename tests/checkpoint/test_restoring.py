@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from monolith.checkpoint.custom_restore import CustomRestore
-from monolith.checkpoint.dense_state import capture_dense, restore_dense
+from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.dense.state import capture_dense, restore_dense
 from monolith.checkpoint.restoring import InitializedShards, RestoreListener, run_restore
 from monolith.table import DictTable, Segment, TableConfig, dump, load
 

@@ -28,7 +28,7 @@ from monolith.checkpoint import (
     read_chain,
     reshard,
 )
-from monolith.checkpoint.manifest import read_manifest, write_manifest
+from monolith.checkpoint.folder.manifest import read_manifest, write_manifest
 from monolith.checkpoint.part import RestoreOptions, SavedPart
 from monolith.errors import ConfigError, CorruptFileError, RestoreError, SaveError
 from monolith.table import (

@@ -2,7 +2,7 @@ import pytest
 
 from monolith.cli import commands, main
 from monolith.cli.commands import Command
-from monolith.cli.config_options import (
+from monolith.cli.options.config import (
     ConfigCheckOptions,
     ConfigExplainOptions,
     ConfigInitOptions,

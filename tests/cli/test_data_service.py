@@ -23,8 +23,8 @@ from monolith.cli.data_service import (
     reachable_host,
     worker,
 )
-from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.security_options import SecurityOptions, guard_of
+from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.options.security import SecurityOptions, guard_of
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator, open_discovery_url
 from monolith.cluster.security import SecurityConfig, guard_caller
 from monolith.config import Secret

@@ -17,8 +17,8 @@ from rich.console import Console
 from services.servers import free_port
 
 from monolith.cli import doctor, doctor_cluster, main
-from monolith.cli.commands import DoctorOptions
 from monolith.cli.doctor_cluster import Member, examine, render
+from monolith.cli.options.doctor import DoctorOptions
 from monolith.cluster import Discovery, FilesConfig, FilesDiscovery, MemoryDiscovery, open_discovery_url
 from monolith.errors import ConfigError
 

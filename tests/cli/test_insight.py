@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from monolith.cli.insight import run
-from monolith.cli.insight_options import InsightOptions
+from monolith.cli.options.insight import InsightOptions
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe.summaries import insight_data, nas_data
 from monolith.observe.summary_files import SummaryWriter

@@ -141,7 +141,7 @@ def test_a_member_that_fails_ends_the_run_and_is_named(start: Any, tmp_path: Pat
 
 RAY_TASK = """
 from monolith.data import DriftConfig, DriftingStream, Pipeline
-from monolith.data.drift import SPEC
+from monolith.data.synthetic.drift import SPEC
 from monolith.model import DeepFM
 from monolith.train import Task
 

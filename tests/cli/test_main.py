@@ -12,8 +12,9 @@ import pytest
 
 import monolith
 from monolith import observe
+from monolith.bench.options import BenchTableOptions
 from monolith.cli import main as cli
-from monolith.cli.commands import COMMANDS, BenchTableOptions
+from monolith.cli.commands import COMMANDS
 from monolith.errors import ConfigError, MissingExtraError
 
 

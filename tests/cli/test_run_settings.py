@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from monolith.cli.main import main
+from monolith.cli.options.train import EvaluateOptions, TrainOptions
 from monolith.cli.run_fields import NOT_YET, OBEYED, SO_ANYWAY, TRAIN_FIELDS
 from monolith.cli.run_settings import read_settings
 from monolith.cli.task_config import TrainFile, load_reading, load_training
-from monolith.cli.train_options import EvaluateOptions, TrainOptions
 from monolith.cluster.run_config import RunConfig
 from monolith.cluster.run_config.templates import template
 from monolith.config import describe_fields

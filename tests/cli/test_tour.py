@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from monolith.cli import tour as tours
-from monolith.cli.commands import TourOptions
 from monolith.cli.main import main
+from monolith.cli.options.shows import TourOptions
 from monolith.table import Rows
 
 STOPS = ["Insert", "Look up", "Train", "Admit", "Expire", "Save", "Refuse damage", "Restore"]

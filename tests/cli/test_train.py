@@ -24,8 +24,8 @@ from monolith.checkpoint import ModelDirLock, read_checkpoint_state
 from monolith.cli import train as command
 from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
+from monolith.cli.options.train import TrainOptions
 from monolith.cli.task_config import load_training
-from monolith.cli.train_options import TrainOptions
 from monolith.data import format_of
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds

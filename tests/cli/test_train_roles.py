@@ -28,7 +28,7 @@ from monolith.cluster.run_config import RunConfig, load_run_config
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
 from monolith.train import Hook
-from monolith.train.parameter_server import ServerEnd
+from monolith.train.fleet.parameter_server import ServerEnd
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monolith import filesystem
-from monolith.checkpoint.saver import MANIFEST, Saver, checkpoint_exists
+from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
 
 
 class FakeClock:

@@ -14,9 +14,9 @@ import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS
 
 from monolith.data import Format, JoinedSource, JoinerConfig, Position, Records, Source
-from monolith.data.discovery import Watch
-from monolith.data.drift import DriftConfig, DriftingStream
-from monolith.data.files import FileSource
+from monolith.data.files.discovery import Watch
+from monolith.data.files.source import FileSource
+from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats import PayloadParser, PayloadWriter
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.memory import MemorySource, to_records
@@ -26,8 +26,8 @@ from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher, JobConfig
 from monolith.data.shuffling import ShuffleConfig
+from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 from monolith.data.transforms import MergeFlow
-from monolith.data.work_queue import LocalFileQueue
 from monolith.tensors import RaggedTensor
 
 COUNT = 23

@@ -10,9 +10,13 @@ import pytest
 from contracts.savers import SAVERS, Run, names, put, write_checkpoint
 
 from monolith import filesystem
-from monolith.checkpoint.saver import Saver, checkpoint_exists
-from monolith.checkpoint.state_files import CheckpointState, read_checkpoint_state, update_monolith_checkpoint
-from monolith.checkpoint.state_files import MonolithCheckpointState as Exempt
+from monolith.checkpoint.folder.saver import Saver, checkpoint_exists
+from monolith.checkpoint.folder.state_files import (
+    CheckpointState,
+    read_checkpoint_state,
+    update_monolith_checkpoint,
+)
+from monolith.checkpoint.folder.state_files import MonolithCheckpointState as Exempt
 from monolith.errors import ConfigError, FileMissingError
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from monolith.data import BatchSpec, Position, Records, Source
-from monolith.data.files import FileSource
+from monolith.data.files.source import FileSource
+from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import MemorySource, to_records
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.pipeline import Pipeline, ProgressLine
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.work_queue import LocalFileQueue
 from monolith.errors import ConfigError, DataError
 from monolith.tensors import RaggedTensor
 

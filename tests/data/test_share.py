@@ -23,8 +23,8 @@ from monolith.data import (
     my_share,
     reading_share,
 )
-from monolith.data.drift import TIME
 from monolith.data.service import DataServiceSource
+from monolith.data.synthetic.drift import TIME
 from monolith.errors import ConfigError, RestoreError
 
 

@@ -26,7 +26,7 @@ import torch
 from faults.port_fuzzer import Mutator
 from torch import nn
 
-from monolith.checkpoint.state_files import (
+from monolith.checkpoint.folder.state_files import (
     CheckpointState,
     TableKind,
     load_monolith_checkpoint,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from monolith.data import Source
-from monolith.data.files import FileSource
+from monolith.data.files.source import FileSource
+from monolith.data.files.work_queue import SharedFileQueue
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.pipeline import Pipeline
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.work_queue import SharedFileQueue
 
 FORMAT = ParquetFormat(chunk_rows=16, row_group_rows=32)
 

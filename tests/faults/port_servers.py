@@ -25,8 +25,8 @@ from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.store import ParameterServer
 from monolith.train import TrainConfig
+from monolith.train.fleet.parameter_server import ServedShare
 from monolith.train.hooks import ControlServerHook, LocalBarrier
-from monolith.train.parameter_server import ServedShare
 from monolith.wire.limits import Limits
 
 TOKEN = "only-for-tests"

@@ -17,7 +17,7 @@ from faults.trainer_process import Job
 from faults.trainers import MakeJob, Trainers, Uninterrupted, check_done, check_listed, error_of, last_state
 
 from monolith.checkpoint import read_checkpoint_state
-from monolith.checkpoint.state_files import read_journal
+from monolith.checkpoint.folder.state_files import read_journal
 from monolith.errors import CorruptFileError
 
 _PRIVATE = ["unshare", "--map-root-user", "--mount", "--"]

@@ -46,10 +46,10 @@ from monolith.data import (
     Records,
     Stream,
 )
-from monolith.data.drift import FEATURES, SPEC, TIME
+from monolith.data.files.work_queue import SharedFileQueue
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import BatchSpec
-from monolith.data.work_queue import SharedFileQueue
+from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.errors import MonolithError
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig

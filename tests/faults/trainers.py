@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 from faults.trainer_process import FORMAT, TALLY, Job, queue_of, trained
 
 from monolith.checkpoint import read_checkpoint_state, read_manifest
-from monolith.checkpoint.manifest import read_chain
+from monolith.checkpoint.folder.manifest import read_chain
 from monolith.data import FileSource
 
 LONGEST = 60.0

@@ -11,7 +11,7 @@ from torch import nn
 from train.tasks import rows_of
 
 from monolith.data import ClickLog, ClickLogConfig, DriftConfig, DriftingStream, Pipeline
-from monolith.data.drift import SPEC
+from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import sigmoid_loss_and_pred

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from monolith.checkpoint import Checkpointer, Saver
 from monolith.cluster import MemoryDiscovery
 from monolith.data import DriftConfig, DriftingStream, Pipeline, Records, Stream
-from monolith.data.drift import FEATURES, SPEC, TIME
 from monolith.data.records import BatchSpec
+from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
@@ -35,10 +35,10 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
-from monolith.train.fleet import NEWS_EVERY
+from monolith.train.fleet.fleet import NEWS_EVERY
+from monolith.train.fleet.meeting import LOST_AFTER
+from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServerEnd
 from monolith.train.keeping import newest_checkpoint
-from monolith.train.meeting import LOST_AFTER
-from monolith.train.parameter_server import ABANDONED_AFTER, ServerEnd
 from monolith.train.session import Model as TrainedModel
 
 RECORD = "record"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
-from monolith.data.drift import SPEC
+from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
 from monolith.train import Mode, Task

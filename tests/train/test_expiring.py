@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from train.fleets import run_fleet
 
-from monolith.checkpoint.manifest import read_manifest
+from monolith.checkpoint.folder.manifest import read_manifest
 from monolith.data import BatchSpec, FileSource, Pipeline, Records, Stream
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.records import LABEL, LINE_ID

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from vectors.case import Case, floats, id_tensor
 
+from monolith.compat import shard_of_ids
+from monolith.compat.feature_sharding import ShardedFeature, shard_features
 from monolith.feature import (
     CONCAT,
     Combiner,
@@ -35,11 +37,10 @@ from monolith.feature import (
     slot_of,
     switch_slot,
 )
-from monolith.feature.sharding import ShardedFeature, shard_features
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import GradClipType
 from monolith.table import Constant, Fp32, Sgd, from_upstream
-from monolith.tensors import RaggedTensor, shard_of_ids
+from monolith.tensors import RaggedTensor
 
 # Fids
 

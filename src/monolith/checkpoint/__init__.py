@@ -6,20 +6,11 @@ checkpointer.restore(prefix)
 """
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
-from monolith.checkpoint.comparing import Difference, compare
-from monolith.checkpoint.custom_restore import CustomRestore
-from monolith.checkpoint.listing import Listed, Listing, list_checkpoints, named_checkpoint
-from monolith.checkpoint.lock import ModelDirLock
-from monolith.checkpoint.manifest import Link, Manifest, read_chain, read_manifest
-from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
-from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
-from monolith.checkpoint.parts import DensePart, StatePart
-from monolith.checkpoint.pieces import merge_entries
-from monolith.checkpoint.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
-from monolith.checkpoint.report import RestoreReport
-from monolith.checkpoint.rewriting import compact, export, reshard
-from monolith.checkpoint.saver import Saver, checkpoint_exists, require_checkpoint
-from monolith.checkpoint.state_files import (
+from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.folder.lock import ModelDirLock
+from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
+from monolith.checkpoint.folder.saver import Saver, checkpoint_exists, require_checkpoint
+from monolith.checkpoint.folder.state_files import (
     CheckpointState,
     CkptInfo,
     MonolithCheckpointState,
@@ -27,6 +18,15 @@ from monolith.checkpoint.state_files import (
     read_ckpt_info,
     read_monolith_checkpoint,
 )
+from monolith.checkpoint.offline.comparing import Difference, compare
+from monolith.checkpoint.offline.listing import Listed, Listing, list_checkpoints, named_checkpoint
+from monolith.checkpoint.offline.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
+from monolith.checkpoint.offline.rewriting import compact, export, reshard
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
+from monolith.checkpoint.parts import DensePart, StatePart
+from monolith.checkpoint.pieces import merge_entries
+from monolith.checkpoint.report import RestoreReport
 from monolith.checkpoint.tables import TablesPart
 
 __all__ = [

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from monolith import filesystem
-from monolith.checkpoint.manifest import Link, Manifest, read_chain, write_manifest
+from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, write_manifest
+from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists
+from monolith.checkpoint.folder.state_files import CkptInfo, write_ckpt_info
 from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
-from monolith.checkpoint.saver import MANIFEST, Saver, checkpoint_exists
-from monolith.checkpoint.state_files import CkptInfo, write_ckpt_info
 from monolith.errors import ConfigError, RestoreError, SaveError
 
 

@@ -23,12 +23,10 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith import filesystem
-from monolith.checkpoint.listing import is_named, named_checkpoint
-from monolith.checkpoint.manifest import needs_of, read_manifest
-from monolith.checkpoint.reading import complete_names
-from monolith.checkpoint.retention import exempt_paths
-from monolith.checkpoint.saver import is_in_folder, require_checkpoint
-from monolith.checkpoint.state_files import (
+from monolith.checkpoint.folder.manifest import needs_of, read_manifest
+from monolith.checkpoint.folder.retention import exempt_paths
+from monolith.checkpoint.folder.saver import is_in_folder, require_checkpoint
+from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
     CheckpointState,
     MonolithCheckpointState,
@@ -43,6 +41,8 @@ from monolith.checkpoint.state_files import (
     write_checkpoint_state,
     write_journal,
 )
+from monolith.checkpoint.offline.listing import is_named, named_checkpoint
+from monolith.checkpoint.offline.reading import complete_names
 from monolith.errors import (
     ConfigError,
     CorruptFileError,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from monolith.checkpoint.custom_restore import CustomRestore
+from monolith.checkpoint.dense.custom_restore import CustomRestore
 from monolith.checkpoint.report import RestoreReport
 
 Entry = dict[str, Any]

@@ -35,10 +35,10 @@ from monolith.checkpoint import (
     read_contents,
     reshard,
 )
-from monolith.checkpoint.comparing import VariableDifference
-from monolith.checkpoint.reading import Damage, SavedTables, TableContents, Variable
-from monolith.checkpoint.rewriting import Rewritten
-from monolith.cli.checkpoint_options import (
+from monolith.checkpoint.offline.comparing import VariableDifference
+from monolith.checkpoint.offline.reading import Damage, SavedTables, TableContents, Variable
+from monolith.checkpoint.offline.rewriting import Rewritten
+from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
     CheckpointExportOptions,

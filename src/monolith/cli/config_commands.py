@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 from monolith import filesystem
-from monolith.cli.config_options import (
+from monolith.cli.options.config import (
     ConfigCheckOptions,
     ConfigExplainOptions,
     ConfigInitOptions,

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from monolith import filesystem
-from monolith.cli.commands import (
+from monolith.cli.options.data_files import (
     DataConvertOptions,
     DataHeadOptions,
     DataStatsOptions,

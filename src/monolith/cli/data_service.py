@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-from monolith.cli.data_service_options import DataDispatcherOptions, DataWorkerOptions
-from monolith.cli.security_options import guard_of, limits_of
+from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
+from monolith.cli.options.security import guard_of, limits_of
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
 _log = logging.getLogger(__name__)

@@ -28,8 +28,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import __version__
-from monolith.cli.commands import DoctorOptions
+from monolith.cli.options.doctor import DoctorOptions
 from monolith.errors import ConfigError
+from monolith.observe.machine import HUGE_PAGES, cpu_name, huge_pages, read_fields
 
 INSTALL = "pip install 'monolith-recsys[{extra}]'"
 
@@ -75,15 +76,6 @@ CPU_FEATURES = {
     },
 }
 """Machine -> the flags in /proc/cpuinfo that matter to the core, and why."""
-
-ARM_PARTS = {
-    "0xd0c": "Neoverse N1",
-    "0xd40": "Neoverse V1",
-    "0xd49": "Neoverse N2",
-    "0xd4f": "Neoverse V2",
-    "0xd84": "Neoverse V3",
-    "0xd8e": "Neoverse N3",
-}
 
 ENOUGH_FILES = 4096
 UNLIMITED_BYTES = 1 << 60
@@ -236,9 +228,8 @@ def version_key(version: str) -> tuple[int, ...]:
 
 def check_cpu(root: Path, machine: str) -> Iterator[Check]:
     info = read_fields(root / "proc/cpuinfo")
-    model = info.get("model name") or arm_model(info) or platform.processor() or machine
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Check("machine", "cpu", Status.OK, f"{model}, {usable} of {os.cpu_count()} cores usable")
+    yield Check("machine", "cpu", Status.OK, f"{cpu_name(info)}, {usable} of {os.cpu_count()} cores usable")
     wanted = CPU_FEATURES.get(machine)
     flags = set((info.get("flags") or info.get("Features") or "").split())
     if not wanted or not flags:
@@ -249,11 +240,6 @@ def check_cpu(root: Path, machine: str) -> Iterator[Check]:
             yield Check("machine", flag, Status.OK, purpose or "yes")
         else:
             yield Check("machine", flag, Status.ADVICE, f"no {purpose or flag}", "works, only slower")
-
-
-def arm_model(info: Mapping[str, str]) -> str | None:
-    part = info.get("CPU part")
-    return ARM_PARTS.get(part, f"ARM part {part}") if part else None
 
 
 def check_memory(root: Path) -> Iterator[Check]:
@@ -291,17 +277,16 @@ def cpu_limit(quota: str, period: str) -> str:
 def check_huge_pages(root: Path) -> Check:
     """Rows are read at random over gigabytes; small pages make most reads miss the TLB as well."""
     name = "huge pages"
-    path = root / "sys/kernel/mm/transparent_hugepage/enabled"
-    if not path.is_file():
+    chosen = huge_pages(root)
+    if chosen is None:
         return Check("machine", name, Status.OK, f"no setting on {platform.system()}")
-    chosen = path.read_text().partition("[")[2].partition("]")[0]
     if chosen == "never":
         return Check(
             "machine",
             name,
             Status.ADVICE,
             "never: lookups run slower",
-            f"echo madvise | sudo tee /{path.relative_to(root)}",
+            f"echo madvise | sudo tee /{HUGE_PAGES}",
         )
     return Check("machine", name, Status.OK, chosen)
 
@@ -394,17 +379,6 @@ def render(checks: list[Check], healthy: bool, console: Console) -> None:
     else:
         missing = ", ".join(check.name for check in checks if check.status is Status.MISSING)
         console.print(f"Required and missing: {missing}.", style="bold red")
-
-
-def read_fields(path: Path) -> dict[str, str]:
-    """Return the `name: value` lines of a /proc file, the first of each name; none without the file."""
-    fields: dict[str, str] = {}
-    if path.is_file():
-        for line in path.read_text().splitlines():
-            name, colon, value = line.partition(":")
-            if colon:
-                fields.setdefault(name.strip(), value.strip())
-    return fields
 
 
 def size(count: int) -> str:

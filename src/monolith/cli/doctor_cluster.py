@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import __version__
-from monolith.cli.commands import DoctorOptions
+from monolith.cli.options.doctor import DoctorOptions
 from monolith.cluster import Discovery, NodeAliveChecker, open_discovery_url
 from monolith.cluster.run_config import load_run_config
 from monolith.cluster.runtime import open_discovery

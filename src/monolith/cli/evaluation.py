@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 
 from monolith.checkpoint import named_checkpoint, read_manifest
+from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading, say
-from monolith.cli.train_options import EvaluateOptions, PredictOptions
 from monolith.data import Format, Records, RecordWriter, format_of
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import LABEL, LINE_ID

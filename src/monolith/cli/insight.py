@@ -17,7 +17,7 @@ from rich.table import Table
 
 from monolith import filesystem
 from monolith.cli.importance import Insight, Segment, insights
-from monolith.cli.insight_options import InsightOptions
+from monolith.cli.options.insight import InsightOptions
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe.summaries import PLUGIN_NAME, SummaryType
 from monolith.observe.summary_files import EVENT_FILE_MARK, read_summaries

@@ -17,8 +17,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+from monolith.cli.options.train import TrainOptions
 from monolith.cli.run_settings import RunSettings, refused, settings_of
-from monolith.cli.train_options import TrainOptions
 from monolith.cli.train_report import MARK, write_report
 from monolith.cluster.launch import Member, job_members, launch_on_ray, processes
 from monolith.cluster.run_config.loading import FOREIGN_VARIABLES, NOT_CONFIG

@@ -19,9 +19,9 @@ from typing import Any
 
 from monolith import __version__
 from monolith.cli.commands import COMMANDS
-from monolith.cli.flag_values import check_flags
+from monolith.cli.options.flag_values import check_flags
+from monolith.cli.options.run_flags import split_run_flags
 from monolith.cli.own_code import describe_own_error
-from monolith.cli.run_flags import split_run_flags
 from monolith.errors import ConfigError, MonolithError, RetryableError
 
 TRACEBACK = "--traceback"

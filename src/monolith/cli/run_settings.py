@@ -16,8 +16,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from monolith.cli.options.train import TrainOptions
 from monolith.cli.run_fields import NOT_YET, TRAIN_FIELDS
-from monolith.cli.train_options import TrainOptions
 from monolith.cluster.run_config import (
     ALIASES,
     FLAGS_OF_OTHERS,

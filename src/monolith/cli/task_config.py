@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.run_settings import (
     RunSettings,
     misplaced,
@@ -23,7 +24,6 @@ from monolith.cli.run_settings import (
     settings_of,
     train_values,
 )
-from monolith.cli.train_options import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cluster.run_config import RunConfig, read_tables
 from monolith.config import parse_duration
 from monolith.config.reading import Reader

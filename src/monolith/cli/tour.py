@@ -22,10 +22,10 @@ from rich.table import Table as Grid
 from torch import Tensor, nn
 
 from monolith import filesystem, native
-from monolith.cli.bench.ids import id_of, zipf
-from monolith.cli.bench.report import cores
-from monolith.cli.commands import TourOptions
+from monolith.bench.ids import id_of, zipf
+from monolith.bench.report import cores
 from monolith.cli.doctor import size
+from monolith.cli.options.shows import TourOptions
 from monolith.errors import ConfigError, CorruptFileError
 from monolith.observe import progress
 from monolith.table import (

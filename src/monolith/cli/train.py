@@ -20,10 +20,10 @@ from typing import TextIO
 
 from monolith import filesystem
 from monolith.cli.failover import Failover
+from monolith.cli.options.train import TrainOptions
 from monolith.cli.run_settings import RunSettings
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
-from monolith.cli.train_options import TrainOptions
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.run_config import RunConfig
@@ -46,9 +46,9 @@ from monolith.train.hooks import (
     ProfilerHook,
     Standing,
 )
-from monolith.train.hooks.control import ACTION_FILE
-from monolith.train.hooks.live_line import describe_standing, gauge_standing, log_standing
-from monolith.train.hooks.profiling import FIRST_STEP, WINDOW_STEPS
+from monolith.train.hooks.control.controller import ACTION_FILE
+from monolith.train.hooks.reports.live_line import describe_standing, gauge_standing, log_standing
+from monolith.train.hooks.reports.profiling import FIRST_STEP, WINDOW_STEPS
 
 DRAW_EVERY = timedelta(seconds=0.2)
 GAUGE_EVERY = timedelta(seconds=1)

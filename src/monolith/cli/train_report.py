@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monolith.cli.train_options import TrainOptions
+from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
 
 if TYPE_CHECKING:

@@ -3,15 +3,6 @@
 from monolith.config.aliases import Aliases, Dropped, Renamed
 from monolith.config.fields import FieldInfo, describe_fields
 from monolith.config.naming import UniqueNames, to_snake_case
-from monolith.config.params import (
-    InstantiableParams,
-    Params,
-    allowed_kwargs,
-    copy_params_to,
-    params,
-    update_params,
-    with_params,
-)
 from monolith.config.problems import Checked, ConfigProblemsError, Problem
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret, masked, masked_words
 from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
@@ -24,15 +15,11 @@ __all__ = [
     "ConfigProblemsError",
     "Dropped",
     "FieldInfo",
-    "InstantiableParams",
-    "Params",
     "Problem",
     "Renamed",
     "Secret",
     "UniqueNames",
-    "allowed_kwargs",
     "config_from_mapping",
-    "copy_params_to",
     "describe_fields",
     "differences",
     "format_duration",
@@ -41,12 +28,9 @@ __all__ = [
     "looks_secret",
     "masked",
     "masked_words",
-    "params",
     "parse_bytes",
     "parse_duration",
     "to_dict",
     "to_snake_case",
     "to_toml",
-    "update_params",
-    "with_params",
 ]

@@ -18,8 +18,8 @@ from monolith.checkpoint import (
     checkpoint_exists,
     resolve_restore,
 )
-from monolith.checkpoint.manifest import needs_of
-from monolith.checkpoint.state_files import TableKind, update_monolith_checkpoint
+from monolith.checkpoint.folder.manifest import needs_of
+from monolith.checkpoint.folder.state_files import TableKind, update_monolith_checkpoint
 from monolith.data.source import Position
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.observe import Metrics

@@ -43,7 +43,7 @@ from monolith.train.every import Every
 from monolith.train.expiring import RowExpiry
 from monolith.train.hook import StepResult
 from monolith.train.lane import Lane
-from monolith.train.metrics import MetricSet, WindowRow
+from monolith.train.metrics.metric_set import MetricSet, WindowRow
 from monolith.train.positions import split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task

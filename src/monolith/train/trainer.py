@@ -40,9 +40,9 @@ from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
-from monolith.train.fleet import Fleet
-from monolith.train.fleet_barrier import FleetBarrier
-from monolith.train.fleet_session import EndHook, FleetHook, FleetSession
+from monolith.train.fleet.barrier import FleetBarrier
+from monolith.train.fleet.fleet import Fleet
+from monolith.train.fleet.session import EndHook, FleetHook, FleetSession
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
@@ -53,10 +53,10 @@ from monolith.train.hooks import (
     TableInfoHook,
     TideStoppingHook,
 )
-from monolith.train.hooks.barrier import Barrier
+from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
-from monolith.train.metrics import WindowRow
+from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.own_random import OwnRandom
 from monolith.train.session import HeadMetrics, Model, Session
 from monolith.train.task import Mode, Outputs, Task

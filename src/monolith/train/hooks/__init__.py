@@ -4,8 +4,8 @@ Saving, stopping at the right moment, waiting for others, control by an operator
 `monolith.train.hook` says what a hook is.
 """
 
-from monolith.train.hooks.alerting import AlertConfig, AlertHook
-from monolith.train.hooks.barrier import (
+from monolith.train.hooks.control.alerting import AlertConfig, AlertHook
+from monolith.train.hooks.control.barrier import (
     Barrier,
     BarrierHook,
     BarrierSaveListener,
@@ -13,29 +13,29 @@ from monolith.train.hooks.barrier import (
     Placement,
     unblocked_indices,
 )
-from monolith.train.hooks.control import ActionFileHook, ControllerHook
-from monolith.train.hooks.control_server import BlockStatus, ControlClient, ControlServerHook
-from monolith.train.hooks.deep_insight import DeepInsightHook
-from monolith.train.hooks.feature_dump import FeatureDump, FeatureDumpHook, batch_records
-from monolith.train.hooks.feature_insight import FeatureInsightHook, feature_insight_data
-from monolith.train.hooks.file_metrics import FileMetricHook
-from monolith.train.hooks.heartbeat import HeartBeatHook
-from monolith.train.hooks.kafka_metrics import KafkaMetricHook
-from monolith.train.hooks.listeners import AfterSaveListener, BeforeSaveListener, SaveListener
-from monolith.train.hooks.live_line import LiveLineHook, Standing
-from monolith.train.hooks.metric_sinks import CustomMetricHook, MetricClient
-from monolith.train.hooks.operator_files import ForceDumpHook, OnlineFileHook
-from monolith.train.hooks.profiling import ProfilerHook
-from monolith.train.hooks.ps_health import HealthStatus, MachineHealth, PsHealthHook, memory_health
-from monolith.train.hooks.request_time import RequestTimeHook
-from monolith.train.hooks.saving import Checkpointer, Moment, SaveConfig, SaveHook, SaveMemory
-from monolith.train.hooks.slow_start import SlowStartHook, slow_start_target
-from monolith.train.hooks.streaming_metrics import MetricsHook
-from monolith.train.hooks.summaries import SummaryHook
-from monolith.train.hooks.table_info import TableInfoHook
-from monolith.train.hooks.throughput import ThroughputHook
-from monolith.train.hooks.tide import TideStoppingHook, TideWindow, before
-from monolith.train.hooks.timer import SaveTimer
+from monolith.train.hooks.control.control_server import BlockStatus, ControlClient, ControlServerHook
+from monolith.train.hooks.control.controller import ActionFileHook, ControllerHook
+from monolith.train.hooks.control.operator_files import ForceDumpHook, OnlineFileHook
+from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth, PsHealthHook, memory_health
+from monolith.train.hooks.control.request_time import RequestTimeHook
+from monolith.train.hooks.control.slow_start import SlowStartHook, slow_start_target
+from monolith.train.hooks.control.tide import TideStoppingHook, TideWindow, before
+from monolith.train.hooks.reports.deep_insight import DeepInsightHook
+from monolith.train.hooks.reports.feature_dump import FeatureDump, FeatureDumpHook, batch_records
+from monolith.train.hooks.reports.feature_insight import FeatureInsightHook, feature_insight_data
+from monolith.train.hooks.reports.file_metrics import FileMetricHook
+from monolith.train.hooks.reports.heartbeat import HeartBeatHook
+from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook
+from monolith.train.hooks.reports.live_line import LiveLineHook, Standing
+from monolith.train.hooks.reports.metric_sinks import CustomMetricHook, MetricClient
+from monolith.train.hooks.reports.profiling import ProfilerHook
+from monolith.train.hooks.reports.streaming_metrics import MetricsHook
+from monolith.train.hooks.reports.summaries import SummaryHook
+from monolith.train.hooks.reports.table_info import TableInfoHook
+from monolith.train.hooks.reports.throughput import ThroughputHook
+from monolith.train.hooks.saving.listeners import AfterSaveListener, BeforeSaveListener, SaveListener
+from monolith.train.hooks.saving.save import Checkpointer, Moment, SaveConfig, SaveHook, SaveMemory
+from monolith.train.hooks.saving.timer import SaveTimer
 
 __all__ = [
     "ActionFileHook",

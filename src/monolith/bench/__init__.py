@@ -1,0 +1,1 @@
+"""What `monolith bench` measures, each beside a baseline in the same run."""

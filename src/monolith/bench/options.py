@@ -1,0 +1,129 @@
+"""What `monolith bench ...` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTableOptions:
+    """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
+
+    rows: int = 10_000_000
+    """Ids in the table."""
+    dim: int = 16
+    """Floats per embedding."""
+    also_dims: tuple[int, ...] = (64, 128)
+    """Widths to measure too, with fewer rows: about as many bytes."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts, at most the machine's cores."""
+    batch: int = 65536
+    """Ids in a call."""
+    repeats: int = 12
+    """Rounds, after one to warm up; the best counts."""
+    scaling: bool = False
+    """Also the cost of a row from 1 to 50 million rows."""
+    busy: bool = False
+    """Also the same with one core kept busy by another process."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchTrainOptions:
+    """Measure training: a DeepFM on our rows beside the same model on torch's and FBGEMM's."""
+
+    ids: int = 10_000_000
+    """Ids of all features together."""
+    features: int = 26
+    """Features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 2048
+    """Examples in a batch."""
+    threads: int = 2
+    """Threads, at most the machine's cores."""
+    repeats: int = 8
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchStoreOptions:
+    """Measure rows on parameter servers: beside rows in this process, and beside the wire alone."""
+
+    ids: tuple[int, ...] = (1_000, 10_000)
+    """Distinct ids in a batch."""
+    rows: int = 200_000
+    """Rows in the table."""
+    dim: int = 16
+    """Floats per embedding."""
+    servers: tuple[int, ...] = (1, 2)
+    """Numbers of servers, each a process on this machine."""
+    dense_bytes: int = 1_000_000
+    """Size of the dense weights that are pushed."""
+    repeats: int = 5
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchDataOptions:
+    """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
+
+    records: int = 100_000
+    """Records in a file."""
+    features: int = 20
+    """Features of one to three ids."""
+    batch: int = 2048
+    """Records in a batch."""
+    threads: int = 2
+    """Threads, at most the machine's cores."""
+    repeats: int = 5
+    """Rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchCheckpointOptions:
+    """Measure checkpoints: beside plain files of the same bytes, and what training feels of a save."""
+
+    rows: int = 10_000_000
+    """Rows in the table."""
+    dim: int = 16
+    """Floats per embedding, beside as many of optimizer state."""
+    batch: int = 8192
+    """Ids in a training step."""
+    threads: tuple[int, ...] = (1, 2)
+    """Thread counts to train with, at most the machine's cores."""
+    touched: tuple[float, ...] = (0.01, 0.1)
+    """Shares of the rows that change before an increment."""
+    repeats: int = 3
+    """Rounds; the best counts."""
+    folder: str | None = None
+    """A folder on the disk to measure; by default where temporary files go."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""

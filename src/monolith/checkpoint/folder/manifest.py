@@ -1,0 +1,116 @@
+"""Manifests: the one file whose rename makes a checkpoint.
+
+`<prefix>.manifest` is written last, when every other file of the checkpoint is complete.
+Until then there is no such checkpoint. It is JSON under a checksum: the step, what each
+part says of itself, and for an increment the checkpoint it continues, with the checksum
+of that one's manifest, so that a chain with a link missing or replaced is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from monolith import filesystem, native
+from monolith.checkpoint.folder.saver import MANIFEST
+from monolith.checkpoint.part import Entry
+from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError
+
+VERSION = 1
+_LONGEST_CHAIN = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint is."""
+
+    step: int
+    kind: Literal["full", "incremental"]
+    parts: dict[str, Entry]
+    """By name of the part."""
+    saved_at: float
+    """Unix seconds of the moment."""
+    after: str | None = None
+    """Of an increment: the name of the checkpoint before it, in the same folder."""
+    after_crc: int | None = None
+    """The checksum of that one's manifest."""
+    version: int = VERSION
+
+
+class Link(NamedTuple):
+    """One checkpoint of a chain."""
+
+    prefix: str
+    manifest: Manifest
+    crc: int
+
+
+def write_manifest(prefix: str, manifest: Manifest) -> int:
+    """Write it, which makes the checkpoint; return its checksum."""
+    body = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False).encode()
+    crc = native.crc32c(body)
+    with filesystem.atomic_write(prefix + MANIFEST) as file:
+        file.write(b"%s\n%08x\n" % (body, crc))
+    return crc
+
+
+def read_manifest(prefix: str) -> Link:
+    """Return what the manifest of a checkpoint says.
+
+    Raises:
+        FileMissingError: There is no such checkpoint.
+        CorruptFileError: The manifest is damaged.
+    """
+    path = prefix + MANIFEST
+    text = filesystem.read_bytes(path)
+    body, newline, crc = text.removesuffix(b"\n").rpartition(b"\n")
+    if not newline or not text.endswith(b"\n") or crc != b"%08x" % native.crc32c(body):
+        raise CorruptFileError(path, len(body), "the checksum in its last line is not its own")
+    try:
+        found: dict[str, Any] = json.loads(body)
+        if found.get("version") != VERSION:
+            raise ValueError(f"version {found.get('version')}, this program reads {VERSION}")
+        return Link(prefix, Manifest(**found), native.crc32c(body))
+    except (ValueError, TypeError) as cause:
+        raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
+
+
+def needs_of(prefix: str) -> list[str]:
+    """Return the checkpoints that one continues, as far back as their manifests can be read."""
+    found: list[str] = []
+    with contextlib.suppress(FilesystemError, CorruptFileError):
+        manifest = read_manifest(prefix).manifest
+        while manifest.after is not None and len(found) < _LONGEST_CHAIN:
+            found.append(filesystem.join(filesystem.parent(prefix), manifest.after))
+            manifest = read_manifest(found[-1]).manifest
+    return found
+
+
+def read_chain(prefix: str) -> list[Link]:
+    """Return the full checkpoint that `prefix` goes back to and the increments up to it, oldest first.
+
+    Raises:
+        FileMissingError: There is no checkpoint at `prefix`.
+        RestoreError: The chain is broken: one before it is gone, or is another than it was.
+    """
+    chain = [read_manifest(prefix)]
+    while chain[-1].manifest.kind != "full":
+        link = chain[-1]
+        if link.manifest.after is None or len(chain) > _LONGEST_CHAIN:
+            raise RestoreError(f"{link.prefix} is an increment that continues nothing")
+        before = filesystem.join(filesystem.parent(link.prefix), link.manifest.after)
+        try:
+            chain.append(read_manifest(before))
+        except FileMissingError as cause:
+            raise RestoreError(
+                f"cannot restore {prefix}: it continues {before}, which is not there. "
+                "Restore a checkpoint before it, or bring that one back."
+            ) from cause
+        if chain[-1].crc != link.manifest.after_crc:
+            raise RestoreError(
+                f"cannot restore {prefix}: {before} is not the checkpoint that {link.prefix} continues; "
+                "it was written anew since. Restore a full checkpoint, or that one itself."
+            )
+    return chain[::-1]

@@ -1,0 +1,1 @@
+"""Checkpoints without a run: list, read, compare, reshard and export them."""

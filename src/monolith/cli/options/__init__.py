@@ -1,0 +1,1 @@
+"""What each command takes. Light: `--help` must not wait for torch."""

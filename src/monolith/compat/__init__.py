@@ -1,0 +1,106 @@
+"""Compatibility: what the original offered and nothing here uses.
+
+Kept for who moves code over from there, and tested as everything else is.
+"""
+
+from monolith.compat.async_functions import AsyncFunctions
+from monolith.compat.gathering import (
+    fused_gather_embeddings_by_input,
+    fused_gather_embeddings_by_input_gradient,
+    gather_embeddings_by_input,
+    gather_embeddings_by_input_gradient,
+    map_id_to_embedding,
+)
+from monolith.compat.nested import NestedTensors
+from monolith.compat.offset_maps import (
+    OffsetMap,
+    fill_with_offset_map,
+    finalize_shared_tensor,
+    unique_key_with_value_and_offset,
+)
+from monolith.compat.packing import (
+    aligned_flat_concat,
+    aligned_flat_split,
+    merge_dicts,
+    pack_tensors,
+    pack_typed_keyed_tensors,
+    split_tensors_with_type,
+    unpack_packed_tensors,
+    unpack_tensors,
+)
+from monolith.compat.params import (
+    InstantiableParams,
+    Params,
+    allowed_kwargs,
+    copy_params_to,
+    params,
+    update_params,
+    with_params,
+)
+from monolith.compat.pooling import (
+    fused_reduce_and_split,
+    fused_reduce_sum_and_split,
+    fused_sorted_segment_sum,
+    reduce_mean,
+    reduce_sqrtn,
+    reduce_sum,
+)
+from monolith.compat.ragged_encoding import ParseSteps, contract_ragged, expand_ragged
+from monolith.compat.reshape import StaticReshapeNBuilder, static_reshape
+from monolith.compat.sharding import (
+    FusedReorder,
+    fused_reorder_by_indices,
+    ragged_split_by_indices,
+    reorder_by_indices,
+    shard_of_ids,
+    split_by_indices,
+)
+from monolith.compat.uniqueness import Unique, unique_in_order
+
+__all__ = [
+    "AsyncFunctions",
+    "FusedReorder",
+    "InstantiableParams",
+    "NestedTensors",
+    "OffsetMap",
+    "Params",
+    "ParseSteps",
+    "StaticReshapeNBuilder",
+    "Unique",
+    "aligned_flat_concat",
+    "aligned_flat_split",
+    "allowed_kwargs",
+    "contract_ragged",
+    "copy_params_to",
+    "expand_ragged",
+    "fill_with_offset_map",
+    "finalize_shared_tensor",
+    "fused_gather_embeddings_by_input",
+    "fused_gather_embeddings_by_input_gradient",
+    "fused_reduce_and_split",
+    "fused_reduce_sum_and_split",
+    "fused_reorder_by_indices",
+    "fused_sorted_segment_sum",
+    "gather_embeddings_by_input",
+    "gather_embeddings_by_input_gradient",
+    "map_id_to_embedding",
+    "merge_dicts",
+    "pack_tensors",
+    "pack_typed_keyed_tensors",
+    "params",
+    "ragged_split_by_indices",
+    "reduce_mean",
+    "reduce_sqrtn",
+    "reduce_sum",
+    "reorder_by_indices",
+    "shard_of_ids",
+    "split_by_indices",
+    "split_tensors_with_type",
+    "static_reshape",
+    "unique_in_order",
+    "unique_key_with_value_and_offset",
+    "unpack_packed_tensors",
+    "unpack_tensors",
+    "update_params",
+    "with_params",
+]

@@ -1,0 +1,1 @@
+"""Files as a source: found, shared out, put in order, read."""

@@ -1,0 +1,429 @@
+"""The file source: records of many files, in batches of one size, from any place on.
+
+Files are read chunk by chunk. A position names a chunk and how many of its records were
+yielded; restoring reads that chunk once more and passes over these. With shuffling, a
+stretch of records takes the place of the chunk: its order follows from the seed and from
+where it begins, so two numbers more are all there is to save.
+
+Which files, and in which order, is decided by one of three: a list, dealt out among the
+workers; a watch, for files that are yet to appear; or a queue that all workers take from.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+
+from monolith.data.files.discovery import Watch
+from monolith.data.files.order import Files, Listed, Queued, Spot, Step, Watched
+from monolith.data.files.work_queue import FileQueue
+from monolith.data.format import BadRecord, Chunk, Format
+from monolith.data.iteration import closed_after
+from monolith.data.records import Records, concat, known_columns
+from monolith.data.share import share_of
+from monolith.data.shuffling import ShuffleConfig, permutation
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, RestoreError, TooManyBadRecordsError
+from monolith.filesystem import atomic_write, base_name, join, make_dirs
+from monolith.observe import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRecordPolicy:
+    """What becomes of records that cannot be read."""
+
+    max_share: float = 0.0
+    """Of all records; reading stops when more are malformed. 0 stops at the first."""
+    after: int = 1000
+    """Records to read before the share is judged: one in the first ten says little. It is judged at the
+    end in any case."""
+    quarantine: str | None = None
+    """A folder for them: one file of JSON lines per chunk that had any, with path, place, reason and
+    payload in base64. A chunk that is read again, after a restart or in another epoch, writes the same."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_share <= 1:
+            raise ConfigError(f"bad records: max_share must be from 0 to 1, got {self.max_share}")
+        if self.after < 0:
+            raise ConfigError(f"bad records: after must be 0 or more, got {self.after}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A chunk and where it begins; or no chunk, at the end of a file or while waiting for one."""
+
+    spot: Spot
+    chunk: Chunk | None = None
+    waits: bool = False
+
+
+@dataclass(slots=True)
+class _Block:
+    """Records that are yielded before any after them."""
+
+    begin: Spot
+    end: Spot
+    records: Records
+    first: int
+    """Of `records`; those before it were yielded earlier."""
+    shuffled: bool = False
+
+    def spot(self, done: int) -> Spot:
+        """Return the place before record `done`."""
+        if done == len(self.records):
+            return self.end
+        if not self.shuffled:
+            return replace(self.begin, skip=done)
+        return replace(self.begin, length=len(self.records), taken=done)
+
+
+class _Stretch:
+    """Records that will be put into another order together.
+
+    One that was begun before a restart has the length it had then, however much is there now.
+    """
+
+    def __init__(self, begin: Spot, buffer: int, resumed: int, taken: int) -> None:
+        self.begin = begin
+        self.missing = resumed or buffer
+        self._resumed = resumed
+        self._taken = taken if resumed else 0
+        self._parts: list[Records] = []
+
+    def add(self, records: Records) -> None:
+        self._parts.append(records)
+        self.missing -= len(records)
+
+    def block(self, end: Spot, seed: int) -> _Block:
+        begin = self.begin
+        if self._resumed and self.missing:
+            raise DataError(
+                f"file source: {begin.file} has fewer records than when its position was saved; "
+                "it was replaced since. Begin anew."
+            )
+        assert begin.file is not None
+        records = concat(self._parts)
+        name = zlib.crc32(begin.file.encode())
+        order = permutation(len(records), seed, begin.round, name, begin.place, begin.skip)
+        return _Block(begin, end, records.take(order), self._taken, shuffled=True)
+
+
+class FileSource:
+    """Records of files, in batches.
+
+    Args:
+        files: Paths; or a watch over patterns; or a queue. Paths are sorted, and path i is for worker i
+            modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
+            there will be.
+        columns: To read; None for all. One that a table does not have is named in a warning.
+        worker: Which of `num_workers` this is; by default the share of this process, see `reading_share`.
+            A queue takes it for a name: whoever begins under a name gets what was leased to that name
+            before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
+            a process that died run out by themselves.
+        batch_size: Records per batch, across the ends of files and epochs. Only the last is shorter,
+            and with a watch what is there when nothing new is.
+        epochs: How often to read a list; None for ever.
+        drop_remainder: Leave out batches that are shorter.
+        auto_commit: With a queue, report by oneself, at the end of each chunk, what the consumer came
+            back from. Only for a loop that nobody restores: a trainer calls `commit` with each checkpoint,
+            and what it was given after the last one must come again if it is killed.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str] | Watch | FileQueue,
+        format: Format,  # noqa: A002  what it is
+        *,
+        batch_size: int,
+        columns: Sequence[str] | None = None,
+        worker: int | None = None,
+        num_workers: int | None = None,
+        epochs: int | None = 1,
+        shuffle: ShuffleConfig | None = None,
+        drop_remainder: bool = False,
+        bad: BadRecordPolicy | None = None,
+        auto_commit: bool = False,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
+        share = share_of("file source", worker, num_workers)
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"file source: epochs must be at least 1, or None for ever, got {epochs}")
+        if isinstance(files, str):
+            files = [files]
+        self._files: Files
+        if isinstance(files, Sequence):
+            self._files = Listed(files, *share, epochs, shuffle)
+        elif epochs != 1:
+            raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
+        elif isinstance(files, Watch):
+            self._files = Watched(files, *share)
+        else:
+            name = share.worker if worker is None and share.workers > 1 else worker
+            self._files = Queued(files, name, auto_commit=auto_commit)
+        self._format = format
+        self._columns = None if columns is None else list(columns)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._drop_remainder = drop_remainder
+        self._policy = BadRecordPolicy() if bad is None else bad
+        self._metrics = metrics
+        self._settings: Position = {
+            "source": "files",
+            "shuffle": None if shuffle is None else [shuffle.seed, shuffle.buffer, shuffle.files],
+            "shard": list(share),
+        }
+        self._spot = Spot()
+        self._reading = Spot()
+        self._closed = False
+        self._alone = share.workers == 1
+        self._empty = 0
+        self._columns_seen = columns is None
+
+    @property
+    def records(self) -> int:
+        """How many records were read, since the beginning of the data and across restarts."""
+        return self._reading.good
+
+    @property
+    def bad_records(self) -> int:
+        """How many were malformed, likewise."""
+        return self._reading.bad
+
+    def __iter__(self) -> Iterator[Records]:
+        if self._closed:
+            raise DataError("file source: cannot read, it was closed")
+        self._files.rewind(self._spot)
+        pending: list[Records] = []
+        missing = self._batch_size
+        with closed_after(self._blocks(self._spot)) as blocks:
+            for block in blocks:
+                if isinstance(block, Spot):  # there is nothing more for now
+                    if pending and self._drop_remainder:
+                        continue
+                    self._spot = block
+                    if pending:
+                        yield concat(pending)
+                        pending, missing = [], self._batch_size
+                    self._files.taken(self._spot, ended=True)
+                    continue
+                done = block.first
+                while done < len(block.records):
+                    count = min(missing, len(block.records) - done)
+                    pending.append(block.records.slice(done, done + count))
+                    done += count
+                    missing -= count
+                    if not missing:
+                        self._spot = block.spot(done)
+                        yield concat(pending)
+                        self._files.taken(self._spot, ended=False)
+                        pending, missing = [], self._batch_size
+        self._judge(self._reading, at_end=True)
+        self._check_any()
+        self._spot = self._reading
+        if pending and not self._drop_remainder:
+            yield concat(pending)
+        self._files.taken(self._spot, ended=True)
+
+    def position(self) -> Position:
+        spot = {field.name: getattr(self._spot, field.name) for field in fields(self._spot)}
+        return {**self._settings, **spot, **self._files.save(self._spot)}
+
+    def restore(self, position: Position) -> None:
+        if not isinstance(position, Mapping) or position.get("source") != "files":
+            raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
+        for name, value in self._settings.items():
+            if name not in position or position[name] != value:
+                raise RestoreError(
+                    f"cannot restore a file source: the position was taken with {name} "
+                    f"{position.get(name)}, this one has {value}. Use the same settings, or begin anew."
+                )
+        if missing := [field.name for field in fields(Spot) if field.name not in position]:
+            raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
+        numbers = {field.name: position[field.name] for field in fields(Spot)}
+        file = numbers.pop("file")
+        if not (file is None or isinstance(file, str)) or not all(
+            isinstance(number, int) and number >= 0 for number in numbers.values()
+        ):
+            raise RestoreError(
+                f"cannot restore a file source: the numbers make no sense in {position!r:.200}"
+            )
+        spot = Spot(file=file, **numbers)
+        self._files.restore(position, spot)
+        self._spot = self._reading = spot
+
+    def commit(self, position: Position) -> None:
+        """Tell the queue that all records before a position count; without a queue, do nothing.
+
+        For a position that was just saved: another worker goes on from it should this one die.
+        """
+        self._files.commit(position)
+
+    def set_aside(self, bad: Sequence[BadRecord]) -> None:
+        """Count records that could be read and are bad all the same, and keep them in the quarantine.
+
+        They are not judged by the policy: whoever found them does that.
+        """
+        self._count_bad(len(bad))
+        if self._policy.quarantine is not None and bad:
+            # Named after what they hold, so that finding them again writes the file again, and not one more.
+            number = zlib.crc32(b"".join(record.payload for record in bad))
+            _quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._files.close()
+
+    # Reading
+
+    def _blocks(self, spot: Spot) -> Iterator[_Block | Spot]:
+        """Yield what is read together and yielded in one order; a place where there is nothing for now."""
+        if self._shuffle is None:
+            for read in self._chunks(spot):
+                if read.chunk is None:
+                    if read.waits:
+                        yield read.spot
+                else:
+                    yield _Block(read.spot, read.spot.past(read.chunk), read.chunk.records, read.spot.skip)
+            return
+        stretch: _Stretch | None = None
+        for read in self._chunks(spot):
+            if stretch is not None:
+                ends = read.chunk is None and (read.waits or not self._files.mixes)
+                if ends or read.spot.round != stretch.begin.round:
+                    yield stretch.block(read.spot, self._shuffle.seed)
+                    stretch = None
+            if read.chunk is None:
+                if read.waits:
+                    yield read.spot
+                continue
+            here, size = read.spot.skip, len(read.chunk.records)
+            while here < size:
+                if stretch is None:
+                    # Only the first stretch of what is being resumed has a length already.
+                    begin = replace(read.spot, skip=here, length=0, taken=0)
+                    resumed = read.spot.length if here == read.spot.skip else 0
+                    stretch = _Stretch(begin, self._shuffle.buffer, resumed, read.spot.taken)
+                before, here = here, min(here + stretch.missing, size)
+                stretch.add(read.chunk.records.slice(before, here))
+                if not stretch.missing:
+                    rest = replace(read.spot, skip=here, length=0, taken=0)
+                    end = read.spot.past(read.chunk) if here == size else rest
+                    yield stretch.block(end, self._shuffle.seed)
+                    stretch = None
+        if stretch is not None:
+            yield stretch.block(self._reading, self._shuffle.seed)
+
+    def _chunks(self, spot: Spot) -> Iterator[_Read]:
+        """Yield chunks from a place on, the end of each file, and a sign whenever there is nothing yet."""
+        self._reading = spot
+        while True:
+            if spot.file is not None and not self._files.lost(spot):
+                reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
+                begun, found = spot.place, False
+                with closed_after(reader) as chunks:
+                    for chunk in chunks:
+                        found = found or bool(len(chunk.records) or chunk.bad)
+                        self._look_for_columns(spot.file, chunk.records)
+                        if spot.skip > len(chunk.records):
+                            raise DataError(
+                                f"file source: {spot.file} has {len(chunk.records)} records at place "
+                                f"{spot.place}, but {spot.skip} of them were read before; it was replaced "
+                                "since. Begin anew."
+                            )
+                        self._reading = spot.past(chunk)
+                        self._look_at_bad(spot, chunk)
+                        yield _Read(spot, chunk)
+                        spot = self._reading
+                        if self._files.lost(spot):
+                            _log.warning(
+                                "file source: the lease on %s ran out; another worker goes on", spot.file
+                            )
+                            break
+                if not begun and not found:
+                    self._empty += 1
+                    _log.warning("file source: %s is empty: it has no records", spot.file)
+                yield _Read(spot)
+            step = self._files.after(spot)
+            while step is Step.WAIT:
+                yield _Read(spot, waits=True)
+                self._files.wait()
+                step = self._files.after(spot)
+            if not isinstance(step, Spot):
+                return
+            spot = replace(step, good=spot.good, bad=spot.bad)
+            self._reading = spot
+
+    def _check_any(self) -> None:
+        """Refuse a list of files without a record in them; among others, their files may have some."""
+        if self._empty and self._alone and not self._reading.good and not self._reading.bad:
+            raise DataError(
+                f"file source: none of the {self._empty} files has a record; the last is {self._reading.file}"
+            )
+
+    def _look_for_columns(self, path: str, records: Records) -> None:
+        """Say once which of the columns to read a table does not have: mostly a slip of the pen."""
+        if self._columns_seen or not records.complete:
+            return
+        self._columns_seen = True
+        missing = [name for name in self._columns or () if name not in records.columns]
+        if missing:
+            with closed_after(self._format.chunks(path)) as chunks:
+                there = [name for chunk in islice(chunks, 1) for name in chunk.records.columns]
+            _log.warning(
+                "file source: %s has no column %s; %s",
+                path,
+                ", ".join(map(repr, missing)),
+                known_columns(missing[0], there, "it has"),
+            )
+
+    def _look_at_bad(self, spot: Spot, chunk: Chunk) -> None:
+        if self._metrics is not None:
+            self._metrics.counter("data_records", "Records read from files.").inc(len(chunk.records))
+        self._count_bad(len(chunk.bad))
+        if chunk.bad:
+            assert spot.file is not None
+            if self._policy.quarantine is not None:
+                _quarantine(self._policy.quarantine, spot.file, spot.place, chunk.bad)
+            self._judge(self._reading, at_end=False, last=f"{spot.file}: {chunk.bad[0].reason}")
+
+    def _count_bad(self, count: int) -> None:
+        if self._metrics is not None:
+            bad = self._metrics.counter("data_bad_records", "Records of files that could not be used.")
+            bad.inc(count)
+
+    def _judge(self, spot: Spot, *, at_end: bool, last: str = "") -> None:
+        total = spot.good + spot.bad
+        if total < self._policy.after and not at_end and self._policy.max_share > 0:
+            return
+        if spot.bad > self._policy.max_share * total:
+            raise TooManyBadRecordsError(
+                f"file source: {spot.bad} of {total} records could not be read, more than the share of "
+                f"{self._policy.max_share} that is allowed"
+                + (f"; one of the last is in {last}" if last else "")
+                + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
+            )
+
+
+def _quarantine(folder: str, path: str, place: int, bad: Sequence[BadRecord]) -> None:
+    # Named after the chunk, so that reading it again writes the file again, and not one more.
+    name = f"{base_name(path)}-{zlib.crc32(path.encode()):08x}-{place}.jsonl"
+    make_dirs(folder)
+    with atomic_write(join(folder, name)) as file:
+        for record in bad:
+            line = {
+                "path": path,
+                "place": record.place,
+                "reason": record.reason,
+                "payload": base64.b64encode(record.payload).decode(),
+            }
+            file.write(json.dumps(line).encode() + b"\n")

@@ -1,0 +1,1 @@
+"""Joining streams: a record waits for what belongs to it."""

@@ -1,0 +1,241 @@
+"""The joined source: impressions and actions from two sources, as one of examples.
+
+What a joiner holds is large, and a consumer asks for the position after every batch. So a
+position is not the state of the joiner but how to come to it: a snapshot, where both
+sources stood then, and how many records were taken from which of them since, in order.
+Restoring reads these once more and joins them as they were joined before. In what order two
+live streams are read depends on when their records came, so it is remembered; what the
+joiner makes of that order depends on nothing else.
+
+    snapshot          taken since                       here
+        |  +512 impressions, -40 actions, +512 ...        |
+        +-------------------------------------------------+
+
+Every `snapshot_every` batches, and at the end of the data, the reader writes a snapshot and
+counts from there. Old ones go when a position that begins at a later one was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
+from monolith.data.records import Records, concat
+from monolith.data.source import Position, Source, commit_to
+from monolith.errors import ConfigError, FilesystemError, RestoreError
+from monolith.observe import Metrics
+
+_IMPRESSIONS, _ACTIONS = "impressions", "actions"
+_CLOSED = 0
+"""Among the records taken: here all windows were closed, because both sources had ended."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A moment that can be restored: both sources and the joiner between the same two records."""
+
+    sources: dict[str, Position]
+    joiner: dict[str, Any]
+
+
+class JoinedSource:
+    """Two sources as one of joined examples.
+
+    Reads whichever has come less far in event time, so neither runs away from the other;
+    one that yields no records for now lets the other go on. After a restart every example
+    still comes exactly once. What is read since a snapshot is read again then, so a queue of
+    files, or the partitions of a topic, must be this reader's alone.
+
+    Args:
+        close_at_end: Whether windows close when both sources have ended; if not, what is open
+            stays open, in the position too, for when there is more to read.
+    """
+
+    def __init__(
+        self,
+        impressions: Source,
+        actions: Source,
+        config: JoinerConfig,
+        *,
+        close_at_end: bool = True,
+        metrics: Metrics | None = None,
+    ) -> None:
+        if config.folder is None:
+            raise ConfigError("joined source: its position needs a folder for snapshots; set folder")
+        self._inputs = {_IMPRESSIONS: _Input(impressions), _ACTIONS: _Input(actions)}
+        self._close_at_end = close_at_end
+        self._lock = threading.Lock()  # guards the joiner and what follows: commits come from any thread
+        self.joiner = Joiner(config, metrics=metrics)
+        self._base: _Base | None = None
+        """None before anything was read or asked: where the sources then stand."""
+        self._taken: list[int] = []
+        """Since the base, in order: so many impressions, less than 0 so many actions."""
+
+    def __iter__(self) -> Iterator[Records]:
+        self._begin()
+        left = list(self._inputs)
+        idle: str | None = None
+        while left:
+            name = self._behind(left, idle)
+            records = self._inputs[name].next()
+            if records is None:
+                left.remove(name)
+                continue
+            idle = name if not records.size else None
+            examples = self._push(name, records)
+            if len(self._taken) >= self.joiner.config.snapshot_every:
+                self._write_base()
+            if examples.size:
+                yield examples
+        closes = self._close_at_end and self.joiner.open
+        examples = self._finish() if closes else Records(0, {})
+        if self._taken:
+            self._write_base()
+        if examples.size:
+            yield examples
+
+    def position(self) -> Position:
+        base = self._begin()
+        return {"kind": "joined", **base.sources, "joiner": {**base.joiner, "taken": list(self._taken)}}
+
+    def restore(self, position: Position) -> None:
+        parts = (*self._inputs, "joiner")
+        if position.get("kind") != "joined" or not all(isinstance(position.get(one), dict) for one in parts):
+            raise RestoreError(f"cannot restore a joined source: {position!r:.200} is not a position of one")
+        taken = position["joiner"].get("taken", [])  # positions of before know none
+        if not isinstance(taken, list) or not all(isinstance(count, int) for count in taken):
+            raise RestoreError(
+                f"cannot restore a joined source: it makes no sense to have taken {taken!r:.200}"
+            )
+        state = {name: value for name, value in position["joiner"].items() if name != "taken"}
+        for name, one in self._inputs.items():
+            one.restore(position[name])
+        with self._lock:
+            self.joiner.restore(state)
+            self._base, self._taken = _Base({name: position[name] for name in self._inputs}, state), []
+        for count in taken:
+            self._take_again(count)
+
+    def commit(self, position: Position) -> None:
+        """Tell both sources, and drop snapshots that no position from here on begins at.
+
+        The sources hear of where they stood at the snapshot: what came since is read again by a restart.
+        """
+        for name, one in self._inputs.items():
+            commit_to(one.source, position[name])
+        with self._lock:
+            self.joiner.commit(position["joiner"])
+
+    def close(self) -> None:
+        for one in self._inputs.values():
+            one.close()
+        with self._lock:
+            self.joiner.close()
+
+    def _begin(self) -> _Base:
+        if self._base is None:
+            self._base = _Base(
+                {name: one.source.position() for name, one in self._inputs.items()}, NOTHING_JOINED
+            )
+        return self._base
+
+    def _push(self, name: str, records: Records) -> Records:
+        with self._lock:
+            if name == _IMPRESSIONS:
+                examples = self.joiner.push_impressions(records)
+            else:
+                examples = self.joiner.push_actions(records)
+            if records.size:
+                self._taken.append(records.size if name == _IMPRESSIONS else -records.size)
+            return examples
+
+    def _finish(self) -> Records:
+        with self._lock:
+            self._taken.append(_CLOSED)
+            return self.joiner.finish()
+
+    def _take_again(self, count: int) -> None:
+        """Join what was joined before; the examples came out then."""
+        if count == _CLOSED:
+            self._finish()
+        else:
+            name = _IMPRESSIONS if count > 0 else _ACTIONS
+            self._push(name, self._inputs[name].take(abs(count)))
+
+    def _write_base(self) -> None:
+        """Count from here on. Where it cannot be written, go on counting from before: nothing is lost."""
+        if any(one.rest is not None for one in self._inputs.values()):
+            return  # the sources are ahead of the joiner, just after a restart
+        try:
+            with self._lock:
+                state = self.joiner.state()
+                sources = {name: one.source.position() for name, one in self._inputs.items()}
+                self._base, self._taken = _Base(sources, state), []
+        except FilesystemError as cause:
+            _log.warning("joined source: no snapshot could be written, going on without: %s", cause)
+
+    def _behind(self, left: Iterable[str], idle: str | None) -> str:
+        """Return the source to read next: the one that is behind, unless it just had nothing."""
+        newest = self.joiner.newest
+        names = [name for name in left if name != idle] or list(left)
+        return min(names, key=lambda name: -np.inf if (time := newest[name]) is None else time)
+
+
+class _Input:
+    """A source of which some records may have been read and not yet joined, just after a restore."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.rest: Records | None = None
+        self._reading: Iterator[Records] | None = None
+
+    def next(self) -> Records | None:
+        """Return what is left over, or what follows; None at the end, after which one may look again."""
+        if self.rest is not None:
+            rest, self.rest = self.rest, None
+            return rest
+        if self._reading is None:
+            self._reading = iter(self.source)
+        records = next(self._reading, None)
+        if records is None:
+            self._reading = None
+        return records
+
+    def take(self, count: int) -> Records:
+        """Return the next `count` records, however they are cut."""
+        parts: list[Records] = []
+        while count:
+            records = self.next()
+            if records is None:
+                raise RestoreError(
+                    f"cannot restore a joined source: {count} records are missing that were there when "
+                    "the position was saved; the data has changed"
+                )
+            if not records.size:
+                continue
+            if records.size > count:
+                self.rest = records.slice(count, records.size)
+            parts.append(records.slice(0, min(count, records.size)))
+            count -= parts[-1].size
+        return concat(parts)
+
+    def restore(self, position: Position) -> None:
+        self._stop()
+        self.source.restore(position)
+
+    def close(self) -> None:
+        self._stop()
+        self.source.close()
+
+    def _stop(self) -> None:
+        reading, self._reading, self.rest = self._reading, None, None
+        if isinstance(reading, Generator):
+            reading.close()

@@ -1,0 +1,1 @@
+"""Made-up data whose truth is known: a log of clicks, and a stream that drifts."""

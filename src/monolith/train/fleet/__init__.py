@@ -1,0 +1,1 @@
+"""A fleet: workers and parameter servers that train one model together."""

@@ -1,0 +1,578 @@
+"""A fleet: the processes that train one model together, as one of its workers sees them.
+
+Parameter servers hold rows and weights. Workers, of whom the first is the chief, read a share of
+the data each and train on what the servers hold. The chief also restores and saves: it halts the
+others, has every server hold its share of the moment fast, and lets everybody go on while it is
+written. So a checkpoint holds everything that was trained and nothing else, with the position of
+each worker in its data.
+
+Whoever dies ends the run for all, and those who are left hear of it within seconds. They stay and join
+again; when the lost one is back the chief begins the next run, from the last checkpoint. What an earlier
+run still has on its way is refused by the servers, so nothing is trained twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
+from monolith.cluster.security import Guard
+from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.store import ParameterServerStore, ServerGroup, Store
+from monolith.table import TableConfig
+from monolith.train.fleet.news import FleetNews
+
+_log = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=1)
+"""How long to try a server where nobody answers: one that restarted holds nothing of this run."""
+POLL = 10.0
+"""Seconds that one call waits for something to happen."""
+NEWS_EVERY = timedelta(seconds=POLL)
+FAREWELL = timedelta(minutes=2)
+"""How long the others have to hear that the run is over, as long as they are there."""
+SAY_EVERY = 15.0
+"""Seconds between two lines of the log about who is waited for."""
+JOIN_WITHIN = 5.0
+"""Seconds that a run which is stopping waits for workers that have not joined it."""
+STOP_WITHIN = 60.0
+"""Seconds that a worker has to stop where it is told to."""
+OLD_NEWS = 60.0
+"""Seconds after which the failure of a chief is no reason to give up for who comes now."""
+_ASK_EVERY = 0.5
+
+State = dict[str, Any]
+"""What a worker has to say of itself: plain values."""
+
+
+class Halt(NamedTuple):
+    """Nobody but the chief trains."""
+
+    number: int
+    states: list[State]
+    """Of workers 1, 2, ..."""
+
+
+def join_fleet(
+    discovery: Discovery,
+    *,
+    index: int,
+    num_ps: int,
+    num_workers: int,
+    guard: Guard | None = None,
+    model_dir: str = "",
+    run_id: str = "",
+    num_redundant_ps: int = 0,
+    start_timeout: timedelta = timedelta(hours=2),
+    finish_timeout: timedelta = timedelta(minutes=30),
+    call_timeout: timedelta = timedelta(seconds=30),
+    lookup_timeout: timedelta | None = None,
+    news_every: timedelta = NEWS_EVERY,
+    on_waiting: OnWaiting | None = None,
+) -> Fleet:
+    """Wait for the servers of a run to answer, and return this worker's place among its processes.
+
+    Args:
+        guard: What to present to the servers.
+        run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
+        start_timeout: How long to wait for servers, and then for the chief.
+        finish_timeout: How long the chief waits for the others at the end.
+        call_timeout: The longest that one call of a server may take.
+        lookup_timeout: The same for a lookup of rows; None takes that of other calls.
+        news_every: How often each says that it lives; of news it hears at once.
+        on_waiting: Told who is missing.
+
+    Raises:
+        DeadlineExceededError: Some servers did not come in time.
+        ConfigError: They serve another task, or were counted otherwise.
+    """
+    if num_redundant_ps:
+        raise ConfigError(
+            "num_redundant_ps: training cannot choose among its servers yet, since each is told its share "
+            "when it starts; set it to 0"
+        )
+    manager = ClusterManager(
+        discovery,
+        ClusterManagerConfig(
+            num_workers=num_workers,
+            num_ps=num_ps,
+            model_dir=model_dir,
+            uuid=run_id,
+            query_every=timedelta(seconds=0.5),
+            timeout=start_timeout,
+        ),
+        on_waiting=on_waiting,
+    )
+
+    def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
+        return ServerGroup(
+            addresses, guard=guard, patience=patience, timeout=call_timeout, lookup_timeout=lookup_timeout
+        )
+
+    group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
+    try:
+        return Fleet(
+            group,
+            index,
+            num_workers,
+            start_timeout=start_timeout,
+            finish_timeout=finish_timeout,
+            news_every=news_every,
+        )
+    except BaseException:
+        group.close()
+        raise
+
+
+def _answering(
+    manager: ClusterManager,
+    num_ps: int,
+    connect: Callable[[Sequence[str], timedelta], ServerGroup],
+    timeout: timedelta,
+    on_waiting: OnWaiting | None,
+) -> ServerGroup:
+    """Return connections to all servers once each of them answers.
+
+    A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
+    it says is true.
+    """
+    began = time.monotonic()
+    while True:
+        addresses = manager.query_ps(num_ps)
+        answered = 0
+        try:
+            with contextlib.closing(connect(addresses, timedelta())) as probe:
+                for server in range(num_ps):
+                    probe.call(server, "hello")
+                    answered += 1
+            group = connect(addresses, PATIENCE)
+            try:
+                group.describe()
+                return group
+            except BaseException:
+                group.close()
+                raise
+        except RetryableError as cause:
+            elapsed = timedelta(seconds=time.monotonic() - began)
+            if elapsed >= timeout:
+                raise DeadlineExceededError(
+                    f"waited {timeout} for {num_ps} parameter servers to answer: {cause}"
+                ) from cause
+            _log.debug("not all servers answer yet: %s", cause)
+        if on_waiting is not None:
+            late = min(answered, num_ps - 1)
+            who = f"parameter server {late} at {addresses[late]} to answer"
+            on_waiting(Waiting(who, answered, num_ps, elapsed))
+        time.sleep(_ASK_EVERY)
+
+
+class Fleet:
+    """One worker's place in a fleet. Used by its training thread; closes the group in the end.
+
+    Args: see `join_fleet`.
+    """
+
+    def __init__(
+        self,
+        group: ServerGroup,
+        index: int,
+        num_workers: int,
+        *,
+        start_timeout: timedelta = timedelta(hours=2),
+        finish_timeout: timedelta = timedelta(minutes=30),
+        news_every: timedelta = NEWS_EVERY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 <= index < num_workers:
+            raise ConfigError(f"there is no worker {index} of {num_workers}")
+        self.group = group
+        self.index = index
+        self.num_workers = num_workers
+        self._member = secrets.token_hex(8)
+        self._start_timeout = start_timeout
+        self._finish_timeout = finish_timeout
+        self._news_every = news_every.total_seconds()
+        self._clock = clock
+        self._stores = 0
+        self._held = False
+        self._run = ""
+        self._absent: list[int] = []
+        """Workers who have not joined yet, as far as is known here."""
+        self._listener: FleetNews | None = None
+        self.finished = True
+        """Once the run is over: whether it came to its end, and nobody stopped it before."""
+
+    @property
+    def is_chief(self) -> bool:
+        return self.index == 0
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names the processes of the servers: one that restarted has another name."""
+        return self.group.processes
+
+    def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
+        """Return the next store of the model that is being built; see `default_stores`."""
+        number, self._stores = self._stores, self._stores + 1
+        return ParameterServerStore(self.group, number, configs)
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
+        self._run = secrets.token_hex(8)
+        self.group.call_all("server.begin", run=self._run)
+        self.group.expect(self._run)
+        self.group.call(0, "meeting.begin", run=self._run, num_workers=self.num_workers)
+        self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
+        self._listener.attend()
+
+    def open(self, start: Mapping[str, Any]) -> None:
+        """Let the others begin, as the chief. They are told `start`."""
+        self.check()
+        self.group.call(0, "meeting.open", run=self._run, start=dict(start))
+
+    @property
+    def joined(self) -> bool:
+        """Whether this worker takes part in a run."""
+        return bool(self._run)
+
+    def join(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """Wait until the chief has restored everything; return what it says of where to go on.
+
+        A run that failed long before this worker came is waited out: somebody may start the chief again.
+
+        Args:
+            stopped: Whether somebody wants this worker to stop; looked at every second.
+
+        Returns:
+            None where the run is over, and this worker's part in it done; or it was stopped.
+
+        Raises:
+            DeadlineExceededError: It did not in time.
+            ClusterError: It failed, and will not begin again by itself.
+        """
+        limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
+        known, first = "", True
+        while not stopped():
+            answer = self.group.call(
+                0, "meeting.join", worker=self.index, member=self._member, known=known, wait=1.0
+            )
+            if answer["run"] is not None:
+                self._run = answer["run"]
+                self.group.expect(self._run)
+                self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
+                return dict(answer["start"])
+            if answer.get("over"):
+                self.finished = not answer["unfinished"]
+                return None
+            if failed := answer.get("failed"):
+                if failed["final"] and not (first and failed["ago"] > OLD_NEWS):
+                    raise ClusterError(failed["why"])
+                known = failed["run"]
+            first = False
+            now = self._clock()
+            if now >= limit:
+                raise DeadlineExceededError(
+                    f"worker {self.index} waited {self._start_timeout} for the chief to restore the model; "
+                    "see its log"
+                )
+            if now - said >= SAY_EVERY:
+                said = now
+                _log.info("waiting for the chief to restore the model")
+        return None
+
+    # Between steps
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why everybody is to finish; None while nobody asked."""
+        return None if self._listener is None else self._listener.stop_reason
+
+    def check(self) -> None:
+        """Raise what has gone wrong with the others."""
+        if self._listener is not None:
+            self._listener.check()
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the chief wants nobody to train."""
+        return self._listener is not None and self._listener.halt is not None
+
+    def wait_at_halt(self, state: State) -> int:
+        """Arrive with this worker's state, all its updates done, and wait until everybody may go on.
+
+        Returns:
+            The number of the halt; 0 where it was over before.
+        """
+        listener = self._listener
+        assert listener is not None
+        halt = listener.halt
+        if halt is None:
+            return 0
+        self.group.call(0, "meeting.arrive", run=self._run, worker=self.index, halt=halt, state=state)
+        listener.wait_for_release(halt)
+        return halt
+
+    @contextlib.contextmanager
+    def halted(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Halt]:
+        """Hold the others between their steps, as the chief, and hand out their states.
+
+        Args:
+            stopped: Whether somebody wants the run to stop: who has not joined it yet never will.
+        """
+        number = self._halt()
+        try:
+            yield Halt(number, self._gather(stopped))
+        finally:
+            if not self._held:
+                self._release()
+
+    def hold(self) -> int:
+        """Halt the others, as the chief, until `let_go`; return the number of the halt. From any thread."""
+        self._held = True
+        return self._halt()
+
+    def let_go(self) -> None:
+        """Let the others go on that were held."""
+        self._held = False
+        self._release()
+
+    def standing_still(self) -> list[int]:
+        """Return the other workers who have arrived at the halt in force, or have left, as the chief."""
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
+        return sorted(int(worker) for worker in answer["states"])
+
+    def note_saved(self, halt: int) -> None:
+        """Tell the others, as the chief, that the checkpoint of a halt is on disk."""
+        self.group.call(0, "meeting.saved", run=self._run, halt=halt)
+
+    @property
+    def saved_halt(self) -> int:
+        """The last halt whose checkpoint is on disk, as far as is known here; 0 for none."""
+        return 0 if self._listener is None else self._listener.saved
+
+    def stop(self, reason: str, *, unfinished: bool = False) -> None:
+        """Ask everybody to finish.
+
+        Args:
+            unfinished: Whether there is more to do: the run is then not done, however well it ends.
+        """
+        self.group.call(0, "meeting.stop", run=self._run, reason=reason, unfinished=unfinished)
+
+    # Ending
+
+    def leave(self, state: State) -> None:
+        """Say that this worker is done, all its updates too."""
+        self.group.call(0, "meeting.leave", run=self._run, worker=self.index, state=state)
+
+    def fail(self, why: str, *, final: bool) -> None:
+        """Say that this worker cannot go on, which ends the run; if anybody hears it.
+
+        Args:
+            final: Whether nobody should wait for this process to join or begin again by itself.
+        """
+        self._close_listener()
+        if not self._run:
+            return
+        with contextlib.suppress(ClusterError, ConfigError):
+            self.group.call(
+                0,
+                "meeting.leave",
+                run=self._run,
+                worker=self.index,
+                failure=why,
+                final=final and self.is_chief,
+            )
+
+    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[State]:
+        """Wait, as the chief, until all others have left; return their last states, in order.
+
+        After `finish_timeout` they are asked to stop where they are.
+
+        Args:
+            idle: Called every second meanwhile.
+            stopping: Whether the run is to stop before its end: who has not joined it yet never will.
+
+        Raises:
+            UnavailableError: One was lost, or never came.
+            DeadlineExceededError: One does not stop.
+        """
+        asked_at: float | None = None
+        limit = self._clock() + self._finish_timeout.total_seconds()
+        began = self._clock()
+        while missing := self._missing(left=True, wait=1.0):
+            if stopping:
+                self._check_joined(began)
+            idle()
+            now, who = self._clock(), ", ".join(map(str, missing))
+            if asked_at is None and now >= limit:
+                _log.warning("workers %s still train; asking them to stop", who)
+                self.stop(f"the chief has waited {self._finish_timeout} for this worker", unfinished=True)
+                asked_at = now
+            elif asked_at is not None and now - asked_at > STOP_WITHIN:
+                raise DeadlineExceededError(
+                    f"workers {who} were asked to stop and did not in {STOP_WITHIN:g} s; "
+                    "what was trained since the last checkpoint is lost"
+                )
+        return self._states()
+
+    def wait_for_end(self) -> None:
+        """Wait, having left, until the chief has saved and said that the run is over.
+
+        Raises:
+            RetryableError: Nobody says so any more: what this worker did last may not be saved.
+        """
+        assert self._listener is not None
+        self.finished = self._listener.wait_for_end(self._finish_timeout.total_seconds())
+
+    def end(self) -> None:
+        """Tell everybody, as the chief, that the run is over and saved; who is gone is passed over."""
+        self._close_listener()
+        limit = self._clock() + FAREWELL.total_seconds()
+        with _passed_over("server 0"):
+            while True:
+                answer = self.group.call(0, "meeting.over", run=self._run, wait=1.0)
+                self.finished = not answer["unfinished"]
+                if not answer["untold"]:
+                    break
+                if self._clock() >= limit:
+                    _log.warning("workers %s were not told that the run is over", answer["untold"])
+                    break
+
+        def tell(server: int, _: Mapping[str, Any]) -> dict[str, Any]:
+            with _passed_over(f"server {server}"):
+                return self.group.call(server, "server.end", run=self._run, finished=self.finished)
+            return {}
+
+        self._on_each(tell, [{}] * len(self.group))
+
+    def close(self) -> None:
+        """Let go of the servers. Closing again does nothing."""
+        self._close_listener()
+        self.group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Work on servers that takes its time
+
+    def call_servers(self, name: str, /, **body: Any) -> None:
+        """Have each server do something of this run, and nothing if it is another by now."""
+        self.group.call_all(name, run=self._run, **body)
+
+    def work(self, name: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Have each server do some work of this run, all at a time, and return the answers in order.
+
+        Raises:
+            MonolithError: What one of them raised.
+        """
+        whole = {"run": self._run, **body}
+        return self._on_each(
+            lambda server, body: self._work(server, name, dict(body)), [whole] * len(self.group)
+        )
+
+    def _on_each(
+        self, call: Callable[[int, Mapping[str, Any]], dict[str, Any]], bodies: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Call all servers at a time; return their answers in order, or raise the first error."""
+        answers: list[dict[str, Any] | BaseException | None] = [None] * len(bodies)
+
+        def ask(server: int, body: Mapping[str, Any]) -> None:
+            try:
+                answers[server] = call(server, body)
+            except BaseException as error:
+                answers[server] = error
+
+        threads = [threading.Thread(target=ask, args=one, daemon=True) for one in enumerate(bodies)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            assert answer is not None
+            done.append(answer)
+        return done
+
+    def _work(self, server: int, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        job = secrets.token_hex(8)
+        self.group.call(server, "job.start", work=name, body=body, job=job)
+        while True:
+            answer = self.group.call(server, "job.wait", job=job, wait=POLL)
+            if answer["done"]:
+                return dict(answer["answer"])
+
+    # Inside
+
+    def _halt(self) -> int:
+        return int(self.group.call(0, "meeting.halt", run=self._run)["halt"])
+
+    def _release(self) -> None:
+        self.group.call(0, "meeting.release", run=self._run)
+
+    def _gather(self, stopped: Callable[[], bool]) -> list[State]:
+        """Wait until all others stand still; one that has not come yet is waited for as at the start."""
+        began = said = self._clock()
+        while missing := self._missing(left=False, wait=1.0):
+            if stopped():
+                self._check_joined(began)
+            now = self._clock()
+            if now - began > self._start_timeout.total_seconds():
+                raise DeadlineExceededError(
+                    f"waited {self._start_timeout} for workers {', '.join(map(str, missing))} to come to a "
+                    "halt before saving; see their logs"
+                )
+            if now - said >= SAY_EVERY:
+                said = now
+                who = ", ".join(map(str, missing))
+                _log.warning("waiting for workers %s before saving; see their logs", who)
+        return self._states()
+
+    def _check_joined(self, since: float) -> None:
+        """Wait no longer for workers who never came, when the run is to stop."""
+        if self._absent and self._clock() - since > JOIN_WITHIN:
+            raise UnavailableError(
+                f"workers {', '.join(map(str, self._absent))} never joined, so nothing can be saved since "
+                "the last checkpoint, from which the next start goes on"
+            )
+
+    def _states(self) -> list[State]:
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
+        return [answer["states"][str(worker)] for worker in range(1, self.num_workers)]
+
+    def _missing(self, *, left: bool, wait: float) -> list[int]:
+        self.check()
+        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=wait, left=left)
+        if answer["failure"]:
+            raise UnavailableError(answer["failure"])
+        self._absent = list(answer["absent"])
+        return list(answer["missing"])
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+@contextlib.contextmanager
+def _passed_over(who: str) -> Iterator[None]:
+    try:
+        yield
+    except ClusterError as error:
+        _log.warning("could not tell %s that the run is over: %s", who, error)

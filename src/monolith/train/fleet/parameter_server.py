@@ -1,0 +1,384 @@
+"""A parameter server: the process that holds a share of a model's rows and weights while others train it.
+
+It is started with the same task as the workers, so it knows the tables and optimizers, and it
+reads no data. The chief tells it what to restore, when to hold a moment fast and where to write
+it, and that the run is over.
+
+A server outlives the run it holds. When others are lost it waits for the chief to begin again, and
+then drops what it held for what the chief restores. It ends well only when the chief says that the
+run is finished. Left alone for too long, it ends with an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from monolith import filesystem
+from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
+from monolith.checkpoint.part import PartCut
+from monolith.cluster import Discovery
+from monolith.cluster.security import Guard
+from monolith.errors import (
+    ClusterError,
+    ConfigError,
+    DeadlineExceededError,
+    SaveError,
+    UnavailableError,
+)
+from monolith.store import DenseShare, LocalStore, ParameterServer
+from monolith.train.config import TrainConfig
+from monolith.train.fleet.bodies import CALLS, WORK
+from monolith.train.fleet.jobs import Jobs
+from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
+from monolith.train.fleet.parts import describe_report
+from monolith.train.session import Model
+from monolith.train.task import Mode, Task
+from monolith.wire.bodies import Call, Gone, Poll, checked
+from monolith.wire.limits import Limits
+
+_log = logging.getLogger(__name__)
+
+LINGER = timedelta(seconds=15)
+"""How long a server that is told to stop waits for the chief, who may want to save."""
+START_TIMEOUT = timedelta(hours=2)
+"""How long a server waits for a chief to begin."""
+ABANDONED_AFTER = timedelta(minutes=30)
+"""How long a server that lost its chief waits for another."""
+_LOOK_EVERY = 0.1
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEnd:
+    """How a server ended."""
+
+    why: str
+    finished: bool = False
+    """Whether the run came to its end."""
+
+
+def serve_parameters(
+    task: Task,
+    config: TrainConfig,
+    discovery: Discovery,
+    *,
+    index: int,
+    num_ps: int,
+    num_workers: int,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    guard: Guard | None = None,
+    limits: Limits | None = None,
+    stop: threading.Event | None = None,
+    say: Say = _log.info,
+    linger: timedelta = LINGER,
+    start_timeout: timedelta = START_TIMEOUT,
+    lost_after: timedelta = LOST_AFTER,
+    abandoned_after: timedelta = ABANDONED_AFTER,
+) -> ServerEnd:
+    """Hold a share of a model until the chief says that the run is over; return how it ended.
+
+    Args:
+        index: Which of `num_ps` servers this is.
+        host: Where to listen; it is also how the others reach it.
+        guard: What callers must present.
+        limits: What one of them may ask for.
+        stop: Set from outside to end; while a run goes on, the chief has `linger` to save first.
+        say: Told where it listens.
+        start_timeout: How long to wait for the chief to begin.
+        lost_after: How long a worker may be silent before server 0 calls it lost.
+        abandoned_after: How long to wait for another chief when the one there was is gone.
+
+    Raises:
+        DeadlineExceededError: No chief came.
+        ListenError: The port is taken.
+        ConfigError: The task cannot be served.
+    """
+    if not 0 <= index < num_ps:
+        raise ConfigError(f"there is no parameter server {index} of {num_ps}")
+    share = ServedShare(
+        task, config, index=index, num_ps=num_ps, num_workers=num_workers, lost_after=lost_after
+    )
+    stop = threading.Event() if stop is None else stop
+    with share.serve(host, port, guard, limits) as server:
+        discovery.register("ps", index, server.address)
+        try:
+            say(f"parameter server {index} of {num_ps} listens on {server.address}")
+            return share.wait(
+                stop, linger=linger, start_timeout=start_timeout, abandoned_after=abandoned_after
+            )
+        finally:
+            discovery.deregister("ps", index, server.address)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a server holds for one run.
+
+        in use ──another run begins──► retired ──its last work ends──► closed
+
+    Work on it, a write or a restore, may still be under way when it is retired.
+    """
+
+    model: Model
+    stores: list[LocalStore]
+    tables: TablesPart
+    cuts: dict[str, PartCut]
+    works: int = 0
+    """Pieces of work that are under way."""
+    retired: bool = False
+
+
+class ServedShare:
+    """One server's share of a model, with what the chief may ask of it.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        *,
+        index: int,
+        num_ps: int,
+        num_workers: int,
+        lost_after: timedelta = LOST_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._task = task
+        self._config = config
+        self._shard = (index, num_ps)
+        self._clock = clock
+        self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock) if index == 0 else None
+        self._jobs = Jobs(checked(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # guards what follows
+        self._held = self._make()
+        self._run: str | None = None
+        self._finished = False
+        self._chief = _Attendance(clock)
+        self._server: ParameterServer | None = None
+
+    def serve(
+        self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
+    ) -> ParameterServer:
+        """Listen; the server returned is closed by whoever called."""
+        meeting = self._meeting
+        calls = {**self.calls, **self._jobs.calls, **({} if meeting is None else meeting.calls)}
+        polls = {**self.polls, **({} if meeting is None else meeting.polls)}
+        longest = (limits or Limits()).wait.total_seconds()
+        self._server = ParameterServer(
+            self._held.stores,
+            self._dense(self._held),
+            shard=self._shard,
+            host=host,
+            port=port,
+            guard=guard,
+            calls=checked(CALLS, calls, longest=longest),
+            polls=checked(CALLS, polls, longest=longest),
+            limits=limits,
+        )
+        return self._server
+
+    @property
+    def calls(self) -> Mapping[str, Call]:
+        return {
+            "server.begin": self._begin,
+            "server.end": self._end,
+            "tables.cut": self._cut,
+            "tables.close": self._close,
+        }
+
+    @property
+    def polls(self) -> Mapping[str, Poll]:
+        return {"server.attend": self._attend}
+
+    def wait(
+        self,
+        stop: threading.Event,
+        *,
+        linger: timedelta = LINGER,
+        start_timeout: timedelta = START_TIMEOUT,
+        abandoned_after: timedelta = ABANDONED_AFTER,
+    ) -> ServerEnd:
+        """Return when the run is over, or `stop` was set and the chief had time to save.
+
+        Raises:
+            DeadlineExceededError: There is no chief.
+        """
+        limit: float | None = None
+        while not self._over.wait(_LOOK_EVERY):
+            if not stop.is_set():
+                self._check_attended(start_timeout, abandoned_after)
+                continue
+            if limit is None:
+                if self._run is None:
+                    return ServerEnd("stopped before a run began")
+                _log.info("told to stop; the chief has %g s to save first", linger.total_seconds())
+                limit = self._clock() + linger.total_seconds()
+            elif self._clock() >= limit:
+                return ServerEnd("stopped while a run went on")
+        if self._finished:
+            return ServerEnd("the run is over", finished=True)
+        return ServerEnd("the run was stopped, and goes on when it is started again")
+
+    def _check_attended(self, start_timeout: timedelta, abandoned_after: timedelta) -> None:
+        alone = self._chief.absent_for()
+        began = self._run is not None
+        patience = abandoned_after if began else start_timeout
+        if alone > patience.total_seconds():
+            raise DeadlineExceededError(
+                f"parameter server {self._shard[0]} has been without a chief for {alone:.0f} s"
+                + ("; what it held since the last checkpoint is lost. " if began else ". ")
+                + "See the chief's log. This server waits for another chief as long as "
+                + ("timeouts.abandoned says." if began else "timeouts.start says.")
+            )
+
+    # The chief's calls
+
+    def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            if self._run == body["run"]:  # asked again, because an answer was lost
+                return {}
+            assert self._server is not None
+            held = self._held
+            if self._run is not None:
+                _log.info("another run begins: what the one before left here is dropped")
+                held = self._make()
+            self._server.replace(held.stores, self._dense(held), incarnation=body["run"])
+            before, self._held, self._run = self._held, held, body["run"]
+            if before is not held:
+                for cut in before.cuts.values():
+                    cut.close(saved=False)  # who writes it still ends with an error
+                before.retired = True
+                self._close_retired(before)
+            return {}
+
+    def _attend(self, body: dict[str, Any], gone: Gone) -> dict[str, Any]:
+        """Keep the chief's call for a while, by which both sides know that the other is there."""
+        self._check_run(body)
+        with self._chief:
+            limit = self._clock() + min(float(body["wait"]), LONGEST_WAIT)
+            while self._run == body["run"] and not gone() and self._clock() < limit:
+                if self._over.wait(_LOOK_EVERY):
+                    break
+        return {}
+
+    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._check_run(body)
+        self._finished = body["finished"]
+        self._over.set()
+        return {}
+
+    def _cut(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._check_run(body)
+            if body["cut"] not in self._held.cuts:  # asked again, because an answer was lost
+                self._held.cuts[body["cut"]] = self._held.tables.cut(0)
+        return {}
+
+    def _close(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._check_run(body)
+            cut = self._held.cuts.pop(body["cut"], None)
+        if cut is not None:
+            cut.close(saved=body["saved"])
+        return {}
+
+    def _write(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._working(body) as held:
+            cut = held.cuts.get(body["cut"])
+            if cut is None:
+                raise ClusterError("there is nothing to write: the server restarted since the moment was cut")
+            model_dir = self._config.model_dir
+            if not model_dir or not filesystem.is_below(body["prefix"], model_dir):
+                raise SaveError(
+                    f"this server writes only below the model_dir of its run, {model_dir!r}. Start all "
+                    "processes with the same model_dir."
+                )
+            return {"entry": cut.write(body["prefix"], full=body["full"])}
+
+    def _restore(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._working(body) as held:
+            report = held.tables.restore(
+                [SavedPart(prefix, entry) for prefix, entry in body["chain"]],
+                RestoreOptions(optimizer_state=body["optimizer_state"], strict=body["strict"]),
+            )
+            rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
+            return {"report": describe_report(report), "rows": rows}
+
+    # Inside
+
+    def _check_run(self, body: Mapping[str, Any]) -> None:
+        if body["run"] != self._run:
+            raise UnavailableError(
+                f"parameter server {self._shard[0]} restarted or began another run. A chief that begins "
+                "again goes on from the last checkpoint."
+            )
+
+    @contextmanager
+    def _working(self, body: Mapping[str, Any]) -> Iterator[_Held]:
+        """Keep what is held for a run from being closed while the block lasts."""
+        with self._lock:
+            self._check_run(body)
+            held = self._held
+            held.works += 1
+        try:
+            yield held
+        finally:
+            with self._lock:
+                held.works -= 1
+                self._close_retired(held)
+
+    def _close_retired(self, held: _Held) -> None:
+        """Free the memory of an earlier run, once nobody works on it. The lock is held."""
+        if held.retired and not held.works:
+            held.model.close()
+
+    def _make(self) -> _Held:
+        model = Model(self._task, Mode.TRAIN, seed=self._config.seed)
+        part = model.tables_part(
+            incremental=self._config.keep.full_every > 1,
+            beside=self._config.saves_beside,
+            shard=self._shard,
+            piece=self._shard,
+        )
+        stores = [store for store in model.stores if isinstance(store, LocalStore)]
+        return _Held(model, stores, part, {})
+
+    def _dense(self, held: _Held) -> DenseShare:
+        return DenseShare(held.model.weights(), held.model.dense, self._shard)
+
+
+class _Attendance:
+    """Whether the chief is there: it has a call here all the time. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._calls = 0
+        self._since = clock()
+
+    def absent_for(self) -> float:
+        """Return the seconds since it was last there; 0 while it is."""
+        with self._lock:
+            return 0.0 if self._calls else self._clock() - self._since
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            self._since = self._clock()

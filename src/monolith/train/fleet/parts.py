@@ -1,0 +1,125 @@
+"""What a checkpoint of a fleet is made of: as that of one process, so that either restores the other's.
+
+Rows are written and read by the servers that hold them, each its share, at paths that all
+processes reach. Weights come to the chief, who writes them as ever.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, merge_entries
+from monolith.checkpoint.part import Entry, PartCut
+from monolith.checkpoint.report import RestoreReport
+from monolith.errors import ClusterError
+from monolith.train.fleet.fleet import Fleet
+
+
+class ServedTables:
+    """The tables of all servers, held fast and written by them."""
+
+    name = "tables"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+        cut = _ServedCut(self._fleet, secrets.token_hex(8))
+        try:
+            self._fleet.call_servers("tables.cut", cut=cut.name)
+        except BaseException:
+            cut.close(saved=False)
+            raise
+        return cut
+
+    def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
+        body = {
+            "chain": [[saved.prefix, saved.entry] for saved in chain],
+            "optimizer_state": options.optimizer_state,
+            "strict": options.strict,
+        }
+        answers = self._fleet.work("tables.restore", body)
+        reports = [
+            RestoreReport(**{**answer["report"], "loaded": {}, "missing": tuple(answer["report"]["missing"])})
+            for answer in answers
+        ]
+        rows = {
+            name: sum(answer["rows"][name] for answer in answers) for name in answers[0]["report"]["loaded"]
+        }
+        loaded = {name: f"{many:,} rows on {len(answers)} servers" for name, many in rows.items()}
+        return replace(
+            RestoreReport().merge(*reports),
+            loaded=loaded,
+            unused=tuple(dict.fromkeys(name for answer in answers for name in answer["report"]["unused"])),
+        )
+
+
+class _ServedCut:
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self.name = name
+        self._closed = False
+
+    def write(self, prefix: str, *, full: bool) -> Entry:
+        body = {"cut": self.name, "prefix": prefix, "full": full}
+        answers = self._fleet.work("tables.write", body)
+        return merge_entries([answer["entry"] for answer in answers])
+
+    def close(self, *, saved: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
+            with nullcontext() if saved else suppress(ClusterError):
+                self._fleet.call_servers("tables.close", cut=self.name, saved=saved)
+
+
+class ServedDense:
+    """The weights: brought here to be saved, and sent out again when they were restored."""
+
+    name = "dense"
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        inner: DensePart,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._fleet = fleet
+        self._inner = inner
+        self._parameters = dict(parameters)
+        self._optimizer = optimizer
+
+    def cut(self, step: int) -> PartCut:
+        if self._optimizer is not None:
+            self._fleet.group.fetch_dense(self._parameters, self._optimizer)
+        return self._inner.cut(step)
+
+    def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
+        report = self._inner.restore(chain, options)
+        self.send()
+        return report
+
+    def send(self) -> None:
+        """Give the servers the weights as they are here."""
+        if self._optimizer is not None:
+            self._fleet.group.send_dense(self._parameters, self._optimizer)
+
+
+def describe_report(report: RestoreReport) -> dict[str, Any]:
+    """Return a report as plain values."""
+    return {
+        "loaded": dict(report.loaded),
+        "reset": dict(report.reset),
+        "renamed": dict(report.renamed),
+        "skipped": dict(report.skipped),
+        "missing": list(report.missing),
+        "unused": list(report.unused),
+    }

@@ -1,0 +1,1 @@
+"""Hooks that start, hold and stop a run: operators, alerts, hours of the day, barriers."""

@@ -1,0 +1,270 @@
+"""The barrier: a place where workers wait between steps while it is placed.
+
+The chief, index 0, places it with an action that says why: "Save" while a state is cut, "Stop"
+before everybody ends, or "" because an operator wants silence. Workers, from 1 on, meet it
+before their next step and are blocked until it is removed. Action and flag are one
+value with a generation, so that a slow worker never reads the action of a later barrier.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from monolith.errors import BarrierAlreadyPlacedError, ConfigError
+from monolith.train.hook import Hook, Run
+from monolith.train.hooks.saving.listeners import SaveListener
+
+_log = logging.getLogger(__name__)
+
+SAVE = "Save"
+STOP = "Stop"
+
+Callback = Callable[[str], None]
+"""Told the action of a barrier."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """A barrier that is in place."""
+
+    action: str
+    generation: int
+    """Counts barriers, from 1."""
+
+
+KeepWaiting = Callable[[Placement], bool]
+
+
+class Barrier(Protocol):
+    """Holds workers back. Thread-safe."""
+
+    @property
+    def capacity(self) -> int:
+        """How many there are, the chief included."""
+
+    def place(self, action: str = "") -> Placement:
+        """Hold everybody back from their next step.
+
+        Raises:
+            BarrierAlreadyPlacedError: There is one already.
+        """
+
+    def remove(self) -> None:
+        """Let everybody go, whoever placed it; without a barrier nothing happens."""
+
+    def placement(self) -> Placement | None:
+        """The barrier that is in place, if one is."""
+
+    def wait_until_removed(
+        self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
+    ) -> None:
+        """Be blocked as worker `index` while a barrier is placed.
+
+        Args:
+            keep_waiting: Called with the barrier at once and then every `poll` seconds; False gives up.
+
+        Raises:
+            ConfigError: `index` is not from 1 to capacity - 1.
+        """
+
+    def blocked_indices(self) -> list[int]:
+        """Who is blocked, in order. The chief counts as blocked while a barrier is placed."""
+
+
+def unblocked_indices(barrier: Barrier) -> list[int]:
+    blocked = set(barrier.blocked_indices())
+    return [index for index in range(barrier.capacity) if index not in blocked]
+
+
+class LocalBarrier:
+    """A barrier for the threads of one process.
+
+    Args:
+        callbacks: Called with the action by whoever places a barrier, and once for each barrier by every
+            worker that meets it.
+    """
+
+    def __init__(self, capacity: int, callbacks: Sequence[Callback] = ()) -> None:
+        if capacity < 1:
+            raise ConfigError(f"barrier: capacity must be at least 1, got {capacity}")
+        self._capacity = capacity
+        self._callbacks = tuple(callbacks)
+        self._changed = threading.Condition()  # guards what is below
+        self._placed: Placement | None = None
+        self._generation = 0
+        self._blocked: set[int] = set()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def place(self, action: str = "") -> Placement:
+        with self._changed:
+            if self._placed is not None:
+                raise BarrierAlreadyPlacedError(
+                    f"cannot place a barrier (action {action!r}): one is in place (action "
+                    f"{self._placed.action!r}). Wait until it is removed, or remove it."
+                )
+            self._generation += 1
+            self._placed = placed = Placement(action, self._generation)
+        for callback in self._callbacks:
+            callback(action)
+        return placed
+
+    def remove(self) -> None:
+        with self._changed:
+            self._placed = None
+            self._changed.notify_all()
+
+    def placement(self) -> Placement | None:
+        with self._changed:
+            return self._placed
+
+    def wait_until_removed(
+        self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
+    ) -> None:
+        if not 0 < index < self._capacity:
+            raise ConfigError(
+                f"barrier: a worker's index must be from 1 to {self._capacity - 1}, got {index}"
+            )
+        with self._changed:
+            placed = self._placed
+            if placed is None:
+                return
+            self._blocked.add(index)
+        try:
+            for callback in self._callbacks:
+                callback(placed.action)
+            while keep_waiting is None or keep_waiting(placed):
+                with self._changed:
+                    # Another may be placed the instant this one goes; this one is what is waited for.
+                    if self._changed.wait_for(lambda: self._placed is not placed, poll):
+                        return
+        finally:
+            with self._changed:
+                self._blocked.discard(index)
+
+    def blocked_indices(self) -> list[int]:
+        with self._changed:
+            chief = set() if self._placed is None else {0}
+            return sorted(self._blocked | chief)
+
+
+class BarrierHook(Hook):
+    """Lets a worker wait before its step while a barrier is placed, and stop when that says "Stop".
+
+    Args:
+        index: Of this worker. The chief, 0, waits too, so that a run of one process can be halted.
+        idle: Called again and again while waiting, with the run; `SaveHook.before_step` belongs here, since
+            nobody else can save while the training thread waits.
+        poll: How long to wait between looks at the run and calls of `idle`, in seconds.
+    """
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        index: int,
+        *,
+        idle: Sequence[Callable[[Run], None]] = (),
+        poll: float = 1.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not 0 <= index < barrier.capacity:
+            raise ConfigError(f"barrier: index must be from 0 to {barrier.capacity - 1}, got {index}")
+        self._barrier = barrier
+        self._index = index
+        self._idle = tuple(idle)
+        self._poll = poll
+        self._sleep = sleep
+
+    def before_step(self, run: Run) -> None:
+        if self._index > 0:
+            self._barrier.wait_until_removed(
+                self._index, keep_waiting=partial(self._keep_waiting, run), poll=self._poll
+            )
+            return
+        while (placed := self._barrier.placement()) is not None and self._keep_waiting(run, placed):
+            self._sleep(self._poll)
+
+    def _keep_waiting(self, run: Run, placed: Placement) -> bool:
+        if placed.action == STOP:
+            run.request_stop("the chief stopped all workers")
+            return self._index > 0  # the chief wants to see its workers blocked
+        for call in self._idle:
+            call(run)
+        return run.stop_reason is None
+
+
+class BarrierSaveListener(SaveListener):
+    """A guard that holds the workers back while a state is cut, so that they do not change it meanwhile.
+
+    Args:
+        announce: Told the step before the barrier is placed, so that workers save their own part for it.
+        wait_seconds: Between looks at who is blocked.
+        max_pending_seconds: After this the state is cut even though somebody still trains.
+    """
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        *,
+        wait_seconds: float = 1.0,
+        max_pending_seconds: float = 30.0,
+        announce: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._barrier = barrier
+        self._wait_seconds = wait_seconds
+        self._max_pending_seconds = max_pending_seconds
+        self._announce = announce
+        self._clock = clock
+        self._sleep = sleep
+        self._own = False
+
+    def before_save(self, step: int) -> None:
+        if self._announce is not None:
+            self._announce(step)
+        self._own = try_place(self._barrier, SAVE)
+        wait_until_blocked(
+            self._barrier, self._max_pending_seconds, self._wait_seconds, clock=self._clock, sleep=self._sleep
+        )
+
+    def after_save(self, step: int) -> None:  # noqa: ARG002
+        if self._own:
+            self._own = False
+            self._barrier.remove()
+
+
+def try_place(barrier: Barrier, action: str) -> bool:
+    """Place a barrier; return False where there is one already, which holds workers back as well."""
+    try:
+        barrier.place(action)
+    except BarrierAlreadyPlacedError as error:
+        _log.info("%s", error)
+        return False
+    return True
+
+
+def wait_until_blocked(
+    barrier: Barrier,
+    at_most: float,
+    poll: float,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> bool:
+    """Wait until every worker is blocked; return False, and say who is not, when that takes too long."""
+    limit = clock() + at_most
+    while missing := unblocked_indices(barrier):
+        if clock() >= limit:
+            _log.warning("going on after %.0f s, though workers %s are not blocked", at_most, missing)
+            return False
+        sleep(poll)
+    return True

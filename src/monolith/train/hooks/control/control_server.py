@@ -1,0 +1,371 @@
+"""The control server: halt, resume, save and look at a running job, from a shell or a scheduler.
+
+The service is gRPC's `Controller` (proto/controller.proto). Where it listens is in the file
+`controller_server_addr.txt` of the model directory for as long as the job runs, so that whoever
+knows the directory can make the call:
+
+    with ControlClient(model_dir) as job:
+        job.save_checkpoint()
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from google.protobuf.message import Message  # type: ignore[import-untyped]
+
+from monolith import filesystem
+from monolith.cluster.run_token import is_guarded, read_token, write_token
+from monolith.cluster.security import (
+    SecurityConfig,
+    add_grpc_port,
+    grpc_channel,
+    grpc_interceptors,
+    guard_caller,
+    guard_listener,
+)
+from monolith.config import Secret
+from monolith.errors import (
+    BarrierAlreadyPlacedError,
+    ConfigError,
+    FileMissingError,
+    ListenError,
+    MissingExtraError,
+    MonolithError,
+    TrainingError,
+)
+from monolith.train.hook import Hook, Run
+from monolith.train.hooks.control.barrier import Barrier, unblocked_indices
+from monolith.wire import controller_pb2 as wire
+from monolith.wire.limits import Limits
+
+_log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "controller_server_addr.txt"
+TOKEN_FILE = "controller_server_token"
+GRACE_SECONDS = 20.0
+_SERVICE = "Controller"
+_THREADS = 4
+_LONGEST_REQUEST = 64 << 10
+"""Bytes; none of the requests has anything in it."""
+_LOOK_SECONDS = 0.2
+
+_METHODS: dict[str, tuple[type[Message], type[Message]]] = {
+    "StopTraining": (wire.StopTrainingRequest, wire.StopTrainingResponse),
+    "ResumeTraining": (wire.ResumeTrainingRequest, wire.ResumeTrainingResponse),
+    "GetBlockStatus": (wire.GetBlockStatusRequest, wire.GetBlockStatusResponse),
+    "SaveCheckpoint": (wire.SaveCheckpointRequest, wire.SaveCheckpointResponse),
+    "GetTrainingStatus": (wire.GetTrainingStatusRequest, wire.GetTrainingStatusResponse),
+}
+
+
+class ControlServerHook(Hook):
+    """Serves `Controller` while the run lasts.
+
+    Args:
+        barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
+            `SaveHook.before_step` while it waits, or a halted job cannot be saved.
+        trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
+        address: host:port to listen on; port 0 is any free one. Only this machine by default.
+        security: Certificates and the token that callers must present. Without, only an address of this
+            machine is listened on, and a token is made: callers find it beside the address, in a file that
+            only this user can read.
+        limits: What one caller may ask for.
+    """
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        trigger_save: Callable[[], Future[str | None]],
+        *,
+        address: str = "127.0.0.1:0",
+        security: SecurityConfig | None = None,
+        grace: float = GRACE_SECONDS,
+        limits: Limits | None = None,
+    ) -> None:
+        self._barrier = barrier
+        self._trigger_save = trigger_save
+        self._listen_on = address
+        self._security = SecurityConfig() if security is None else security
+        self._grace = grace
+        self._limits = limits or Limits()
+        self._saves = threading.BoundedSemaphore(self._limits.saves)
+        self._server: Any = None
+        self._closing = threading.Event()
+        self._path: str | None = None
+        self._token_path: str | None = None
+        self.address: str | None = None
+        """host:port while it serves."""
+
+    def after_create(self, run: Run) -> None:
+        if self._server is not None:
+            return
+        grpc = import_grpc()
+        guard, made = guard_listener(self._listen_on, self._security), None
+        if guard.token is None and not guard.uses_tls:
+            made = Secret(secrets.token_hex(32))
+            guard = replace(guard, token=made)
+        self._closing.clear()
+        server = grpc.server(
+            # Whoever waits for a save has a thread: some are left for others.
+            ThreadPoolExecutor(self._limits.saves + _THREADS, thread_name_prefix="control-server"),
+            interceptors=grpc_interceptors(guard),
+            options=(
+                ("grpc.so_reuseport", 0),  # a taken port is an error, not a port for two
+                ("grpc.max_receive_message_length", _LONGEST_REQUEST),
+            ),
+        )
+        server.add_generic_rpc_handlers((self._handlers(grpc, run),))
+        try:
+            port = add_grpc_port(server, self._listen_on, guard)
+        except ListenError as cause:
+            raise ListenError(
+                f"cannot serve the controller on {self._listen_on}: {cause}. Choose an address of this "
+                "machine and a free port, or port 0."
+            ) from cause
+        server.start()
+        self._server = server
+        self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
+        _log.info("controller serves on %s", self.address)
+        if run.model_dir:
+            filesystem.make_dirs(run.model_dir)
+            self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
+            if made is not None:
+                self._leave_token(run.model_dir, made)
+            with filesystem.atomic_write(self._path) as file:
+                file.write(self.address.encode())
+
+    def close(self) -> None:
+        """Take the address back, and let calls finish that are under way."""
+        self._closing.set()
+        try:
+            for path in filter(None, (self._path, self._token_path)):
+                filesystem.remove(path)
+        finally:
+            self._path = self._token_path = self.address = None
+            if self._server is not None:
+                self._server.stop(self._grace).wait()
+                self._server = None
+
+    def _leave_token(self, model_dir: str, token: Secret) -> None:
+        if filesystem.is_remote(model_dir):
+            _log.warning(
+                "nobody can control this run: it has no token, and in %s others could read one. "
+                "Start it with security.token_file.",
+                model_dir,
+            )
+            return
+        self._token_path = filesystem.join(model_dir, TOKEN_FILE)
+        write_token(Path(self._token_path), token)
+
+    def _handlers(self, grpc: Any, run: Run) -> Any:
+        answers: dict[str, Callable[[Any], Message]] = {
+            "StopTraining": lambda _: self._stop(grpc),
+            "ResumeTraining": lambda _: self._resume(),
+            "GetBlockStatus": lambda _: self._block_status(),
+            "SaveCheckpoint": lambda context: self._save_for_few(grpc, context),
+            "GetTrainingStatus": lambda _: wire.GetTrainingStatusResponse(global_step=run.step),
+        }
+
+        def method(answer: Callable[[Any], Message]) -> Callable[[Message, Any], Message]:
+            def call(request: Message, context: Any) -> Message:  # noqa: ARG001
+                try:
+                    return answer(context)
+                except _RefusedError as error:
+                    context.abort(error.code, str(error))
+                    raise AssertionError("abort raises") from error
+                except Exception as error:  # whatever it is, the server goes on, and its log has the rest
+                    number = secrets.token_hex(4)
+                    _log.exception("the controller failed (error %s)", number)
+                    context.abort(grpc.StatusCode.INTERNAL, f"{_said(error)} (error {number})")
+                    raise AssertionError("abort raises") from error
+
+            return call
+
+        return grpc.method_handlers_generic_handler(
+            _SERVICE,
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    method(answers[name]),
+                    request_deserializer=request.FromString,
+                    response_serializer=response.SerializeToString,
+                )
+                for name, (request, response) in _METHODS.items()
+            },
+        )
+
+    def _stop(self, grpc: Any) -> wire.StopTrainingResponse:
+        try:
+            self._barrier.place()
+        except BarrierAlreadyPlacedError as error:
+            raise _RefusedError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from error
+        return wire.StopTrainingResponse()
+
+    def _resume(self) -> wire.ResumeTrainingResponse:
+        self._barrier.remove()
+        return wire.ResumeTrainingResponse()
+
+    def _block_status(self) -> wire.GetBlockStatusResponse:
+        return wire.GetBlockStatusResponse(
+            blocked_indices=self._barrier.blocked_indices(),
+            unblocked_indices=unblocked_indices(self._barrier),
+        )
+
+    def _save_for_few(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+        if not self._saves.acquire(blocking=False):
+            raise _RefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._limits.saves} callers wait for a checkpoint, and limits.saves allows no more; ask "
+                "again when one is saved",
+            )
+        try:
+            return self._save(grpc, context)
+        finally:
+            self._saves.release()
+
+    def _save(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+        try:
+            saved = self._trigger_save()
+            # Not `result(timeout)`, whose TimeoutError may be the save's own, or come as the save is done.
+            while not wait([saved], _LOOK_SECONDS).done:
+                given_up = self._closing.is_set() or not context.is_active()
+                if given_up and not saved.done():
+                    raise _RefusedError(grpc.StatusCode.UNAVAILABLE, "the run ended before it saved")
+            saved.result()
+            return wire.SaveCheckpointResponse()
+        except _RefusedError:
+            raise
+        except Exception as error:
+            _log.exception("saving a checkpoint that was called for failed")
+            code = grpc.StatusCode.INTERNAL
+            raise _RefusedError(code, f"cannot save: {type(error).__name__}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """Return what a caller hears of an error: no path, and nothing of one that was not raised on purpose."""
+    if isinstance(error, OSError) and not isinstance(error, MonolithError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, MonolithError) else "see the log of the run"
+
+
+class _RefusedError(Exception):
+    """A call that ends in an error; never leaves the server as such."""
+
+    def __init__(self, code: Any, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatus:
+    """Which workers wait at the barrier, and which do not. The chief, 0, waits while there is one."""
+
+    blocked: tuple[int, ...]
+    unblocked: tuple[int, ...]
+
+
+class ControlClient:
+    """Calls the control server of a running job; close it, or use it in a `with`.
+
+    Args:
+        model_dir: Of the job: it says there where it listens.
+        security: The certificates and the token that the server wants to see; by default the token that
+            a job of this user left in the model_dir.
+        timeout: Seconds to wait for an answer; a save has a limit of its own.
+
+    Raises:
+        TrainingError: No job says that it runs there. Also raised by calls that get no answer, or an error.
+        ConfigError: By calls: the server refuses the token.
+    """
+
+    def __init__(
+        self, model_dir: str, *, security: SecurityConfig | None = None, timeout: float = 30.0
+    ) -> None:
+        import_grpc()
+        path = filesystem.join(model_dir, ADDRESS_FILE)
+        try:
+            self.address = filesystem.read_bytes(path).decode().strip()
+        except FileMissingError as cause:
+            raise TrainingError(
+                f"cannot find the job of {model_dir}: there is no {path}. It is not running, or has no "
+                "control server."
+            ) from cause
+        self._timeout = timeout
+        security = SecurityConfig() if security is None else security
+        token = Path(model_dir) / TOKEN_FILE
+        if not is_guarded(security) and not filesystem.is_remote(model_dir) and token.exists():
+            security = replace(security, token=read_token(token))
+        guard = guard_caller(security)
+        self._channel = grpc_channel(self.address, guard)
+
+    def stop_training(self) -> None:
+        """Halt before the next step.
+
+        Raises:
+            BarrierAlreadyPlacedError: The job is halted already.
+        """
+        self._call("StopTraining")
+
+    def resume_training(self) -> None:
+        self._call("ResumeTraining")
+
+    def block_status(self) -> BlockStatus:
+        status = self._call("GetBlockStatus")
+        return BlockStatus(tuple(status.blocked_indices), tuple(status.unblocked_indices))
+
+    def save_checkpoint(self, timeout: float | None = None) -> None:
+        """Save, and return when the checkpoint is on disk."""
+        self._call("SaveCheckpoint", timeout=timeout)
+
+    def global_step(self) -> int:
+        return int(self._call("GetTrainingStatus").global_step)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, **options: Any) -> Any:
+        grpc = import_grpc()
+        request, response = _METHODS[name]
+        method = self._channel.unary_unary(
+            f"/{_SERVICE}/{name}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=response.FromString,
+        )
+        try:
+            return method(request(), **{"timeout": self._timeout, **options})
+        except grpc.RpcError as cause:
+            _translate(grpc, name, self.address, cause)
+
+
+def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
+    code, details = cause.code(), cause.details()
+    if code == grpc.StatusCode.ALREADY_EXISTS:
+        raise BarrierAlreadyPlacedError(details) from cause
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        raise ConfigError(f"{address} refuses {name}: {details}. Give the token of the job.") from cause
+    raise TrainingError(f"{name} at {address} failed: {code.name}: {details}") from cause
+
+
+def import_grpc() -> Any:
+    """Return gRPC, which not everybody has."""
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("grpcio", "grpc", "controlling a running job") from cause
+    return grpc

@@ -1,0 +1,98 @@
+"""Slow start: workers join a young model one after another.
+
+Many workers on fresh parameters push gradients that contradict each other. So worker i takes
+its first step only when the others have brought the model to a step that grows with i, or
+when it has waited long enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from monolith.train.hook import Hook, Run
+from monolith.train.hooks.control.tide import TideWindow, stop_outside
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+_LOG_EVERY_SECONDS = 60.0
+_JITTER_SECONDS = 600.0
+
+
+def slow_start_target(slow_start_steps: int, worker: int) -> int:
+    """Return the global step at which a worker may begin; worker 0 never waits."""
+    return int(slow_start_steps * math.log(1 + worker))
+
+
+class SlowStartHook(Hook):
+    """Holds a worker's first step back until the model has reached a step.
+
+    Args:
+        target_step: See `slow_start_target`. Not above 0 does not wait.
+        global_step: Reads the step of the whole model, which other workers move.
+        tide: Outside of this window the run is asked to stop instead.
+        max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
+            so that those who give up do not all begin at once.
+        grace: How long the model may take to begin to move before `max_wait` counts anyway.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        target_step: int,
+        *,
+        global_step: Callable[[], int],
+        tide: TideWindow | None = None,
+        max_wait: timedelta = timedelta(minutes=10),
+        grace: timedelta = timedelta(minutes=30),
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._target_step = target_step
+        self._global_step = global_step
+        self._tide = tide
+        self._max_wait = max_wait.total_seconds()
+        self._grace = grace.total_seconds()
+        self._clock = clock
+        self._sleep = sleep
+        self._rng = rng or random.Random()
+        self._started = False
+
+    def before_step(self, run: Run) -> None:
+        if self._started:
+            return
+        now = self._clock()
+        # The model may never move: its chief may be gone. Then the count begins by itself.
+        counts_from = now + self._grace
+        patience = self._max_wait + self._rng.uniform(0, _JITTER_SECONDS)
+        next_log = now
+        while run.stop_reason is None:
+            now = self._clock()
+            if stop_outside(run, self._tide, now):
+                return
+            if self._target_step <= 0:
+                break
+            step = self._global_step()
+            if step >= self._target_step:
+                break
+            if step > 1:
+                counts_from = min(counts_from, now)
+            if now - counts_from >= patience:
+                _log.warning(
+                    "waited %.0f s for step %d, the model is at %d: starting anyway",
+                    now - counts_from,
+                    self._target_step,
+                    step,
+                )
+                break
+            if now >= next_log:
+                _log.info("slow start: waiting for step %d, the model is at %d", self._target_step, step)
+                next_log = now + _LOG_EVERY_SECONDS
+            self._sleep(POLL_SECONDS)
+        self._started = True

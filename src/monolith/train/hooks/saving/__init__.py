@@ -1,0 +1,1 @@
+"""Hooks that save: when it is time, what is told of it, and the checkpoint itself."""

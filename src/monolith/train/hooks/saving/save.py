@@ -1,0 +1,545 @@
+"""The save hook: checkpoints by the clock or by the step, on demand, and at the end.
+
+How a checkpoint is written is the business of a `Checkpointer`. It cuts a `Moment`, quickly,
+which holds the state of this step fast while training may go on; the moment then writes, as
+slowly as it must. Saving asynchronously, the training thread waits for the cut only, and one
+thread beside it does the rest. Whatever fails is tried once more.
+
+Two kinds of listeners hear of a save. Listeners belong to it: an error of theirs is an error of
+the save. Guards do not: they hold workers back while a state is cut, and are undone, in reverse,
+whatever happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from monolith.errors import ConfigError, MonolithError, RetryableError, TrainingError
+from monolith.observe import Metrics, yield_to_others
+from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hooks.control.tide import TideWindow
+from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.saving.timer import SaveTimer
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ATTEMPTS = 2
+NEVER_STEPS = 100_000_000
+"""How many steps lie between saves where nobody said."""
+_BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
+
+
+class Moment(Protocol):
+    """The state of one step, held fast until it is closed."""
+
+    @property
+    def kind(self) -> str:
+        """What is written of it, in a word: all of it ("full"), or what changed ("incremental")."""
+
+    def write(self) -> str | None:
+        """Write it and return where: the prefix of its files. May be called again after a failure."""
+
+    def close(self, *, saved: bool) -> None:
+        """Let go of it. Always called, once, on the thread that wrote."""
+
+
+class Checkpointer(Protocol):
+    """Whoever knows what the state is."""
+
+    def cut(self, step: int) -> Moment:
+        """Hold the state of this step fast. Quick, and called on the training thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveConfig:
+    """How often to save, and what an error means. With neither interval only the end is saved."""
+
+    secs: float | None = None
+    steps: int | None = None
+    tide: TideWindow | None = None
+    """Outside of this window `tide_secs` is the interval."""
+    tide_secs: float | None = None
+    ignore_errors: bool = False
+    """Train on when a save failed. Requests have a say of their own: see `SaveHook.trigger_save`."""
+    asynchronous: bool = False
+    """Write beside the training."""
+    retry_secs: float = 30.0
+    """How soon to try again after a save that failed, or that had to wait for the one before."""
+    close_secs: float = 600.0
+    """How long a run that ends by an error waits for the save being written, before it gives that up."""
+
+    def __post_init__(self) -> None:
+        if self.secs is not None and self.steps is not None:
+            raise ConfigError("Can not provide both save_checkpoints_secs and save_checkpoints_steps.")
+        for name in ("secs", "steps", "tide_secs", "retry_secs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"save: {name} must be above 0, got {value}")
+        if self.close_secs < 0:
+            raise ConfigError(f"save: close_secs must not be negative, got {self.close_secs}")
+
+    def timer(self, clock: Callable[[], float] = time.time) -> SaveTimer:
+        return SaveTimer(
+            every_secs=self.secs,
+            every_steps=NEVER_STEPS if self.secs is None and self.steps is None else self.steps,
+            tide=self.tide,
+            tide_every_secs=self.tide_secs,
+            clock=clock,
+        )
+
+
+class SaveMemory:
+    """What the save hooks of one model directory know of each other. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._full_step: int | None = None
+        self._being_written: int | None = None
+        self._dense_only = False
+
+    def note_full(self, step: int | None) -> None:
+        """A full checkpoint of this step is on disk; None: of no step that still counts."""
+        with self._lock:
+            self._full_step = step
+
+    def note_writing(self, step: int | None) -> None:
+        """A full checkpoint of this step is being written, perhaps beside the training; None: no more."""
+        with self._lock:
+            self._being_written = step
+
+    def note_dense_only(self) -> None:
+        """There is a hook that saves dense weights only."""
+        with self._lock:
+            self._dense_only = True
+
+    def has_full(self, step: int) -> bool:
+        """Whether there is a full checkpoint of this step, or will be unless writing it fails."""
+        with self._lock:
+            return step in (self._full_step, self._being_written)
+
+    @property
+    def has_dense_only(self) -> bool:
+        with self._lock:
+            return self._dense_only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    """Somebody wants a save, and waits for it."""
+
+    ignore_errors: bool
+    done: Future[str | None] = field(default_factory=Future)
+
+    def answer(self, outcome: str | Exception | None) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Exception) and not self.ignore_errors:
+            self.done.set_exception(outcome)
+        else:
+            self.done.set_result(None if isinstance(outcome, Exception) else outcome)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Save:
+    """One save, on its way."""
+
+    step: int
+    started: float
+    requests: Sequence[_Request]
+    timed: bool
+    """The timer wanted it, so that an error is the run's own. Otherwise it is the requests'."""
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """A save that is written beside the training."""
+
+    save: _Save
+    thread: threading.Thread
+    error: Exception | None = None
+    """Set before the thread ends."""
+
+
+class SaveHook(Hook):
+    """Saves checkpoints.
+
+    Comes after the hook that restores, and before hooks that stop at what is saved.
+
+    Args:
+        guards: Told of a save before all listeners, and undone in reverse. Their errors are logged only.
+        memory: Shared with the other save hooks of the same model directory.
+        dense_only: This hook saves dense weights only: not where a full checkpoint of the step exists,
+            and not at the end.
+        no_first_save: Do not save what was just made or restored.
+        always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
+        together: Holds back whoever else trains, from before the step is read until the state is cut.
+        on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
+            of this is logged: the checkpoint is good.
+        metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
+            `save_checkpoint_postponed`, and times `save_checkpoint_time`, by mode: full or dense_only.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        config: SaveConfig | None = None,
+        *,
+        listeners: Sequence[SaveListener] = (),
+        guards: Sequence[SaveListener] = (),
+        memory: SaveMemory | None = None,
+        dense_only: bool = False,
+        no_first_save: bool = True,
+        always_final: bool = False,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_saved: Callable[[int, str | None], None] | None = None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config or SaveConfig()
+        self.timer = self.config.timer(clock)
+        """Others may reset or disable it, on the training thread; requests and the end do not ask it."""
+        self._checkpointer = checkpointer
+        self._listeners = tuple(listeners)
+        self._guards = tuple(guards)
+        self._memory = memory or SaveMemory()
+        self._dense_only = dense_only
+        self._no_first_save = no_first_save
+        self._always_final = always_final
+        self._together = together
+        self._on_saved = on_saved
+        self._clock = clock
+        self._mode = "dense_only" if dense_only else "full"
+        metrics = metrics if metrics is not None else Metrics()
+        self._count_saved = metrics.counter("save_checkpoint", "Checkpoints saved", ["mode"])
+        self._count_failed = metrics.counter("save_checkpoint_failed", "Attempts that failed", ["mode"])
+        self._count_postponed = metrics.counter(
+            "save_checkpoint_postponed", "Saves that had to wait for the one before", ["mode"]
+        )
+        self._time_saved = metrics.histogram(
+            "save_checkpoint_time", "Seconds from cut to done", ["mode"], buckets=_BUCKETS
+        )
+        self._turn = threading.RLock()  # guards what is below: several threads may step
+        self._run: Run | None = None
+        self._trainer: int | None = None
+        self._first_step: int | None = None
+        self._inside = False
+        self._writing: _Writing | None = None
+        self._late_error: Exception | None = None
+        self._told_postponed = False
+        self._lock = threading.Lock()  # guards what is below, which the writing thread uses too
+        self._saved: tuple[int, str | None] | None = None
+        self._requests: list[_Request] = []
+        self._closed = False
+
+    # The life of a run
+
+    def begin(self, run: Run) -> None:  # noqa: ARG002
+        if self._dense_only:
+            self._memory.note_dense_only()
+        for listener in (*self._guards, *self._listeners):
+            listener.begin()
+
+    def after_create(self, run: Run) -> None:
+        with self._turn:
+            self._run = run
+            self._trainer = threading.get_ident()
+            if self._no_first_save:
+                self._first_step = run.step
+                self.timer.stamp(run.step)
+            else:
+                self._save(run, timed=True)
+                self._raise_late()
+
+    def before_step(self, run: Run) -> None:
+        """Serve what other threads asked for. A thread that holds training back may call this, too."""
+        with self._turn:
+            if self._requests and not self._is_writing():
+                self._save(run, timed=False)
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self.look(run)
+
+    def look(self, run: Run) -> None:
+        """Save if it is time to; for a training thread that has no steps to take, too."""
+        with self._turn:
+            self._look_back(run.step)
+            writing = self._is_writing()
+            self._raise_late()
+            if not self.timer.should_trigger(run.step):
+                return
+            if writing:
+                self._postpone(run.step)
+                return
+            self._save(run, timed=True)
+            self._raise_late()
+
+    def end(self, run: Run) -> None:
+        """Wait for the save being written, write the last one, and tell the listeners."""
+        with ExitStack() as later, self._turn:
+            for listener in reversed((*self._guards, *self._listeners)):
+                later.callback(listener.end)
+            self._wait_for_writing()
+            if not self._dense_only and self._needs_final(run.step):
+                # What could not be saved before is saved now, or this is the error that counts.
+                self._late_error = None
+                self._save(run, timed=True, wait_for_it=True)
+            elif self._requests:
+                self._save(run, timed=False, wait_for_it=True)
+            self._raise_late()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            left, self._requests = self._requests, []
+        for request in left:
+            request.answer(TrainingError("the run ended before it could save what was asked"))
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.thread.join(self.config.close_secs)
+            if writing.thread.is_alive():
+                _log.error(
+                    "gave up the checkpoint of step %d: still being written after %.0f s",
+                    writing.save.step,
+                    self.config.close_secs,
+                )
+
+    # On demand
+
+    def trigger_save(self, ignore_save_errors: bool = False) -> Future[str | None]:
+        """Save now, whatever the timer says and whether it is enabled or not. From any thread.
+
+        On the training thread the checkpoint is on disk when this returns, and its error is raised
+        here. From another thread it is cut before the next step; the future says when it is on disk and
+        where, or has the error. A step that is on disk already is not written again.
+
+        Args:
+            ignore_save_errors: An error is logged, and the answer is None.
+        """
+        request = _Request(ignore_save_errors)
+        with self._lock:
+            if self._closed:
+                raise TrainingError("cannot save: the run has ended")
+            self._requests.append(request)
+        if threading.get_ident() == self._trainer and self._run is not None and not self._inside:
+            with self._turn:
+                self._wait_for_writing()
+                self._save(self._run, timed=False, wait_for_it=True)
+            request.done.result()
+        return request.done
+
+    def wait(self) -> None:
+        """Wait for the save being written, if there is one; call this before a run is taken back.
+
+        On the training thread. An error of that save is raised after the next step, as ever.
+        """
+        with self._turn:
+            self._wait_for_writing()
+
+    # One save
+
+    def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
+        """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
+        with ExitStack() as held:
+            held.enter_context(self._together())
+            self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
+
+    def _save_here(self, run: Run, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
+        """Save, and let go of what is `held` once the state is cut."""
+        with self._lock:
+            requests, self._requests = self._requests, []
+            on_disk = self._saved
+        step = run.step
+        self.timer.stamp(step)  # first: a save that fails is not to be tried at the very next step
+        if not timed and on_disk is not None and on_disk[0] == step:
+            _answer(requests, on_disk[1])
+            return
+        if self._dense_only and self._memory.has_full(step):
+            _answer(requests, None)
+            return
+        save = _Save(step, self._clock(), requests, timed)
+        behind = self.config.asynchronous and not wait_for_it
+        if not self._dense_only:
+            self._memory.note_writing(step)
+        self._inside = True
+        try:
+            with self._guarded(step):
+                for listener in self._listeners:
+                    self._attempt(f"preparing {type(listener).__name__}", partial(listener.before_save, step))
+                moment = self._attempt("cutting the state", partial(self._checkpointer.cut, step))
+                held.close()
+                if not behind:
+                    self._finish(run, save, moment)
+            if behind:
+                self._start_writing(run, save, moment)
+        except Exception as error:
+            _answer(requests, error)
+            self._note_failure(save, error)
+        except BaseException as error:
+            _answer(requests, _interrupted(error))
+            raise
+        finally:
+            self._inside = False
+
+    def _finish(self, run: Run, save: _Save, moment: Moment) -> None:
+        """Do what remains once the state is cut; on either thread."""
+        written = False
+        try:
+            prefix = self._attempt("writing", moment.write)
+            written = True
+        finally:
+            moment.close(saved=written)
+        for listener in self._listeners:
+            if self._attempt(f"telling {type(listener).__name__}", partial(listener.after_save, save.step)):
+                run.request_stop(f"{type(listener).__name__} asked for it after the save at step {save.step}")
+        with self._lock:
+            self._saved = save.step, prefix
+        if not self._dense_only:
+            self._memory.note_full(save.step)
+            self._memory.note_writing(None)
+        seconds = self._clock() - save.started
+        self._count_saved.inc(mode=self._mode)
+        self._time_saved.observe(seconds, mode=self._mode)
+        kind = self._mode if self._dense_only else moment.kind
+        _log.info("saved step %d (%s) in %.1f s: %s", save.step, kind, seconds, prefix)
+        if self._on_saved is not None:
+            try:
+                self._on_saved(save.step, prefix)
+            except Exception:
+                _log.exception("the checkpoint of step %d is good, but noting it failed", save.step)
+        _answer(save.requests, prefix)
+
+    def _attempt(self, doing: str, act: Callable[[], T]) -> T:
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return act()
+            except RetryableError:  # a process is gone, and this run with it
+                self._count_failed.inc(mode=self._mode)
+                raise
+            except Exception as error:
+                self._count_failed.inc(mode=self._mode)
+                unexpected = not isinstance(error, MonolithError)
+                _log.warning(
+                    "saving a checkpoint: %s failed, trying again: %s", doing, error, exc_info=unexpected
+                )
+        try:
+            return act()
+        except Exception:
+            self._count_failed.inc(mode=self._mode)
+            raise
+
+    @contextmanager
+    def _guarded(self, step: int) -> Iterator[None]:
+        for guard in self._guards:
+            try:
+                guard.before_save(step)
+            except Exception:
+                _log.exception("%s failed before the save at step %d", type(guard).__name__, step)
+        try:
+            yield
+        finally:
+            for guard in reversed(self._guards):
+                try:
+                    guard.after_save(step)
+                except Exception:
+                    _log.exception("%s failed after the save at step %d", type(guard).__name__, step)
+
+    def _note_failure(self, save: _Save, error: Exception) -> None:
+        if not self._dense_only:
+            self._memory.note_writing(None)
+        unexpected = None if isinstance(error, MonolithError) else error
+        _log.error("saving step %d (%s) failed: %s", save.step, self._mode, error, exc_info=unexpected)
+        self.timer.rearm(self.config.retry_secs)
+        if save.timed and not self.config.ignore_errors:
+            self._late_error = error
+
+    # Beside the training
+
+    def _start_writing(self, run: Run, save: _Save, moment: Moment) -> None:
+        def write() -> None:
+            yield_to_others()
+            try:
+                self._finish(run, save, moment)
+            except BaseException as error:
+                writing.error = error if isinstance(error, Exception) else _interrupted(error)
+                _answer(save.requests, writing.error)
+
+        # A daemon, so that a save that hangs can be given up.
+        writing = _Writing(save, threading.Thread(target=write, name="save-checkpoint", daemon=True))
+        try:
+            writing.thread.start()
+        except BaseException:
+            moment.close(saved=False)
+            raise
+        self._writing = writing
+        self._told_postponed = False
+
+    def _is_writing(self) -> bool:
+        if self._writing is not None and not self._writing.thread.is_alive():
+            self._wait_for_writing()
+        return self._writing is not None
+
+    def _wait_for_writing(self) -> None:
+        """Wait for the save being written, if there is one, and keep its error."""
+        if self._writing is not None:
+            self._writing.thread.join()
+            writing, self._writing = self._writing, None
+            if writing.error is not None:
+                self._note_failure(writing.save, writing.error)
+
+    def _postpone(self, step: int) -> None:
+        self._count_postponed.inc(mode=self._mode)
+        self.timer.stamp(step)
+        self.timer.rearm(self.config.retry_secs)
+        if self._writing is not None and not self._told_postponed:
+            self._told_postponed = True
+            _log.warning(
+                "the save due at step %d waits: step %d is still being written. "
+                "Where this is often so, save less often.",
+                step,
+                self._writing.save.step,
+            )
+
+    # What is known
+
+    def _raise_late(self) -> None:
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error
+
+    def _look_back(self, step: int) -> None:
+        """Forget what was saved ahead of this step: the run was taken back to an earlier state."""
+        with self._lock:
+            if self._saved is None or step >= self._saved[0]:
+                return
+            self._saved = None
+        self.timer.stamp(step)
+        if not self._dense_only:
+            self._memory.note_full(None)
+
+    def _needs_final(self, step: int) -> bool:
+        with self._lock:
+            if self._saved is not None and self._saved[0] == step:
+                return False
+        return step != self._first_step or self._always_final or self._memory.has_dense_only
+
+
+def _answer(requests: Sequence[_Request], outcome: str | Exception | None) -> None:
+    for request in requests:
+        request.answer(outcome)
+
+
+def _interrupted(error: BaseException) -> Exception:
+    failure = TrainingError("interrupted while saving")
+    failure.__cause__ = error
+    return failure

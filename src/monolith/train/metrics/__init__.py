@@ -1,0 +1,1 @@
+"""Metrics of training: what is measured, over which window, and the AUC natively."""

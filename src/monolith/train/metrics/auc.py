@@ -1,0 +1,282 @@
+"""AUC of a stream: how often a positive outranks a negative, in bounded memory.
+
+Over all examples: scores are kept in intervals that do not overlap, each with the weight
+of its positives and of its negatives. Two examples of different intervals are ranked
+exactly, two of the same interval count as a tie. At first every interval is a single
+score, and the AUC is exact; when there are too many, neighbours are joined. What that
+can have cost is known: half the share of the pairs that lie within one interval.
+
+By group: the AUC of each user alone says whether the model orders what one person saw,
+and not merely whether it knows who clicks a lot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.errors import ConfigError, MetricError, RestoreError
+from monolith.table.hashing import mix
+from monolith.train.metrics.scored import Floats, Scored
+
+_NO_LIMIT = np.uint64(2**64 - 1)
+
+
+class StreamingAuc:
+    """The area under the ROC curve of everything since the last reset.
+
+    Exact while there are at most `max_intervals` different scores, as far as doubles are. After that
+    the joining of neighbours costs at most `6 / max_intervals` whenever it is done, and later examples
+    that fall between joined scores add to it: little where scores stay what they were (2e-4 in all after
+    400 thousand examples), more where they wander, as those of a model that only begins to learn (1e-2).
+    Measure such a stream in windows. `error_bound` is the exact limit at any time; what is really
+    missed is a small part of it. A state takes 32 bytes an interval.
+    """
+
+    def __init__(self, max_intervals: int = 16384) -> None:
+        if max_intervals < 12:
+            raise ConfigError(f"auc: max_intervals must be at least 12, got {max_intervals}")
+        self._most = max_intervals
+        self.reset()
+
+    def reset(self) -> None:
+        self._low = self._high = self._positive = self._negative = np.empty(0)
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,  # noqa: ARG002  only some metrics ask for them
+    ) -> None:
+        """Take in examples whose labels are 0 or 1; predictions may be logits, since only order counts."""
+        scored = Scored.read("auc", predictions, labels, weights)
+        scored.require_classes("auc")
+        scores, which = np.unique(scored.predictions, return_inverse=True)
+        positive = np.bincount(which, scored.weights * scored.labels, len(scores))
+        negative = np.bincount(which, scored.weights * (1 - scored.labels), len(scores))
+        # A score within an interval joins it; every other becomes an interval of its own.
+        at = np.searchsorted(self._low, scores, side="right") - 1
+        inside = at >= 0
+        inside[inside] = scores[inside] <= self._high[at[inside]]
+        count, at = len(self._low), at[inside]
+        joined = [
+            held + np.bincount(at, new[inside], count)
+            for held, new in ((self._positive, positive), (self._negative, negative))
+        ]
+        alone = ~inside
+        low = np.concatenate([self._low, scores[alone]])
+        order = np.argsort(low, kind="stable")
+        self._low = low[order]
+        self._high = np.concatenate([self._high, scores[alone]])[order]
+        self._positive = np.concatenate([joined[0], positive[alone]])[order]
+        self._negative = np.concatenate([joined[1], negative[alone]])[order]
+        if len(self._low) > self._most:
+            self._join()
+
+    def value(self) -> float:
+        """From 0 to 1; NaN until both classes were seen."""
+        pairs = float(self._positive.sum() * self._negative.sum())
+        if not pairs:
+            return math.nan
+        below = np.cumsum(self._negative) - self._negative
+        return float((self._positive * (below + self._negative / 2)).sum()) / pairs
+
+    def error_bound(self) -> float:
+        """How far `value` can be from the exact AUC; 0 while no scores were joined."""
+        pairs = float(self._positive.sum() * self._negative.sum())
+        wide = self._high > self._low
+        return float((self._positive * self._negative)[wide].sum()) / 2 / pairs if pairs else 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {name: torch.from_numpy(array.copy()) for name, array in self._arrays().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        arrays = read_arrays("auc", state, dict.fromkeys(self._arrays(), np.float64))
+        self._low, self._high = arrays["low"], arrays["high"]
+        self._positive, self._negative = arrays["positive"], arrays["negative"]
+        if len(self._low) > self._most:
+            self._join()
+
+    def _arrays(self) -> dict[str, Floats]:
+        return {
+            "low": self._low,
+            "high": self._high,
+            "positive": self._positive,
+            "negative": self._negative,
+        }
+
+    def _join(self) -> None:
+        """Make of all intervals at most half as many as there may be, of about the same weight."""
+        target = self._most // 6
+        share = sum(
+            (part / part.sum() for part in (self._positive, self._negative) if part.any()),
+            start=np.zeros(len(self._low)),
+        )
+        each = share.sum() / target
+        place = np.floor((np.cumsum(share) - share / 2) / each).astype(np.int64)
+        # One score may have much of the weight, as a constant prediction does: its ties are real and
+        # it stays alone. There are fewer than `target` of those, each with two more borders.
+        heavy = share > each
+        border = np.flatnonzero(np.diff(place) | heavy[1:] | heavy[:-1]) + 1
+        starts = np.concatenate([np.zeros(1, np.int64), border])
+        ends = np.concatenate([border, np.array([len(share)])]) - 1
+        self._low, self._high = self._low[starts], self._high[ends]
+        self._positive = np.add.reduceat(self._positive, starts)
+        self._negative = np.add.reduceat(self._negative, starts)
+
+
+class GroupedAuc:
+    """The AUC within each group, such as a user, averaged by the weight of the group's examples.
+
+    A group whose examples are all of one class has nothing to rank and is left out. Memory is bounded
+    by `max_examples`, 32 bytes each: when they are exceeded, groups are drawn by the hash of their id
+    until half the room is free, and the value is that of the drawn ones, every one of which is whole.
+    Of one group only the first `max_per_group` examples count, so that a crawler is not the measure.
+    """
+
+    def __init__(self, max_examples: int = 1 << 20, max_per_group: int = 1024) -> None:
+        if not 2 <= max_per_group <= max_examples // 2:
+            raise ConfigError(
+                "gauc: max_per_group must be from 2 to half of max_examples, "
+                f"got {max_per_group} and {max_examples}"
+            )
+        self._most = max_examples
+        self._most_each = max_per_group
+        self.reset()
+
+    def reset(self) -> None:
+        self._below = _NO_LIMIT  # groups of a greater hash were not drawn
+        self._chunks: list[Scored] = []
+        self._held = 0
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> None:
+        """Take in examples whose labels are 0 or 1, each with the id of its group."""
+        if groups is None:
+            raise MetricError("gauc: needs the group of each example, such as its user; pass groups")
+        scored = Scored.read("gauc", predictions, labels, weights, groups)
+        scored.require_classes("gauc")
+        assert scored.groups is not None
+        drawn = _select(scored, mix(scored.groups) <= self._below)
+        if len(drawn):
+            self._chunks.append(drawn)
+            self._held += len(drawn)
+        if self._held > self._most:
+            self._thin_out()
+
+    def value(self) -> float:
+        """From 0 to 1; NaN while no group has both classes."""
+        found = self._whole()
+        if not len(found):
+            return math.nan
+        assert found.groups is not None
+        _, group = np.unique(found.groups, return_inverse=True)
+        order = np.lexsort((found.predictions, group))
+        group, scores = group[order], found.predictions[order]
+        positive = (found.weights * found.labels)[order]
+        negative = (found.weights * (1 - found.labels))[order]
+        # Ties first: one entry for each score of each group, then sums within groups.
+        new_group = np.concatenate([[True], np.diff(group) != 0])
+        first = np.flatnonzero(new_group | np.concatenate([[True], np.diff(scores) != 0]))
+        positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+        starts = np.flatnonzero(new_group[first])
+        sizes = np.diff(np.append(starts, len(first)))
+        below = np.cumsum(negative) - negative
+        below -= np.repeat(below[starts], sizes)
+        wins = np.add.reduceat(positive * (below + negative / 2), starts)
+        positives, negatives = np.add.reduceat(positive, starts), np.add.reduceat(negative, starts)
+        both = (positives > 0) & (negatives > 0)
+        if not both.any():
+            return math.nan
+        weight = (positives + negatives)[both]
+        return float((wins[both] / (positives * negatives)[both] * weight).sum() / weight.sum())
+
+    def drawn(self) -> float:
+        """The share of all groups that the value is about: 1.0 while every group fitted."""
+        return (float(self._below) + 1) / 2**64
+
+    def state(self) -> dict[str, Any]:
+        found = self._whole()
+        assert found.groups is not None
+        return {
+            "below": str(int(self._below)),  # JSON's numbers do not reach 2**64
+            "predictions": torch.from_numpy(found.predictions.copy()),
+            "labels": torch.from_numpy(found.labels.copy()),
+            "weights": torch.from_numpy(found.weights.copy()),
+            "groups": torch.from_numpy(found.groups.copy()),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        kinds: dict[str, type[np.float64 | np.int64]] = {
+            "predictions": np.float64,
+            "labels": np.float64,
+            "weights": np.float64,
+            "groups": np.int64,
+        }
+        arrays = read_arrays("gauc", state, kinds)
+        self._below = np.uint64(int(state.get("below", _NO_LIMIT)))
+        self._chunks = [Scored(**arrays)]
+        self._held = len(self._chunks[0])
+        if self._held > self._most:
+            self._thin_out()
+
+    def _whole(self) -> Scored:
+        """Return all that is held, of each group no more than counts, in the order it came."""
+        if not self._chunks:
+            none = np.empty(0)
+            return Scored(none, none, none, np.empty(0, np.int64))
+        parts = [[getattr(chunk, name) for chunk in self._chunks] for name in Scored.__dataclass_fields__]
+        whole = Scored(*(np.concatenate(part) for part in parts))
+        assert whole.groups is not None
+        order = np.argsort(whole.groups, kind="stable")
+        _, starts, sizes = np.unique(whole.groups[order], return_index=True, return_counts=True)
+        rank = np.empty(len(whole), np.int64)
+        rank[order] = np.arange(len(whole)) - np.repeat(starts, sizes)
+        kept = _select(whole, rank < self._most_each)
+        self._chunks, self._held = [kept], len(kept)
+        return kept
+
+    def _thin_out(self) -> None:
+        whole = self._whole()
+        if self._held <= self._most // 2:
+            return
+        assert whole.groups is not None
+        hashes = mix(whole.groups)
+        drawn, sizes = np.unique(hashes, return_counts=True)
+        fitting = int(np.searchsorted(np.cumsum(sizes), self._most // 2, side="right"))
+        self._below = drawn[fitting - 1]
+        kept = _select(whole, hashes <= self._below)
+        self._chunks, self._held = [kept], len(kept)
+
+
+def read_arrays(
+    metric: str, state: Mapping[str, Any], kinds: Mapping[str, type[np.float64 | np.int64]]
+) -> dict[str, NDArray[Any]]:
+    """Return copies of the arrays of a state, which must all be there and of one length."""
+    missing = sorted(kinds.keys() - state.keys())
+    if missing:
+        raise RestoreError(f"cannot restore metric {metric!r}: its state has no {', '.join(missing)}")
+    arrays = {
+        name: np.array(torch.as_tensor(state[name]).numpy(), dtype=kind) for name, kind in kinds.items()
+    }
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise RestoreError(f"cannot restore metric {metric!r}: its arrays have shapes {shapes}")
+    return arrays
+
+
+def _select(scored: Scored, mask: NDArray[np.bool_]) -> Scored:
+    assert scored.groups is not None
+    return Scored(scored.predictions[mask], scored.labels[mask], scored.weights[mask], scored.groups[mask])

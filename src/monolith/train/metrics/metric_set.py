@@ -1,0 +1,479 @@
+"""Metrics of a stream: how good predictions are, batch after batch, in bounded memory.
+
+A stream has no test set. Each batch is predicted first and trained on afterwards, so every
+example is an unseen one once; `StepResult.predictions` are those. `Windowed` cuts the
+stream into windows and gives a row for each, which shows a model getting better, or stale.
+
+The state of a metric is plain numbers, texts, lists and tensors, so that it commits
+with a checkpoint and a run that goes on counts no example twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith.errors import ConfigError, MetricError, RestoreError
+from monolith.train.metrics.auc import GroupedAuc, StreamingAuc
+from monolith.train.metrics.scored import Floats, Scored
+
+__all__ = [
+    "LOSSES",
+    "METRICS",
+    "Calibration",
+    "GroupedAuc",
+    "MeanLoss",
+    "Metric",
+    "MetricSet",
+    "NormalizedEntropy",
+    "StreamingAuc",
+    "WindowRow",
+    "Windowed",
+    "make_metric",
+]
+
+
+class Metric(Protocol):
+    """One number about all examples since the last reset. One thread uses it at a time."""
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> None:
+        """Take in examples; an example of weight 0 is not there.
+
+        Args:
+            predictions: Of shape (n,) or (n, 1), on any device; copied to the CPU.
+            weights: Not negative; None for 1 each.
+            groups: Whole numbers, such as users, for metrics that ask for them.
+
+        Raises:
+            MetricError: Predictions hold NaN, or something else does not fit. Nothing was taken in.
+        """
+
+    def value(self) -> float:
+        """NaN while there is nothing to say."""
+
+    def reset(self) -> None:
+        """Forget all examples."""
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that `restore` needs, detached from this metric."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of a metric of the same kind.
+
+        Raises:
+            RestoreError: It is not one. The metric is as it was.
+        """
+
+
+# Metrics that are a few sums
+
+
+class _Sums(ABC):
+    """A metric whose memory is some running sums, by name."""
+
+    name: str
+    fields: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._sums = dict.fromkeys(self.fields, 0.0)
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,  # noqa: ARG002  only some metrics ask for them
+    ) -> None:
+        scored = Scored.read(self.name, predictions, labels, weights)
+        for field, terms in self._terms(scored).items():
+            self._sums[field] += float((scored.weights * terms).sum())
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._sums)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state.keys() != self._sums.keys():
+            raise RestoreError(
+                f"cannot restore metric {self.name!r}: its state has {sorted(state)} "
+                f"instead of {sorted(self._sums)}"
+            )
+        self._sums = {field: float(state[field]) for field in self.fields}
+
+    @abstractmethod
+    def _terms(self, scored: Scored) -> dict[str, Floats]:
+        """Return what each example adds to each sum."""
+
+    def _ratio(self, above: str, below: str) -> float:
+        return self._sums[above] / self._sums[below] if self._sums[below] else math.nan
+
+
+class NormalizedEntropy(_Sums):
+    """Log loss over the entropy of the mean label: 1 is as good as always saying the mean; less is better.
+
+    Unlike the log loss it compares across days whose click rates differ. NaN while labels are all alike.
+    """
+
+    name = "ne"
+    fields = ("weight", "loss", "label")
+
+    def _terms(self, scored: Scored) -> dict[str, Floats]:
+        scored.require_probabilities(self.name)
+        return {"weight": np.ones(len(scored)), "loss": _log_loss(scored), "label": scored.labels}
+
+    def value(self) -> float:
+        rate = self._ratio("label", "weight")
+        if math.isnan(rate) or not 0 < rate < 1:
+            return math.nan
+        entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
+        return self._ratio("loss", "weight") / entropy
+
+
+class Calibration(_Sums):
+    """What was predicted in all over what happened in all: 1.1 promises a tenth too much.
+
+    NaN while nothing happened at all.
+    """
+
+    name = "calibration"
+    fields = ("prediction", "label")
+
+    def _terms(self, scored: Scored) -> dict[str, Floats]:
+        return {"prediction": scored.predictions, "label": scored.labels}
+
+    def value(self) -> float:
+        return self._ratio("prediction", "label")
+
+
+class MeanLoss(_Sums):
+    """The mean of a loss of `LOSSES` over examples."""
+
+    fields = ("weight", "loss")
+
+    def __init__(self, loss: str = "log") -> None:
+        if loss not in LOSSES:
+            raise ConfigError(f"no loss is called {loss!r}; choose one of {', '.join(LOSSES)}")
+        self.name = f"{loss}_loss"
+        self._loss = LOSSES[loss]
+        super().__init__()
+
+    def _terms(self, scored: Scored) -> dict[str, Floats]:
+        if self._loss is _log_loss:
+            scored.require_probabilities(self.name)
+        return {"weight": np.ones(len(scored)), "loss": self._loss(scored)}
+
+    def value(self) -> float:
+        return self._ratio("loss", "weight")
+
+
+def _log_loss(scored: Scored) -> Floats:
+    """In nats. A sure prediction that was wrong costs 27.6 (1e-12 for a 0), and not infinity."""
+    sure = np.clip(scored.predictions, 1e-12, 1 - 1e-12)
+    return -(scored.labels * np.log(sure) + (1 - scored.labels) * np.log1p(-sure))
+
+
+def _squared(scored: Scored) -> Floats:
+    return np.square(scored.predictions - scored.labels)
+
+
+def _absolute(scored: Scored) -> Floats:
+    return np.abs(scored.predictions - scored.labels)
+
+
+LOSSES: dict[str, Callable[[Scored], Floats]] = {
+    "log": _log_loss,
+    "squared": _squared,
+    "absolute": _absolute,
+}
+
+METRICS: dict[str, Callable[[], Metric]] = {
+    "auc": StreamingAuc,
+    "gauc": GroupedAuc,
+    "ne": NormalizedEntropy,
+    "calibration": Calibration,
+    "log_loss": partial(MeanLoss, "log"),
+    "squared_loss": partial(MeanLoss, "squared"),
+    "absolute_loss": partial(MeanLoss, "absolute"),
+}
+
+
+def make_metric(name: str) -> Metric:
+    """Return a new metric of that name."""
+    if name not in METRICS:
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no metric is called {name!r}; {hint}Choose one of {', '.join(METRICS)}")
+    return METRICS[name]()
+
+
+# Windows
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRow:
+    """One window of a stream, and the value of a metric over it."""
+
+    first_event_time: int
+    """Unix seconds of the oldest example; 0 where the stream has no event times."""
+    event_time: int
+    """Unix seconds of the newest example."""
+    examples: int
+    """Those of weight 0 included."""
+    value: float
+
+
+class Windowed:
+    """A metric over one window of a stream after another.
+
+    A window of `n` examples ends with its n-th, wherever that is in a batch. A window of a
+    `timedelta` begins at a multiple of it since 1970 and ends when an example of a later one
+    comes; an example that is late counts in the window that is open, in `late`, and nowhere else.
+    An interval of time without examples gives no row. Labels that the metric refuses may be found in the
+    middle of a batch; the examples before them stay counted.
+    """
+
+    _first: int
+    _newest: int
+    _examples: int
+
+    def __init__(self, metric: Metric, window: int | timedelta) -> None:
+        seconds = window.total_seconds() if isinstance(window, timedelta) else float(window)
+        if seconds < 1 or seconds != int(seconds):
+            unit = "seconds" if isinstance(window, timedelta) else "examples"
+            raise ConfigError(f"window must be a whole number of {unit} of at least 1, got {window}")
+        self.metric = metric
+        self.window = window
+        self._size = int(seconds)
+        self._by_time = isinstance(window, timedelta)
+        self.reset()
+
+    def reset(self) -> None:
+        self.metric.reset()
+        self.late = 0
+        self._closed: list[WindowRow] = []
+        self._last = math.nan
+        self._number = -1
+        self._open_empty()
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,
+        event_time: int | Tensor | None = None,
+    ) -> None:
+        """Take in examples; windows that end are read with `take_rows`.
+
+        Args:
+            event_time: Unix seconds: one for all, or int64 of shape (n,). Needed for windows of time.
+        """
+        count = len(predictions)
+        # The metric would refuse a piece when others were taken in already: look at the whole first.
+        Scored.read("windowed", predictions, labels, weights, groups)
+        times = self._times(event_time, count)
+        for number, start, end in self._pieces(times):
+            if number > self._number:
+                self.close_window()
+                self._number = number
+            self.metric.update(
+                predictions[start:end],
+                labels[start:end],
+                None if weights is None else weights[start:end],
+                None if groups is None else groups[start:end],
+            )
+            oldest, newest = int(times[start:end].min()), int(times[start:end].max())
+            self._first = min(self._first, oldest) if self._examples else oldest
+            self._newest = max(self._newest, newest)
+            self._examples += end - start
+            if not self._by_time and self._examples == self._size:
+                self.close_window()
+
+    def value(self) -> float:
+        """The value over the last window that ended; NaN before the first."""
+        return self._last
+
+    def take_rows(self) -> list[WindowRow]:
+        """Return the windows that ended since the last call, oldest first."""
+        rows, self._closed = self._closed, []
+        return rows
+
+    def close_window(self) -> None:
+        """End the open window early, as at the end of a stream; one without examples leaves no row."""
+        if self._examples:
+            self._last = self.metric.value()
+            self._closed.append(WindowRow(self._first, self._newest, self._examples, self._last))
+        self.metric.reset()
+        self._open_empty()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric.state(),
+            "window": self._describe(),
+            "late": self.late,
+            "last": None if math.isnan(self._last) else self._last,
+            "number": self._number,
+            "first": self._first,
+            "newest": self._newest,
+            "examples": self._examples,
+            "rows": [
+                {**asdict(row), "value": None if math.isnan(row.value) else row.value} for row in self._closed
+            ],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state.get("window") != self._describe():
+            raise RestoreError(
+                f"cannot restore a metric of windows of {self._describe()}: "
+                f"the state has {state.get('window', 'none')}. Reset the metric, or keep the window."
+            )
+        rows = [
+            WindowRow(**{**row, "value": math.nan if row["value"] is None else row["value"]})
+            for row in state["rows"]
+        ]
+        self.metric.restore(state["metric"])
+        self.late = int(state["late"])
+        self._last = math.nan if state["last"] is None else float(state["last"])
+        self._number = int(state["number"])
+        self._first, self._newest = int(state["first"]), int(state["newest"])
+        self._examples = int(state["examples"])
+        self._closed = rows
+
+    def _describe(self) -> str:
+        return f"{self._size} {'seconds' if self._by_time else 'examples'}"
+
+    def _open_empty(self) -> None:
+        self._first = self._newest = self._examples = 0
+
+    def _times(self, event_time: int | Tensor | None, count: int) -> Tensor:
+        if event_time is None:
+            if self._by_time:
+                raise MetricError("windows of time need the event time of the examples; pass event_time")
+            event_time = 0
+        if isinstance(event_time, int):
+            return torch.full((count,), event_time, dtype=torch.int64)
+        if event_time.shape != (count,) or event_time.is_floating_point():
+            raise MetricError(
+                f"event_time must be whole seconds of shape ({count},), "
+                f"got {event_time.dtype} {tuple(event_time.shape)}"
+            )
+        return event_time.detach().cpu().long()
+
+    def _pieces(self, times: Tensor) -> list[tuple[int, int, int]]:
+        """Return the runs of examples that belong to one window: its number, where they start and end."""
+        count = len(times)
+        if not count:
+            return []
+        if not self._by_time:
+            borders = list(range(self._size - self._examples, count, self._size))
+            return [(-1, *run) for run in zip([0, *borders], [*borders, count], strict=True)]
+        own = times // self._size
+        numbers = own.clamp(min=self._number).cummax(0).values
+        self.late += int((own < numbers).sum())
+        borders = (numbers.diff().nonzero().flatten() + 1).tolist()
+        starts = [0, *borders]
+        return list(zip(numbers[starts].tolist(), starts, [*borders, count], strict=True))
+
+
+# Sets
+
+
+class MetricSet:
+    """Named metrics for each head of a model.
+
+        metrics = MetricSet.named({"click": ("auc", "ne"), "like": ("auc",)}, window=100_000)
+        metrics.update(result.predictions, result.batch.labels, event_time=result.batch.ids.event_time)
+        metrics.values()    # {"click/auc": 0.71, "click/ne": 0.93, "like/auc": 0.64}
+
+    Heads without metrics may be predicted; a head that has some must be.
+    """
+
+    def __init__(self, heads: Mapping[str, Mapping[str, Metric]]) -> None:
+        self.heads = {head: dict(metrics) for head, metrics in heads.items()}
+
+    @classmethod
+    def named(cls, heads: Mapping[str, Sequence[str]], *, window: int | timedelta | None = None) -> MetricSet:
+        """Make metrics by their names in `METRICS`, over windows if one is given."""
+
+        def make(name: str) -> Metric:
+            metric = make_metric(name)
+            return metric if window is None else Windowed(metric, window)
+
+        return cls({head: {name: make(name) for name in names} for head, names in heads.items()})
+
+    def update(
+        self,
+        predictions: Mapping[str, Tensor],
+        labels: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None = None,
+        groups: Tensor | None = None,
+        event_time: int | Tensor | None = None,
+    ) -> None:
+        """Take in one batch: predictions, labels and, where there are any, weights by head."""
+        for what, given in (("predictions", predictions), ("labels", labels)):
+            missing = [head for head in self.heads if head not in given]
+            if missing:
+                raise MetricError(
+                    f"metrics of {', '.join(missing)} need its {what}; the batch has those of "
+                    f"{', '.join(given) or 'nothing'}"
+                )
+        for head, metrics in self.heads.items():
+            for metric in metrics.values():
+                one = (predictions[head], labels[head], (weights or {}).get(head), groups)
+                if isinstance(metric, Windowed):
+                    metric.update(*one, event_time=event_time)
+                else:
+                    metric.update(*one)
+
+    def values(self) -> dict[str, float]:
+        """Return the value of each metric, as "head/metric"."""
+        return {name: metric.value() for name, metric in self._named().items()}
+
+    def take_rows(self) -> dict[str, list[WindowRow]]:
+        """Return the windows that ended since the last call, of the metrics that have such."""
+        found = {
+            name: metric.take_rows() for name, metric in self._named().items() if isinstance(metric, Windowed)
+        }
+        return {name: rows for name, rows in found.items() if rows}
+
+    def close_windows(self) -> None:
+        """End all open windows early, as at the end of a stream."""
+        for metric in self._named().values():
+            if isinstance(metric, Windowed):
+                metric.close_window()
+
+    def reset(self) -> None:
+        for metric in self._named().values():
+            metric.reset()
+
+    def state(self) -> dict[str, Any]:
+        return {name: metric.state() for name, metric in self._named().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. A metric that is new begins empty; the state of one that is gone is let go."""
+        for name, metric in self._named().items():
+            if name in state:
+                metric.restore(state[name])
+            else:
+                metric.reset()
+
+    def _named(self) -> dict[str, Metric]:
+        return {f"{head}/{name}": m for head, metrics in self.heads.items() for name, m in metrics.items()}

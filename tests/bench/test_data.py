@@ -1,0 +1,66 @@
+"""`monolith bench data`: what it prints, and that the usual ways read the same batches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monolith.bench import data
+from monolith.bench.options import BenchDataOptions
+from monolith.cli.main import main
+from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    command = [sys.executable, "-m", "monolith", "bench", "data", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "2,000 records" in done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_every_format_is_measured(report: dict[str, Any]) -> None:
+    assert report["bench"] == "data"
+    found = {result["case"]: result for result in report["results"]}
+    for name in ("tf_example", "example", "instance", "example_batch", "parquet", "csv"):
+        assert found[name]["metric"] == "records_per_s"
+        assert found[name]["value"] > 0
+        assert found[f"{name}, bytes"]["unit"] == "MB/s"
+    assert found["tf_example"]["baseline"] == "protobuf, tf_example"
+    assert found["parquet"]["baseline"] == "pyarrow to_numpy, parquet"
+    assert found["csv"]["baseline"] == "csv module, csv"
+
+
+@pytest.mark.parametrize(
+    ("format_", "usual"),
+    [
+        (TfRecordFormat("tf_example"), data.with_protobuf),
+        (ParquetFormat(), data.with_pyarrow),
+        (CsvFormat(list_separator="|"), data.with_csv_module),
+    ],
+)
+def test_the_usual_ways_read_the_same(tmp_path: Path, format_: Any, usual: Any) -> None:
+    plan = data.Plan.settle(BenchDataOptions(quick=True, records=300, batch=128, features=3))
+    path = str(tmp_path / "file")
+    data.write(format_, path, data.make_records(plan), plan.batch)
+    ours, others = list(data.batches(format_, path, plan)), list(usual(path, plan))
+    for name in plan.spec.ids:
+        assert [row for batch in ours for row in batch.ids[name].to_list()] == [
+            row for batch in others for row in batch.ids[name].to_list()
+        ]
+    for name in plan.spec.floats:
+        assert torch.equal(*(torch.cat([b.floats[name] for b in some]) for some in (ours, others)))
+    assert torch.equal(torch.cat([b.label for b in ours]), torch.cat([b.label for b in others]))
+
+
+@pytest.mark.parametrize("flag", ["records", "features", "batch", "threads", "repeats"])
+def test_nothing_to_measure_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "data", f"--{flag}", "0"]) == 2
+    assert f"--{flag} must be at least 1" in capsys.readouterr().err

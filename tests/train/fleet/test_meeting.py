@@ -1,0 +1,299 @@
+"""Workers agree on when to begin, halt and end, by calls of plain values."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from monolith.errors import ClusterError, ConfigError
+from monolith.train.fleet.meeting import Meeting
+
+PATIENT = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Caller:
+    """Calls as over a network: what goes in and comes out is JSON."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._calls = meeting.calls
+        self._polls = meeting.polls
+        self.gone: set[int] = set()
+        """Workers whose connections are broken."""
+
+    def __call__(self, name: str, **body: Any) -> dict[str, Any]:
+        sent, name = json.loads(json.dumps(body)), f"meeting.{name}"
+        if name in self._polls:
+            return json.loads(json.dumps(self._polls[name](sent, lambda: body["worker"] in self.gone)))
+        return json.loads(json.dumps(self._calls[name](sent)))
+
+    def join(self, worker: int, member: str = "process", known: str = "", wait: float = 0) -> dict[str, Any]:
+        return self("join", worker=worker, member=member, known=known, wait=wait)
+
+    def news(self, worker: int) -> dict[str, Any]:
+        return self("news", run="r", worker=worker, seen=-1, wait=0)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def call(clock: Clock) -> Caller:
+    return Caller(Meeting(3, lost_after=timedelta(seconds=10), clock=clock))
+
+
+@pytest.fixture
+def running(call: Caller) -> Caller:
+    call("begin", run="r", num_workers=3)
+    call("open", run="r", start={"step": 7})
+    return call
+
+
+def in_thread(call: Caller, name: str, **body: Any) -> tuple[threading.Thread, list[dict[str, Any]]]:
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(call(name, **body)))
+    thread.start()
+    return thread, answers
+
+
+def test_a_worker_begins_when_the_chief_has_restored(call: Caller) -> None:
+    assert call.join(1) == {"run": None}
+    call("begin", run="r", num_workers=3)
+    assert call.join(1) == {"run": None}
+    thread, answers = in_thread(call, "join", worker=1, member="process", known="", wait=PATIENT)
+    call("open", run="r", start={"step": 7})
+    thread.join(PATIENT)
+    assert answers == [{"run": "r", "start": {"step": 7}}]
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_worker_that_waits_to_begin_hears_that_the_chief_failed(
+    call: Caller, clock: Clock, final: bool
+) -> None:
+    call("begin", run="r", num_workers=3)
+    call("leave", run="r", worker=0, failure="no checkpoint", final=final)
+    clock.now += 3
+    why = {"run": "r", "why": "worker 0 failed: no checkpoint", "final": final, "ago": 3.0}
+    assert call.join(1, wait=PATIENT) == {"run": None, "failed": why}
+
+
+def test_who_knows_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
+    running("leave", run="r", worker=2, failure="no memory")
+    assert running.join(1, known="r") == {"run": None}
+    running("begin", run="next", num_workers=3)
+    running("open", run="next", start={"step": 3})
+    assert running.join(1, known="r") == {"run": "next", "start": {"step": 3}}
+
+
+def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Caller) -> None:
+    assert running.join(1, "first process")["run"] == "r"
+    assert running.join(1, "first process")["run"] == "r", "an answer was lost, and it asked again"
+    assert running.join(1, "second process")["failed"]["why"] == "worker 1 restarted"
+    assert running.news(0)["failure"] == "worker 1 restarted"
+
+
+def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running: Caller) -> None:
+    running.join(1, "first process")
+    running("leave", run="r", worker=1, state={})
+    assert running.join(1, "second process") == {"run": None}
+    assert running.news(0)["failure"] is None
+    running("over", run="r", wait=0)
+    assert running.join(1, "second process") == {"run": None, "over": True, "unfinished": False}
+
+
+def test_everybody_counts_the_same_workers(call: Caller) -> None:
+    with pytest.raises(ConfigError, match="the chief counts 2 workers and server 0 3"):
+        call("begin", run="r", num_workers=2)
+    with pytest.raises(ConfigError, match="there is no worker 3 of 3"):
+        call.join(3)
+    with pytest.raises(ConfigError, match="at least 1"):
+        Meeting(0)
+
+
+def test_a_halt_is_news_and_lasts_until_it_is_released(running: Caller) -> None:
+    seen = running("news", run="r", worker=1, seen=-1, wait=0)["version"]
+    thread, answers = in_thread(running, "news", run="r", worker=1, seen=seen, wait=PATIENT)
+    halt = running("halt", run="r")["halt"]
+    thread.join(PATIENT)
+    assert answers[0]["halt"] == halt
+    running("release", run="r")
+    assert running("news", run="r", worker=1, seen=-1, wait=0)["halt"] is None
+    assert running("halt", run="r")["halt"] == halt + 1
+
+
+def test_a_halt_in_force_is_not_another_one(running: Caller) -> None:
+    first = running("halt", run="r")["halt"]
+    running("arrive", run="r", worker=1, halt=first, state={})
+    assert running("halt", run="r")["halt"] == first
+    assert running("gathered", run="r", wait=0)["missing"] == [2]
+
+
+def test_the_chief_gathers_the_states_of_those_who_arrived_or_left(running: Caller) -> None:
+    halt = running("halt", run="r")["halt"]
+    thread, answers = in_thread(running, "gathered", run="r", wait=PATIENT)
+    running("leave", run="r", worker=2, state={"position": 2})
+    running("arrive", run="r", worker=1, halt=halt, state={"position": 1})
+    thread.join(PATIENT)
+    assert answers[0]["missing"] == []
+    assert answers[0]["states"] == {"1": {"position": 1}, "2": {"position": 2}}
+    assert running("gathered", run="r", wait=0, left=True)["missing"] == [1]
+
+
+def test_whoever_arrives_late_at_a_halt_that_was_released_is_not_waited_for(running: Caller) -> None:
+    old = running("halt", run="r")["halt"]
+    running("release", run="r")
+    running("halt", run="r")
+    running("arrive", run="r", worker=1, halt=old, state={})
+    assert running("gathered", run="r", wait=0)["missing"] == [1, 2]
+
+
+def test_whoever_never_joined_is_missing_and_not_lost(running: Caller, clock: Clock) -> None:
+    running.join(1)
+    running("halt", run="r")
+    clock.now += 1000
+    gathered = running("gathered", run="r", wait=0)
+    assert (gathered["missing"], gathered["absent"], gathered["failure"]) == ([1, 2], [2], None)
+
+
+def failure(running: Caller, clock: Clock, seconds: float, by: int = 0) -> str | None:
+    """Return why the run fails in so many seconds, in which one worker waits for news all the time."""
+    seen = running.news(by)["version"]
+    thread, answers = in_thread(running, "news", run="r", worker=by, seen=seen, wait=PATIENT)
+    for _ in range(round(seconds)):
+        clock.now += 1
+        thread.join(0.3)  # it looks five times a second
+        if not thread.is_alive():
+            break
+        running("saved", run="r", halt=0)
+        thread.join(PATIENT)
+        if answers[0]["failure"]:
+            break
+        seen = answers[0]["version"]
+        thread, answers = in_thread(running, "news", run="r", worker=by, seen=seen, wait=PATIENT)
+    running("saved", run="r", halt=0)
+    thread.join(PATIENT)
+    return answers[0]["failure"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_worker_whose_connection_broke_is_lost_within_seconds(
+    running: Caller, clock: Clock, lost: int
+) -> None:
+    running.join(1)
+    running.gone.add(lost)
+    running("news", run="r", worker=lost, seen=running.news(lost)["version"], wait=PATIENT)
+    who = "worker 0, the chief," if lost == 0 else "worker 1"
+    assert failure(running, clock, 5, by=1 - lost) == f"{who} was lost: its connection broke. See its log."
+
+
+def test_a_worker_that_connects_again_in_time_is_not_lost(running: Caller, clock: Clock) -> None:
+    running.gone.add(1)
+    running("news", run="r", worker=1, seen=running.news(1)["version"], wait=PATIENT)
+    clock.now += 1
+    running.gone.clear()
+    running.news(1)
+    assert failure(running, clock, 5) is None
+
+
+def test_a_worker_that_is_only_slow_is_not_lost_and_one_that_is_silent_for_long_is(
+    running: Caller, clock: Clock
+) -> None:
+    running.news(1)
+    assert failure(running, clock, 9) is None
+    assert failure(running, clock, 3) == "worker 1 was lost: it has been silent for 11 s. See its log."
+
+
+def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, clock: Clock) -> None:
+    running.news(1)
+    clock.now += 90
+    assert failure(running, clock, 9) is None
+
+
+def test_who_has_left_may_be_silent(running: Caller, clock: Clock) -> None:
+    running.news(1)
+    running("leave", run="r", worker=1, state={})
+    assert failure(running, clock, 14) is None
+
+
+def test_a_failure_ends_the_run_for_all(running: Caller) -> None:
+    thread, answers = in_thread(running, "gathered", run="r", wait=PATIENT)
+    running("leave", run="r", worker=2, failure="no memory")
+    running("leave", run="r", worker=1, failure="worker 2 failed")
+    thread.join(PATIENT)
+    assert answers[0]["failure"] == "worker 2 failed: no memory"
+    assert running("news", run="r", worker=0, seen=-1, wait=0)["failure"] == "worker 2 failed: no memory"
+
+
+def test_everybody_hears_of_a_stop_of_saves_and_of_the_end(running: Caller) -> None:
+    running("stop", run="r", reason="SIGTERM", unfinished=True)
+    running("stop", run="r", reason="later", unfinished=False)
+    running("saved", run="r", halt=2)
+    running("saved", run="r", halt=1)
+    assert running("over", run="r", wait=0) == {"untold": [], "unfinished": True}
+    news = running("news", run="r", worker=1, seen=-1, wait=0)
+    assert (news["stop"], news["saved"], news["over"]) == ("SIGTERM", 2, True)
+    assert news["unfinished"]
+
+
+def test_the_chief_knows_who_has_not_heard_of_the_end(running: Caller) -> None:
+    running.join(1)
+    running.join(2)
+    running.news(1)
+    assert running("over", run="r", wait=0)["untold"] == [1, 2]
+    running.news(1)
+    assert running("over", run="r", wait=0)["untold"] == [2]
+    thread, answers = in_thread(running, "over", run="r", wait=PATIENT)
+    running.news(2)
+    thread.join(PATIENT)
+    assert answers[0]["untold"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("news", {"worker": 1, "seen": -1, "wait": 0}),
+        ("halt", {}),
+        ("arrive", {"worker": 1, "halt": 1, "state": {}}),
+        ("leave", {"worker": 1, "state": {}}),
+        ("gathered", {"wait": 0}),
+        ("release", {}),
+        ("stop", {"reason": "x", "unfinished": False}),
+        ("saved", {"halt": 1}),
+        ("over", {"wait": 0}),
+        ("open", {"start": {}}),
+    ],
+)
+def test_of_an_earlier_run_nothing_is_taken(running: Caller, name: str, body: dict[str, Any]) -> None:
+    running("begin", run="another", num_workers=3)
+    with pytest.raises(ClusterError, match="this run is over"):
+        running(name, run="r", **body)
+
+
+def test_who_waits_for_news_of_a_run_that_is_replaced_hears_of_it(running: Caller) -> None:
+    seen = running("news", run="r", worker=1, seen=-1, wait=0)["version"]
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            running("news", run="r", worker=1, seen=seen, wait=PATIENT)
+        except ClusterError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    running("begin", run="another", num_workers=3)
+    thread.join(PATIENT)
+    assert len(errors) == 1

@@ -1,0 +1,263 @@
+"""A barrier for the workers of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from train.runs import At, FakeClock, FakeRun, train
+
+from monolith.errors import BarrierAlreadyPlacedError, ConfigError
+from monolith.train.hooks import BarrierHook, BarrierSaveListener, LocalBarrier, unblocked_indices
+from monolith.train.hooks.control.barrier import STOP
+
+SECONDS = 10.0
+
+
+class Worker:
+    """A thread that waits at a barrier as worker `index`."""
+
+    def __init__(self, barrier: LocalBarrier, index: int) -> None:
+        self.blocked = threading.Event()
+        self.thread = threading.Thread(target=self._wait, args=(barrier, index))
+        self.thread.start()
+        assert self.blocked.wait(SECONDS)
+
+    def _wait(self, barrier: LocalBarrier, index: int) -> None:
+        barrier.wait_until_removed(index, keep_waiting=lambda _: not self.blocked.set(), poll=0.001)
+
+    def join(self) -> None:
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive()
+
+
+def test_it_is_placed_once():
+    barrier = LocalBarrier(2)
+    barrier.place("Save")
+    with pytest.raises(BarrierAlreadyPlacedError, match="'Save'"):
+        barrier.place()
+    barrier.remove()
+    barrier.place()
+
+
+def test_removing_what_is_not_there_does_nothing():
+    barrier = LocalBarrier(2)
+    barrier.remove()
+    assert barrier.placement() is None
+
+
+def test_action_and_generation_are_one_value():
+    barrier = LocalBarrier(2)
+    assert barrier.placement() is None
+    first = barrier.place("Save")
+    assert barrier.placement() is first
+    assert (first.action, first.generation) == ("Save", 1)
+    barrier.remove()
+    assert barrier.place("Stop").generation == 2
+
+
+@pytest.mark.parametrize("index", [-1, 0, 2])
+def test_only_workers_wait(index):
+    with pytest.raises(ValueError, match="index must be from 1 to 1"):
+        LocalBarrier(2).wait_until_removed(index)
+
+
+def test_a_barrier_needs_somebody():
+    with pytest.raises(ConfigError, match="capacity"):
+        LocalBarrier(0)
+
+
+def test_who_is_blocked():
+    barrier = LocalBarrier(3)
+    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
+    barrier.place()
+    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([0], [1, 2])
+    worker = Worker(barrier, 2)
+    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([0, 2], [1])
+    barrier.remove()
+    worker.join()
+    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
+
+
+def test_without_a_barrier_nobody_waits():
+    barrier = LocalBarrier(2)
+    barrier.wait_until_removed(1)
+    assert barrier.blocked_indices() == []
+
+
+def test_who_places_it_and_everybody_who_meets_it_hears_the_action_once():
+    heard: list[str] = []
+    barrier = LocalBarrier(3, callbacks=[heard.append])
+    barrier.place("Save")
+    assert heard == ["Save"]
+    workers = [Worker(barrier, 1), Worker(barrier, 2)]
+    barrier.remove()
+    for worker in workers:
+        worker.join()
+    assert heard == ["Save"] * 3
+
+
+def test_a_worker_waits_for_the_barrier_it_met_and_not_for_the_next():
+    heard: list[tuple[str, str]] = []
+    barrier = LocalBarrier(
+        2, callbacks=[lambda action: heard.append((threading.current_thread().name, action))]
+    )
+    barrier.place("first")
+    worker = Worker(barrier, 1)
+    barrier.remove()
+    barrier.place("second")
+    worker.join()
+    assert (worker.thread.name, "first") in heard
+    assert (worker.thread.name, "second") not in heard
+
+
+def test_a_worker_that_fails_in_a_callback_is_not_blocked():
+    def fail(action: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise KeyError(action)
+
+    barrier = LocalBarrier(2, callbacks=[fail])
+    barrier.place()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            barrier.wait_until_removed(1)
+        except KeyError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(SECONDS)
+    assert len(errors) == 1
+    assert barrier.blocked_indices() == [0]
+
+
+# The hook
+
+
+def run_in_thread(barrier: LocalBarrier, *hooks: At, index: int = 1) -> tuple[FakeRun, Callable[[], None]]:
+    run = FakeRun()
+    hook = BarrierHook(barrier, index, poll=0.001)
+    thread = threading.Thread(target=train, args=([hook, *hooks], 5), kwargs={"run": run})
+    thread.start()
+
+    def join() -> None:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+    return run, join
+
+
+def test_a_worker_stops_at_a_barrier_and_goes_on_when_it_is_removed():
+    heard: list[str] = []
+    waiting = threading.Event()
+
+    def hear(action: str) -> None:
+        heard.append(action)
+        if len(heard) == 2:
+            waiting.set()
+
+    barrier = LocalBarrier(2, callbacks=[hear])
+    run, join = run_in_thread(barrier, At(1, lambda: barrier.place("action")))
+    assert waiting.wait(SECONDS)
+    assert run.step == 1
+    assert heard == ["action", "action"]
+    barrier.remove()
+    join()
+    assert run.step == 5
+    assert heard == ["action", "action"]
+
+
+def test_without_a_barrier_a_worker_runs_through():
+    run, join = run_in_thread(LocalBarrier(2))
+    join()
+    assert run.step == 5
+
+
+def test_a_barrier_that_says_stop_ends_the_run_once_it_is_removed():
+    barrier = LocalBarrier(2)
+    run, join = run_in_thread(barrier, At(2, lambda: barrier.place(STOP)))
+    while barrier.blocked_indices() != [0, 1]:
+        time.sleep(0.001)
+    assert run.step == 2
+    barrier.remove()
+    join()
+    assert run.step == 3
+    assert run.stop_reason == "the chief stopped all workers"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_stop_asked_for_elsewhere_ends_the_wait(index):
+    barrier = LocalBarrier(2)
+    run, join = run_in_thread(barrier, At(2, barrier.place), index=index)
+    while barrier.placement() is None:
+        time.sleep(0.001)
+    run.request_stop("somebody")
+    join()
+    assert run.step in {2, 3}  # it may have been asked before it began to wait
+
+
+def test_the_only_process_of_a_run_waits_as_well_and_is_not_idle():
+    barrier = LocalBarrier(1)
+    clock = FakeClock()
+    steps = []
+
+    def idle(run: FakeRun) -> None:
+        steps.append(run.step)
+        if len(steps) == 3:
+            barrier.remove()
+
+    hook = BarrierHook(barrier, 0, idle=[idle], sleep=clock.sleep)
+    run = train([hook, At(2, barrier.place)], 5)
+    assert run.step == 5
+    assert steps == [2, 2, 2]
+    assert clock.sleeps == [1.0, 1.0, 1.0]
+
+
+def test_an_index_beyond_the_capacity_is_refused():
+    with pytest.raises(ConfigError, match="index"):
+        BarrierHook(LocalBarrier(2), 2)
+
+
+# The guard
+
+
+def test_the_guard_waits_until_all_workers_are_blocked():
+    barrier, clock, told = LocalBarrier(3), FakeClock(), []
+    workers: list[Worker] = []
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        workers.append(Worker(barrier, len(workers) + 1))
+
+    guard = BarrierSaveListener(barrier, clock=clock, sleep=sleep, announce=told.append)
+    guard.before_save(7)
+    assert clock.sleeps == [1.0, 1.0]
+    assert told == [7]
+    assert barrier.placement().action == "Save"
+    guard.after_save(7)
+    assert barrier.placement() is None
+    for worker in workers:
+        worker.join()
+
+
+def test_the_guard_does_not_wait_for_ever_and_says_for_whom(caplog):
+    barrier, clock = LocalBarrier(3), FakeClock()
+    guard = BarrierSaveListener(barrier, clock=clock, sleep=clock.sleep)
+    guard.before_save(7)
+    assert len(clock.sleeps) == 30
+    assert "workers [1, 2] are not blocked" in caplog.text
+    guard.after_save(7)
+    assert barrier.placement() is None
+
+
+def test_the_guard_leaves_the_barrier_of_somebody_else():
+    barrier = LocalBarrier(1)
+    barrier.place("Stop")
+    guard = BarrierSaveListener(barrier)
+    guard.before_save(7)
+    guard.after_save(7)
+    assert barrier.placement().action == "Stop"
