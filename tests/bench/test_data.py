@@ -47,7 +47,7 @@ def test_every_format_is_measured(report: dict[str, Any]) -> None:
     ],
 )
 def test_the_usual_ways_read_the_same(tmp_path: Path, format_: Any, usual: Any) -> None:
-    plan = data.Plan.settle(BenchDataOptions(quick=True, records=300, batch=128, features=3))
+    plan = data.DataPlan.settle(BenchDataOptions(quick=True, records=300, batch=128, features=3))
     path = str(tmp_path / "file")
     data.write(format_, path, data.make_records(plan), plan.batch)
     ours, others = list(data.batches(format_, path, plan)), list(usual(path, plan))

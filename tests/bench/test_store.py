@@ -54,7 +54,7 @@ def test_dense_weights_stand_beside_the_wire(report: dict[str, Any]) -> None:
 
 
 def test_the_ids_of_a_batch_are_distinct() -> None:
-    plan = store.Plan.settle(BenchStoreOptions(quick=True, ids=(500,)))
+    plan = store.StorePlan.settle(BenchStoreOptions(quick=True, ids=(500,)))
     batches = store.make_batches(plan, 500)
     assert all(len(batch.ids.unique()) == 500 for batch in batches)
     assert batches[0].ids.tolist() != batches[1].ids.tolist()

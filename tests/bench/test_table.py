@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from monolith.bench import rivals
-from monolith.bench.ids import Batches, id_of, uniform, zipf
+from monolith.bench.ids import IdBatches, id_of, uniform, zipf
 from monolith.bench.report import beside, cores, readable
 from monolith.bench.table import SCALE, busy_core
 from monolith.bench.timing import Contender, race
@@ -143,7 +143,7 @@ def test_zipf_positions_stay_among_the_rows_and_can_be_any(rows: int) -> None:
 
 
 def test_all_contenders_are_asked_for_the_same_rows() -> None:
-    batches = Batches.of(np.array([3, 1, 2, 3], np.uint32), 2)
+    batches = IdBatches.of(np.array([3, 1, 2, 3], np.uint32), 2)
     assert [batch.tolist() for batch in batches.indices] == [[3, 1], [2, 3]]
     assert torch.equal(batches.ids[1], id_of(np.array([2, 3])))
 

@@ -55,7 +55,7 @@ def test_the_share_of_python_is_bounded(report: dict[str, Any]) -> None:
     assert 0 < found["ratio"] <= 2
 
 
-def trained(trainer: trainers.Trainer, half: Any) -> list[float]:
+def trained(trainer: trainers.TimedTrainer, half: Any) -> list[float]:
     """Train from the same dense weights on the same batches; return the losses."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_fbgemm_trains_it_too() -> None:
 
 
 def test_every_feature_of_a_batch_is_drawn_alike() -> None:
-    plan = train.Plan.settle(BenchTrainOptions(quick=True, features=4))
+    plan = train.TrainPlan.settle(BenchTrainOptions(quick=True, features=4))
     batches = train.make_batches("uniform", plan)
     assert batches[0].shape == (plan.batch, 4)
     drawn = torch.cat(batches).numpy()

@@ -17,7 +17,7 @@ from rich.console import Console
 from services.servers import free_port
 
 from monolith.cli import doctor, doctor_cluster, main
-from monolith.cli.doctor_cluster import Member, examine, render
+from monolith.cli.doctor_cluster import Registered, examine, render
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cluster import Discovery, FilesConfig, FilesDiscovery, MemoryDiscovery, open_discovery_url
 from monolith.errors import ConfigError
@@ -38,7 +38,7 @@ def dead() -> Iterator[str]:
         yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
-def printed(members: list[Member]) -> str:
+def printed(members: list[Registered]) -> str:
     screen = io.StringIO()
     render("somewhere", members, Console(file=screen, width=200))
     return screen.getvalue()
@@ -62,8 +62,8 @@ def test_everybody_is_listed_with_age_and_who_does_not_answer(alive: str, dead: 
     now[0] += 90
     discovery.register("ps", 0, alive)
     ps0, ps1, worker0 = examine(discovery, SECOND, clock=lambda: now[0])
-    assert ps0 == Member("ps", 0, alive, 0.0, True, "")
-    assert worker0 == Member("worker", 0, alive, 90.0, True, "")
+    assert ps0 == Registered("ps", 0, alive, 0.0, True, "")
+    assert worker0 == Registered("worker", 0, alive, 90.0, True, "")
     assert (ps1.role, ps1.index, ps1.age_s, ps1.answers) == ("ps", 1, 90.0, False)
     assert "refused" in ps1.problem
     text = printed([ps0, ps1, worker0])
@@ -72,7 +72,7 @@ def test_everybody_is_listed_with_age_and_who_does_not_answer(alive: str, dead: 
 
 
 def test_a_registry_without_times_shows_no_ages(alive: str) -> None:
-    member = Member("ps", 0, alive, None, True, "")
+    member = Registered("ps", 0, alive, None, True, "")
     assert "ago" not in printed([member])
     assert "All 1 answer." in printed([member])
 

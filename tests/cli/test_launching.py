@@ -17,7 +17,7 @@ from services.ray import RayCluster
 
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cli import launching
-from monolith.cli.launching import Report, members_of
+from monolith.cli.launching import ChiefReport, members_of
 from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import settings_of
 from monolith.cluster.run_config import load_run_config
@@ -264,7 +264,7 @@ def test_who_has_security_of_their_own_keeps_it(tmp_path: Path) -> None:
 
 
 def test_the_report_is_taken_from_the_chief_alone() -> None:
-    report = Report()
+    report = ChiefReport()
     assert not report.take("worker 0", "a line")
     assert not report.take("worker 1", f"{report.mark} {{}}")
     assert report.found is None

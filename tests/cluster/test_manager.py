@@ -12,7 +12,7 @@ from monolith.cluster import (
     ClusterManager,
     ClusterManagerConfig,
     MemoryDiscovery,
-    Task,
+    ProcessRole,
     fetch_ps_cluster,
     save_ps_cluster,
 )
@@ -65,13 +65,13 @@ def test_servers_are_taken_by_index_and_no_more_than_needed():
 def test_the_chief_is_itself_and_the_others_are_placeholders():
     cluster, task = ClusterManager(registered((0, A), (1, B)), config()).training_cluster(OWN, 0)
     assert cluster == Cluster(OWN, ("0.0.0.0:1", "0.0.0.0:2", "0.0.0.0:3"), (A, B))
-    assert task == Task("chief", 0)
+    assert task == ProcessRole("chief", 0)
 
 
 def test_a_worker_finds_the_chief_and_puts_itself_into_the_list():
     cluster, task = ClusterManager(registered((0, A), (1, B)), config()).training_cluster(OWN, 2)
     assert cluster == Cluster("10.0.0.1:1", ("0.0.0.0:1", OWN, "0.0.0.0:3"), (A, B))
-    assert task == Task("worker", 1)
+    assert task == ProcessRole("worker", 1)
 
 
 def test_other_workers_are_not_part_of_the_picture():

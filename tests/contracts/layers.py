@@ -31,7 +31,7 @@ from monolith.nn.layers import (
     LHUCTower,
     LogitCorrection,
     MaxPooling,
-    MMoE,
+    MMoELayer,
     MonitoredReLU,
     PReLU,
     SeNet,
@@ -91,13 +91,13 @@ LAYERS: Mapping[str, LayerCase] = {
         lambda: LHUCTower(3, (8, 2), lhuc_features=5, lhuc_output_dims=(8,)),
         lambda: (torch.randn(4, 3), torch.randn(4, 5)),
     ),
-    "MMoE": LayerCase(lambda: MMoE(3, 2, 3, (8, 2)), lambda: (torch.randn(4, 3),)),
-    "MMoE, topk": LayerCase(
-        lambda: MMoE(3, 2, 3, (8, 2), gate_type="topk", top_k=2, gate_init=nn.init.normal_),
+    "MMoELayer": LayerCase(lambda: MMoELayer(3, 2, 3, (8, 2)), lambda: (torch.randn(4, 3),)),
+    "MMoELayer, topk": LayerCase(
+        lambda: MMoELayer(3, 2, 3, (8, 2), gate_type="topk", top_k=2, gate_init=nn.init.normal_),
         lambda: (torch.randn(4, 3),),
     ),
-    "MMoE, noise_topk": LayerCase(
-        lambda: MMoE(3, 2, 3, (8, 2), gate_type="noise_topk", top_k=2), lambda: (torch.randn(8, 3),)
+    "MMoELayer, noise_topk": LayerCase(
+        lambda: MMoELayer(3, 2, 3, (8, 2), gate_type="noise_topk", top_k=2), lambda: (torch.randn(8, 3),)
     ),
     "SNR": LayerCase(lambda: SNR(3, 2, 2, 4), lambda: (several(3, 4, 2),)),
     "SNR, aver": LayerCase(lambda: SNR(3, 2, 2, 2, snr_type="aver"), lambda: (several(3, 4, 2),)),

@@ -24,7 +24,7 @@ from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
-from monolith.data.service import DataServiceSource, DataWorker, Dispatcher, JobConfig
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 from monolith.data.transforms import MergeFlow
@@ -201,7 +201,7 @@ def _kafka(folder: Path, *, service: Any, batch_size: int = 4) -> Source:
 @contextmanager
 def data_service(folder: Path) -> Iterator[Dispatcher]:
     """A dispatcher over a few splits of the records, and a data worker that reads them."""
-    config = JobConfig(splits=("0", "9", "10"), lease=timedelta(seconds=5))
+    config = DataJobConfig(splits=("0", "9", "10"), lease=timedelta(seconds=5))
     ends = {"0": 9, "9": 10, "10": COUNT}
 
     def open_split(split: str) -> Source:

@@ -39,7 +39,7 @@ from monolith.data.formats import FORMATS
 from monolith.errors import MonolithError
 from monolith.store.dense import dump_dense, read_dense
 from monolith.table import Rows, Segment, SlidingFilter, SlotThresholds, TableConfig
-from monolith.table.shard_files import Description, Layout, ShardReader, inspect, write_shard
+from monolith.table.shard_files import Description, RowLayout, ShardReader, inspect, write_shard
 from monolith.tensors import RaggedTensor
 
 Read = Callable[[Path], Any]
@@ -107,7 +107,7 @@ def _state_files(folder: Path) -> tuple[tuple[bytes, Read], tuple[bytes, Read]]:
 
 def _shard(folder: Path) -> bytes:
     config = TableConfig(name="item", segments=(Segment(dim=2),))
-    layout = Layout.of(config)
+    layout = RowLayout.of(config)
     rows = Rows(
         torch.tensor([1, -2]), torch.tensor([3, 4]), torch.rand(2, 2), torch.rand(2, layout.state_dim)
     )

@@ -40,7 +40,7 @@ from monolith.table import (
     dump,
     inspect,
     load,
-    read_manifest,
+    read_dump_manifest,
     table_basename,
 )
 
@@ -356,7 +356,7 @@ def test_every_byte_of_the_manifest_counts(cls: Any, base: str) -> None:
         ):
             path.write_bytes(broken)
             with pytest.raises(CorruptFileError):
-                read_manifest(base)
+                read_dump_manifest(base)
 
 
 # Interruptions
@@ -473,7 +473,7 @@ def test_a_failed_dump_with_a_stamp_is_resumed(cls: Any, base: str) -> None:
     assert len(names(base)) == 2
     report = dump(table, base, num_shards=4, stamp=7, resume=True)
     assert (report.skipped, report.rows) == (2, 100)
-    assert read_manifest(base).stamp == 7
+    assert read_dump_manifest(base).stamp == 7
     assert len(names(base)) == 5
 
 

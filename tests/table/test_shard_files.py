@@ -10,14 +10,14 @@ import torch
 from monolith import native
 from monolith.errors import CorruptFileError, FileMissingError
 from monolith.table import Adam, OneBit, Rows, Segment, TableConfig, inspect
-from monolith.table.shard_files import Description, Layout, ShardReader, rows_per_block, write_shard
+from monolith.table.shard_files import Description, RowLayout, ShardReader, rows_per_block, write_shard
 
 CONFIG = TableConfig(
     name="item", segments=(Segment(dim=1, optimizer=Adam()), Segment(dim=2, compressor=OneBit()))
 )
 DESCRIPTION = Description(
     table="item",
-    layout=Layout.of(CONFIG),
+    layout=RowLayout.of(CONFIG),
     shard=1,
     num_shards=3,
     dump="0123456789abcdef",
@@ -170,6 +170,6 @@ def test_a_failure_while_writing_leaves_what_was_there(path: str) -> None:
 
 
 def test_blocks_are_of_a_few_megabytes() -> None:
-    wide = Layout.of(TableConfig(name="wide", segments=(Segment(dim=10**7),)))
+    wide = RowLayout.of(TableConfig(name="wide", segments=(Segment(dim=10**7),)))
     assert rows_per_block(wide) == 1
     assert 1 < rows_per_block(DESCRIPTION.layout) <= 1 << 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monolith import tensors
+from monolith import compat, tensors
 from monolith.errors import TensorArgumentError
 from monolith.tensors import RaggedTensor, map_leaves
 
@@ -32,36 +32,36 @@ def answers(device: str) -> Any:
     rows, values, fused = ints(0, 0, 2), grown(3, 2), grown(9)
     key = ragged([[], [0, 1, 2, 1, 0], [0, 1, 0], []])
     dims = [1, 2, 3, 4]
-    offset_map = tensors.unique_key_with_value_and_offset(key, dims)
+    offset_map = compat.unique_key_with_value_and_offset(key, dims)
     value, pos = grown(12), ragged([[], [0, 1, 2], [3, 4], []])
     buffer = torch.zeros(offset_map.buffer_size, device=device)
     differentiable = {
-        "split": tensors.split_by_indices(ints(1, 0, 1), values, 3),
-        "fill": tensors.finalize_shared_tensor(
-            [tensors.fill_with_offset_map(pos, value, offset_map.value_offset, buffer, dims)]
+        "split": compat.split_by_indices(ints(1, 0, 1), values, 3),
+        "fill": compat.finalize_shared_tensor(
+            [compat.fill_with_offset_map(pos, value, offset_map.value_offset, buffer, dims)]
         ),
-        "map": tensors.map_id_to_embedding([ints(1, -2, 3)], [values], ints(3, 1, 1)),
-        "gather": tensors.fused_gather_embeddings_by_input(fused, [ints(4, 0), ints(3)], [3, 1]),
-        "sum": tensors.reduce_sum(rows, values, 4),
-        "mean": tensors.reduce_mean(rows, values, 4),
-        "sqrtn": tensors.reduce_sqrtn(rows, values, 4),
-        "columns": tensors.fused_reduce_sum_and_split(rows, values, 4, [1, 1]),
-        "segments": tensors.fused_sorted_segment_sum([rows], [values], [(4, 2)]),
-        "features": tensors.fused_reduce_and_split([ints(0, 2, 2, 3)], [values], [[1, 1]]),
-        "flat": tensors.aligned_flat_concat([values, fused], scale=2.0),
-        "packed": tensors.pack_tensors({"a": values, "b": fused})[0],
+        "map": compat.map_id_to_embedding([ints(1, -2, 3)], [values], ints(3, 1, 1)),
+        "gather": compat.fused_gather_embeddings_by_input(fused, [ints(4, 0), ints(3)], [3, 1]),
+        "sum": compat.reduce_sum(rows, values, 4),
+        "mean": compat.reduce_mean(rows, values, 4),
+        "sqrtn": compat.reduce_sqrtn(rows, values, 4),
+        "columns": compat.fused_reduce_sum_and_split(rows, values, 4, [1, 1]),
+        "segments": compat.fused_sorted_segment_sum([rows], [values], [(4, 2)]),
+        "features": compat.fused_reduce_and_split([ints(0, 2, 2, 3)], [values], [[1, 1]]),
+        "flat": compat.aligned_flat_concat([values, fused], scale=2.0),
+        "packed": compat.pack_tensors({"a": values, "b": fused})[0],
     }
     loss = torch.stack([(part**2).sum() for part in tensors.leaves(differentiable)]).sum()
     return {
         **differentiable,
         "gradients": torch.autograd.grad(loss, [values, fused, value]),
         "offset_map": offset_map,
-        "shards": tensors.shard_of_ids(ints(-1, 5, -(2**63)), 7, rank0_empty=True),
-        "ragged_split": tensors.ragged_split_by_indices(ints(*[0, 1] * 4), key, 2),
-        "reorder": tensors.reorder_by_indices(ints(0, 1, 2, 2), ints(0, 1, 2, 2), 3),
-        "fused_reorder": tensors.fused_reorder_by_indices([ints(0, 1, 0), ints(-3, 2, -3)], 2, [1, 2]),
-        "by_hand": tensors.gather_embeddings_by_input_gradient(ints(1, 2), values.detach(), ints(0, 1, 0)),
-        "fused_by_hand": tensors.fused_gather_embeddings_by_input_gradient(
+        "shards": compat.shard_of_ids(ints(-1, 5, -(2**63)), 7, rank0_empty=True),
+        "ragged_split": compat.ragged_split_by_indices(ints(*[0, 1] * 4), key, 2),
+        "reorder": compat.reorder_by_indices(ints(0, 1, 2, 2), ints(0, 1, 2, 2), 3),
+        "fused_reorder": compat.fused_reorder_by_indices([ints(0, 1, 0), ints(-3, 2, -3)], 2, [1, 2]),
+        "by_hand": compat.gather_embeddings_by_input_gradient(ints(1, 2), values.detach(), ints(0, 1, 0)),
+        "fused_by_hand": compat.fused_gather_embeddings_by_input_gradient(
             9, [values.detach()], [ints(0, 3, 0)], [2], 0.5
         ),
         "merged": tensors.normalize_merged_split(ints(0, 2, 0, 1), [2, 2]),
@@ -81,10 +81,10 @@ def test_every_op_gives_the_same_on_the_device() -> None:
 def test_a_bad_index_is_refused_before_it_breaks_the_device() -> None:
     values, bad = torch.ones(2, 1, device="cuda"), torch.tensor([0, 9], device="cuda")
     for call in (
-        lambda: tensors.reduce_sum(bad, values, 2),
-        lambda: tensors.split_by_indices(bad, values, 2),
-        lambda: tensors.fused_gather_embeddings_by_input(values[:, 0], [bad], [1]),
-        lambda: tensors.map_id_to_embedding([bad], [values], bad + 1),
+        lambda: compat.reduce_sum(bad, values, 2),
+        lambda: compat.split_by_indices(bad, values, 2),
+        lambda: compat.fused_gather_embeddings_by_input(values[:, 0], [bad], [1]),
+        lambda: compat.map_id_to_embedding([bad], [values], bad + 1),
     ):
         with pytest.raises(TensorArgumentError):
             call()
@@ -95,9 +95,9 @@ def test_pooling_and_gathering_never_wait_for_the_device_unvalidated() -> None:
     rows, values = torch.tensor([0, 0, 2], device="cuda"), torch.ones(3, 2, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for reduce in (tensors.reduce_sum, tensors.reduce_mean, tensors.reduce_sqrtn):
+        for reduce in (compat.reduce_sum, compat.reduce_mean, compat.reduce_sqrtn):
             reduce(rows, values, 4, validate=False)
-        tensors.fused_gather_embeddings_by_input(values[:, 0], [rows], [1], validate=False)
-        tensors.fused_reduce_and_split([rows], [values[:2]], [[1, 1]])
+        compat.fused_gather_embeddings_by_input(values[:, 0], [rows], [1], validate=False)
+        compat.fused_reduce_and_split([rows], [values[:2]], [[1, 1]])
     finally:
         torch.cuda.set_sync_debug_mode("default")

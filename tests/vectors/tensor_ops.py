@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vectors.case import Case, floats, id_tensor
 
-from monolith import tensors
+from monolith import compat, tensors
 from monolith.tensors import RaggedTensor
 
 
@@ -29,7 +29,7 @@ def gradient(outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor]) -
 
 
 def split_by_indices(case: Case) -> Any:
-    parts = tensors.split_by_indices(
+    parts = compat.split_by_indices(
         ids(case.inputs["indices"]), ids(case.inputs["tensor"]), case.params["num_splits"]
     )
     return {"splits": [part.tolist() for part in parts]}
@@ -37,7 +37,7 @@ def split_by_indices(case: Case) -> Any:
 
 def split_by_indices_grad(case: Case) -> Any:
     tensor = floats(case.inputs["tensor"]).requires_grad_()
-    parts = tensors.split_by_indices(ids(case.inputs["indices"]), tensor, case.params["num_splits"])
+    parts = compat.split_by_indices(ids(case.inputs["indices"]), tensor, case.params["num_splits"])
     grads = [
         floats(grad).reshape(part.shape) for grad, part in zip(case.inputs["split_grads"], parts, strict=True)
     ]
@@ -45,14 +45,14 @@ def split_by_indices_grad(case: Case) -> Any:
 
 
 def ragged_split_by_indices(case: Case) -> Any:
-    splits, pos = tensors.ragged_split_by_indices(
+    splits, pos = compat.ragged_split_by_indices(
         ids(case.inputs["indices"]), ragged_ids(case.inputs["ragged"]), case.params["num_splits"]
     )
     return {"splits": [part.to_list() for part in splits], "pos": [part.to_list() for part in pos]}
 
 
 def reorder_by_indices(case: Case) -> Any:
-    output, sizes = tensors.reorder_by_indices(
+    output, sizes = compat.reorder_by_indices(
         id_tensor(case.inputs["input"]), ids(case.inputs["shard_ids"]), case.params["num_of_shards"]
     )
     return {
@@ -66,7 +66,7 @@ def reorder_by_indices(case: Case) -> Any:
 
 
 def fused_reorder_by_indices(case: Case) -> Any:
-    result = tensors.fused_reorder_by_indices(
+    result = compat.fused_reorder_by_indices(
         [id_tensor(one) for one in case.inputs["inputs"]],
         case.params["num_of_shards"],
         case.params["dim_sizes"],
@@ -80,14 +80,14 @@ def fused_reorder_by_indices(case: Case) -> Any:
 
 
 def unique_key_with_value_and_offset(case: Case) -> Any:
-    unique_key, value_offset, size = tensors.unique_key_with_value_and_offset(
+    unique_key, value_offset, size = compat.unique_key_with_value_and_offset(
         ragged_ids(case.inputs["key"]), case.params["dims"]
     )
     return {"unique_key": unique_key.to_list(), "value_offset": value_offset.to_list(), "buffer_size": size}
 
 
 def fill_with_offset_map(case: Case) -> Any:
-    buffer = tensors.fill_with_offset_map(
+    buffer = compat.fill_with_offset_map(
         ragged_ids(case.inputs["pos"]),
         floats(case.inputs["value"]),
         ragged_ids(case.inputs["value_offset"], 2),
@@ -101,21 +101,21 @@ def fill_with_offset_map_grad(case: Case) -> Any:
     grad, dims = floats(case.inputs["grad"]), case.params["dims"]
     size = sum(len(row) * dim for row, dim in zip(case.inputs["pos"], dims, strict=True))
     value = torch.zeros(size, requires_grad=True)
-    buffer = tensors.fill_with_offset_map(
+    buffer = compat.fill_with_offset_map(
         ragged_ids(case.inputs["pos"]),
         value,
         ragged_ids(case.inputs["value_offset"], 2),
         torch.zeros_like(grad),
         dims,
     )
-    return {"grad": gradient([tensors.finalize_shared_tensor([buffer])], [value], [grad])[0]}
+    return {"grad": gradient([compat.finalize_shared_tensor([buffer])], [value], [grad])[0]}
 
 
 # Gathering
 
 
 def map_id_to_embedding(case: Case) -> Any:
-    output = tensors.map_id_to_embedding(
+    output = compat.map_id_to_embedding(
         [id_tensor(one) for one in case.inputs["ids"]],
         [floats(rows) for rows in case.inputs["embeddings"]],
         ids(case.inputs["input"]),
@@ -127,26 +127,26 @@ def map_id_to_embedding_grad(case: Case) -> Any:
     grads = floats(case.inputs["grads"])
     lists = [id_tensor(one) for one in case.inputs["ids"]]
     embeddings = [torch.zeros(len(one), grads.shape[-1], requires_grad=True) for one in lists]
-    output = tensors.map_id_to_embedding(lists, embeddings, ids(case.inputs["input"]))
+    output = compat.map_id_to_embedding(lists, embeddings, ids(case.inputs["input"]))
     return {"grads": [grad.tolist() for grad in gradient([output], embeddings, [grads])]}
 
 
 def gather_embeddings_by_input(case: Case) -> Any:
-    output, index_mapping = tensors.gather_embeddings_by_input(
+    output, index_mapping = compat.gather_embeddings_by_input(
         id_tensor(case.inputs["ids"]), floats(case.inputs["embeddings"]), ids(case.inputs["input"])
     )
     return {"output": output, "index_mapping": index_mapping}
 
 
 def gather_embeddings_by_input_grad(case: Case) -> Any:
-    grad = tensors.gather_embeddings_by_input_gradient(
+    grad = compat.gather_embeddings_by_input_gradient(
         id_tensor(case.inputs["ids"]), floats(case.inputs["grads"]), ids(case.inputs["index_mapping"])
     )
     return {"grad": grad}
 
 
 def fused_gather_embeddings_by_input(case: Case) -> Any:
-    outputs = tensors.fused_gather_embeddings_by_input(
+    outputs = compat.fused_gather_embeddings_by_input(
         floats(case.inputs["fused_embeddings"]),
         [ids(one) for one in case.inputs["offsets"]],
         case.params["dims"],
@@ -155,7 +155,7 @@ def fused_gather_embeddings_by_input(case: Case) -> Any:
 
 
 def fused_gather_embeddings_by_input_grad(case: Case) -> Any:
-    grad = tensors.fused_gather_embeddings_by_input_gradient(
+    grad = compat.fused_gather_embeddings_by_input_gradient(
         case.inputs["size"],
         [floats(one) for one in case.inputs["grads"]],
         [ids(one) for one in case.inputs["offsets"]],
@@ -186,7 +186,7 @@ def pooled_grad(reduce: Callable[..., Tensor]) -> Callable[[Case], Any]:
 
 
 def fused_reduce_sum_and_split(case: Case) -> Any:
-    outputs = tensors.fused_reduce_sum_and_split(
+    outputs = compat.fused_reduce_sum_and_split(
         ids(case.inputs["indices"]),
         floats(case.inputs["values"]),
         case.params["batch"],
@@ -198,7 +198,7 @@ def fused_reduce_sum_and_split(case: Case) -> Any:
 def segment_sum(case: Case) -> Any:
     values = floats(case.inputs["values"])
     shape = (case.inputs["rows"], *values.shape[1:])
-    return {"out": tensors.fused_sorted_segment_sum([ids(case.inputs["indices"])], [values], [shape])[0]}
+    return {"out": compat.fused_sorted_segment_sum([ids(case.inputs["indices"])], [values], [shape])[0]}
 
 
 # Ragged, reshaped, packed, nested
@@ -222,28 +222,28 @@ def gen_seq_mask(case: Case) -> Any:
 
 
 def static_reshape(case: Case) -> Any:
-    outputs, sizes = tensors.static_reshape(
+    outputs, sizes = compat.static_reshape(
         [torch.zeros(shape) for shape in case.inputs["shapes_in"]], case.inputs["targets"]
     )
     return {"sizes": sizes, "shapes_out": [list(output.shape) for output in outputs]}
 
 
 def static_reshape_builder(case: Case) -> Any:
-    builder = tensors.StaticReshapeNBuilder()
+    builder = compat.StaticReshapeNBuilder()
     indices = [builder.add(ids(item), case.inputs["target"]) for item in case.inputs["items"]]
     outputs, sizes = builder.build()
     return {"outputs": [output.tolist() for output in outputs], "indices": indices, "sizes": sizes}
 
 
 def pack_tensors(case: Case) -> Any:
-    packed, sizes = tensors.pack_tensors({key: ids(value) for key, value in case.inputs["tensors"].items()})
+    packed, sizes = compat.pack_tensors({key: ids(value) for key, value in case.inputs["tensors"].items()})
     return {"packed": packed, "sizes": sizes}
 
 
 def pack_typed_keyed_tensors(case: Case) -> Any:
     groups = [{key: torch.zeros(shape) for key, shape in group.items()} for group in case.inputs["groups"]]
-    packed = tensors.pack_typed_keyed_tensors(groups)
-    unpacked = tensors.unpack_packed_tensors(case.inputs["groups"], packed)
+    packed = compat.pack_typed_keyed_tensors(groups)
+    unpacked = compat.unpack_packed_tensors(case.inputs["groups"], packed)
     assert [{key: list(t.shape) for key, t in group.items()} for group in unpacked] == case.inputs["groups"]
     return {"size_vector": packed[-1]}
 
@@ -255,7 +255,7 @@ def nested_tensors(case: Case) -> Any:
         for key, value in case.inputs["nested"].items()
     }
     nested = tensors.map_leaves(lambda leaf: torch.tensor(leaf) if isinstance(leaf, float) else leaf, nested)
-    flat = tensors.NestedTensors(nested)
+    flat = compat.NestedTensors(nested)
     found = flat.get_tensors()
     zeroed = flat.get_nested_result([torch.zeros_like(tensor) for tensor in found])
     shown = tensors.map_leaves(lambda leaf: leaf.item() if isinstance(leaf, Tensor) else leaf, zeroed)
@@ -277,12 +277,12 @@ OPS: dict[str, Callable[[Case], Any]] = {
     "gather_embeddings_by_input_grad": gather_embeddings_by_input_grad,
     "fused_gather_embeddings_by_input": fused_gather_embeddings_by_input,
     "fused_gather_embeddings_by_input_grad": fused_gather_embeddings_by_input_grad,
-    "reduce_sum": pooled(tensors.reduce_sum),
-    "reduce_mean": pooled(tensors.reduce_mean),
-    "reduce_sqrtn": pooled(tensors.reduce_sqrtn),
-    "reduce_sum_grad": pooled_grad(tensors.reduce_sum),
-    "reduce_mean_grad": pooled_grad(tensors.reduce_mean),
-    "reduce_sqrtn_grad": pooled_grad(tensors.reduce_sqrtn),
+    "reduce_sum": pooled(compat.reduce_sum),
+    "reduce_mean": pooled(compat.reduce_mean),
+    "reduce_sqrtn": pooled(compat.reduce_sqrtn),
+    "reduce_sum_grad": pooled_grad(compat.reduce_sum),
+    "reduce_mean_grad": pooled_grad(compat.reduce_mean),
+    "reduce_sqrtn_grad": pooled_grad(compat.reduce_sqrtn),
     "fused_reduce_sum_and_split": fused_reduce_sum_and_split,
     "segment_sum": segment_sum,
     "normalize_merged_split": normalize_merged_split,

@@ -27,7 +27,7 @@ from monolith.errors import (
     TableError,
     UnavailableError,
 )
-from monolith.wire.flight import Caller, Server, Service, StoppedError, Stream
+from monolith.wire.flight import Caller, CallStream, Server, Service, StoppedError
 from monolith.wire.limits import Limits
 
 pa = pytest.importorskip("pyarrow")
@@ -82,7 +82,7 @@ def plain_client(stack: ExitStack, server: Server) -> Any:
     return stack.enter_context(pa.flight.FlightClient(f"grpc+tcp://{server.address}"))
 
 
-def open_stream(stack: ExitStack, server: Server) -> Stream:
+def open_stream(stack: ExitStack, server: Server) -> CallStream:
     stream = call(stack, server.address).open_stream()
     stack.callback(stream.close)
     return stream
@@ -270,7 +270,7 @@ def test_records_are_fetched_as_batches(stack: ExitStack) -> None:
 # Bytes
 
 
-def exchange(stream: Stream, name: str, body: dict[str, Any], data: Any = b"") -> Any:
+def exchange(stream: CallStream, name: str, body: dict[str, Any], data: Any = b"") -> Any:
     stream.send(name, body, data)
     return stream.receive()
 

@@ -54,7 +54,7 @@ class Steps(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CheckpointPlan:
     """The options, settled."""
 
     rows: int
@@ -68,7 +68,7 @@ class Plan:
     folder: str | None
 
     @classmethod
-    def settle(cls, options: BenchCheckpointOptions) -> Plan:
+    def settle(cls, options: BenchCheckpointOptions) -> CheckpointPlan:
         for name in ("rows", "dim", "batch", "repeats"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"bench checkpoint: --{name} must be at least 1")
@@ -88,7 +88,7 @@ class Plan:
 
 def run(options: BenchCheckpointOptions) -> int:
     """Measure, draw tables on standard error, and print JSON on request."""
-    plan = Plan.settle(options)
+    plan = CheckpointPlan.settle(options)
     report = Report("checkpoint")
     need_memory(plan.rows * (2 * plan.dim + 10) * 4 * 1.6)
     with tempfile.TemporaryDirectory(prefix="monolith-bench-", dir=plan.folder) as folder:
@@ -108,7 +108,7 @@ def run(options: BenchCheckpointOptions) -> int:
     return 0
 
 
-def filled(plan: Plan, threads: int) -> NativeTable:
+def filled(plan: CheckpointPlan, threads: int) -> NativeTable:
     """Return a table of `plan.rows` rows, ids 0 to rows - 1."""
     segment = Segment(dim=plan.dim, optimizer=Adagrad(), learning_rate=0.05)
     config = TableConfig(name="item", segments=(segment,), initial_rows=plan.rows)
@@ -128,7 +128,7 @@ def filled(plan: Plan, threads: int) -> NativeTable:
     return table
 
 
-def measure_files(plan: Plan, report: Report, table: NativeTable, folder: Path) -> None:
+def measure_files(plan: CheckpointPlan, report: Report, table: NativeTable, folder: Path) -> None:
     """Save and restore, each time right after a plain file of as many bytes; the best of each counts."""
     best: dict[str, float] = {}
     size = 0
@@ -174,7 +174,7 @@ def measure_files(plan: Plan, report: Report, table: NativeTable, folder: Path) 
     report.add("checkpoint", "bytes", size / 1e9, "GB")
 
 
-def measure_increments(plan: Plan, report: Report, table: NativeTable, folder: Path) -> None:
+def measure_increments(plan: CheckpointPlan, report: Report, table: NativeTable, folder: Path) -> None:
     """Save what changed, after a share of the rows was trained."""
     run_dir = folder / "increments"
     part = TablesPart({"item": table}, incremental=True)
@@ -199,7 +199,7 @@ def measure_increments(plan: Plan, report: Report, table: NativeTable, folder: P
     shutil.rmtree(run_dir)
 
 
-def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> None:
+def measure_training(plan: CheckpointPlan, report: Report, threads: int, folder: Path) -> None:
     """Train a DeepFM, and then nothing but rows, alone and while a thread beside it saves."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -219,7 +219,7 @@ def measure_training(plan: Plan, report: Report, threads: int, folder: Path) -> 
         torch.set_num_threads(torch_threads)
 
 
-def deepfm_steps(plan: Plan, threads: int, distribution: str) -> Steps:
+def deepfm_steps(plan: CheckpointPlan, threads: int, distribution: str) -> Steps:
     """Return a step of a DeepFM whose tables have all the rows together."""
     rows = max(1, plan.rows // FEATURES)
     trainer = OurTrainer(FEATURES, rows, plan.dim, HIDDEN, threads)
@@ -238,7 +238,7 @@ def deepfm_steps(plan: Plan, threads: int, distribution: str) -> Steps:
     )
 
 
-def table_steps(plan: Plan, threads: int) -> Steps:
+def table_steps(plan: CheckpointPlan, threads: int) -> Steps:
     """Return a step that looks rows up and updates them: as much of a table as training can ask."""
     table = filled(plan, threads)
     random = np.random.default_rng(1)
@@ -254,7 +254,7 @@ def table_steps(plan: Plan, threads: int) -> Steps:
     return Steps(step, plan.batch, {"item": table}, table.close)
 
 
-def measure_beside(plan: Plan, report: Report, case: str, trained: Steps, folder: Path) -> None:
+def measure_beside(plan: CheckpointPlan, report: Report, case: str, trained: Steps, folder: Path) -> None:
     """Train alone and beside a save, in turns; the best of each counts."""
     alone, beside, seconds = 0.0, 0.0, 0.0
     cuts, longest, calm = [], [], []

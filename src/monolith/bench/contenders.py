@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.bench.ids import Batches
+from monolith.bench.ids import IdBatches
 from monolith.bench.rivals import LEARNING_RATE, Rival
 from monolith.bench.timing import Contender
 from monolith.table import Adagrad, NativeTable, Optimizer, RandomUniform, Segment, TableConfig
@@ -41,7 +41,7 @@ def fill(table: NativeTable, ids: Tensor, gradients: Tensor) -> Iterator[float]:
         yield time.perf_counter() - began
 
 
-def table_contenders(table: NativeTable, requests: Batches, gradients: Tensor) -> dict[str, Contender]:
+def table_contenders(table: NativeTable, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
     """`lookup and update` sums the gradients of equal ids, as the rivals do; `update` applies each."""
     out = torch.empty_like(gradients)
     clock = itertools.count(EVENT_TIME)
@@ -61,7 +61,7 @@ def table_contenders(table: NativeTable, requests: Batches, gradients: Tensor) -
     }
 
 
-def raw_contenders(raw: native.RawRows, requests: Batches, gradients: Tensor) -> dict[str, Contender]:
+def raw_contenders(raw: native.RawRows, requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
     """`raw gather` copies rows of the table's own size, state included; a lookup returns the values only."""
     rows, values = (torch.empty((len(gradients), floats)).numpy() for floats in (2 * raw.width, raw.width))
     changes = gradients.numpy()
@@ -76,7 +76,7 @@ def raw_contenders(raw: native.RawRows, requests: Batches, gradients: Tensor) ->
     }
 
 
-def rival_contenders(rivals: Sequence[Rival], requests: Batches, gradients: Tensor) -> dict[str, Contender]:
+def rival_contenders(rivals: Sequence[Rival], requests: IdBatches, gradients: Tensor) -> dict[str, Contender]:
     def lookup(rival: Rival) -> Callable[[int], object]:
         return lambda batch: rival.lookup(requests.indices[batch])
 
@@ -90,5 +90,5 @@ def rival_contenders(rivals: Sequence[Rival], requests: Batches, gradients: Tens
     }
 
 
-def contender(requests: Batches, run: Callable[[int], object]) -> Contender:
+def contender(requests: IdBatches, run: Callable[[int], object]) -> Contender:
     return Contender(len(requests.ids[0]), run, itertools.cycle(range(len(requests))))

@@ -38,7 +38,7 @@ SLOW_SHARE = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DataPlan:
     """The options, settled."""
 
     records: int
@@ -49,7 +49,7 @@ class Plan:
     seed: int
 
     @classmethod
-    def settle(cls, options: BenchDataOptions) -> Plan:
+    def settle(cls, options: BenchDataOptions) -> DataPlan:
         for name in ("records", "features", "batch", "threads", "repeats"):
             if getattr(options, name) < 1:
                 raise ConfigError(f"bench data: --{name} must be at least 1, got {getattr(options, name)}")
@@ -73,7 +73,7 @@ class Plan:
 
 def run(options: BenchDataOptions) -> int:
     """Measure, draw a table on standard error, and print JSON on request."""
-    plan = Plan.settle(options)
+    plan = DataPlan.settle(options)
     report = Report("data")
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
@@ -88,7 +88,7 @@ def run(options: BenchDataOptions) -> int:
     return 0
 
 
-def measure(plan: Plan, report: Report, folder: str) -> None:
+def measure(plan: DataPlan, report: Report, folder: str) -> None:
     records = make_records(plan)
     few = records.slice(0, max(plan.records // SLOW_SHARE, 1))
     workers = native.Workers(plan.threads)
@@ -100,7 +100,7 @@ def measure(plan: Plan, report: Report, folder: str) -> None:
         "parquet": ParquetFormat(),
         "csv": CsvFormat(list_separator=SEPARATOR),
     }
-    slow: dict[str, tuple[str, Callable[[str, Plan], Iterator[Batch]]]] = {
+    slow: dict[str, tuple[str, Callable[[str, DataPlan], Iterator[Batch]]]] = {
         "tf_example": ("protobuf", with_protobuf),
         "parquet": ("pyarrow to_numpy", with_pyarrow),
         "csv": ("csv module", with_csv_module),
@@ -130,7 +130,7 @@ def measure(plan: Plan, report: Report, folder: str) -> None:
     report.show(f"{len(records):,} records of {plan.features} features of ids and {FLOATS} of floats")
 
 
-def make_records(plan: Plan) -> Records:
+def make_records(plan: DataPlan) -> Records:
     """Return records with one to three ids of each feature, a few floats and a label."""
     random = np.random.default_rng(plan.seed)
     columns: dict[str, RaggedTensor] = {}
@@ -151,7 +151,7 @@ def write(format_: Format, path: str, records: Records, batch: int) -> None:
             file.write(records.slice(begin, begin + batch))
 
 
-def batches(format_: Format, path: str, plan: Plan) -> Iterator[Batch]:
+def batches(format_: Format, path: str, plan: DataPlan) -> Iterator[Batch]:
     """Read a file by one of our formats."""
     for chunk in format_.chunks(path):
         for begin in range(0, len(chunk.records), plan.batch):
@@ -166,7 +166,7 @@ def contender(records: int, read: Callable[[], Iterator[Batch]]) -> Contender:
 # The usual ways
 
 
-def with_protobuf(path: str, plan: Plan) -> Iterator[Batch]:
+def with_protobuf(path: str, plan: DataPlan) -> Iterator[Batch]:
     """Parse each record to an object of the `protobuf` package, and gather the lists."""
     from monolith.wire import tf_example_pb2
 
@@ -181,7 +181,7 @@ def with_protobuf(path: str, plan: Plan) -> Iterator[Batch]:
             rows = []
 
 
-def from_messages(messages: Sequence[Any], plan: Plan) -> Records:
+def from_messages(messages: Sequence[Any], plan: DataPlan) -> Records:
     features = [message.features.feature for message in messages]
     columns = {
         name: lists([feature[name].int64_list.value for feature in features], torch.int64)
@@ -197,7 +197,7 @@ def lists(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> RaggedTensor:
     return RaggedTensor.from_row_lengths(values, torch.tensor([len(row) for row in rows]), validate=False)
 
 
-def with_pyarrow(path: str, plan: Plan) -> Iterator[Batch]:
+def with_pyarrow(path: str, plan: DataPlan) -> Iterator[Batch]:
     """Read batches by pyarrow, and take values and offsets of each column as numpy arrays."""
     import pyarrow as pa  # type: ignore[import-untyped]
     from pyarrow import parquet
@@ -216,7 +216,7 @@ def with_pyarrow(path: str, plan: Plan) -> Iterator[Batch]:
         yield make_batch(records, plan.spec)
 
 
-def with_csv_module(path: str, plan: Plan) -> Iterator[Batch]:
+def with_csv_module(path: str, plan: DataPlan) -> Iterator[Batch]:
     """Read rows by Python's `csv` module, and make numbers of their fields."""
     with Path(path).open(newline="") as file:
         rows = csv.reader(file)

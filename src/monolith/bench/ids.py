@@ -48,7 +48,7 @@ DISTRIBUTIONS = {"uniform": uniform, "zipf": zipf}
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class IdBatches:
     """The same requests in each contender's own terms, made before any clock runs."""
 
     ids: tuple[Tensor, ...]

@@ -48,7 +48,7 @@ PURPOSE = "monolith bench store"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class StorePlan:
     """The options, settled."""
 
     ids: tuple[int, ...]
@@ -60,7 +60,7 @@ class Plan:
     seed: int
 
     @classmethod
-    def settle(cls, options: BenchStoreOptions) -> Plan:
+    def settle(cls, options: BenchStoreOptions) -> StorePlan:
         for name in ("ids", "rows", "dim", "servers", "repeats"):
             if np.min(getattr(options, name), initial=1) < 1:
                 raise ConfigError(f"bench store: --{name} must be at least 1, got {getattr(options, name)}")
@@ -90,7 +90,7 @@ class Plan:
 
 def run(options: BenchStoreOptions) -> int:
     """Measure, draw tables on standard error, and print JSON on request."""
-    plan = Plan.settle(options)
+    plan = StorePlan.settle(options)
     report = Report("store")
     measure(plan, report)
     report.finish()
@@ -99,7 +99,7 @@ def run(options: BenchStoreOptions) -> int:
     return 0
 
 
-def measure(plan: Plan, report: Report) -> None:
+def measure(plan: StorePlan, report: Report) -> None:
     with ExitStack() as stack:
         report.say(f"filling {plan.rows:,} rows, here and on {max(plan.servers)} processes or fewer")
         configs = table_configs(plan.dim)
@@ -127,7 +127,7 @@ def measure(plan: Plan, report: Report) -> None:
 # Rows
 
 
-def measure_rows(plan: Plan, report: Report, stores: dict[str, Store], echo: Echo, size: int) -> None:
+def measure_rows(plan: StorePlan, report: Report, stores: dict[str, Store], echo: Echo, size: int) -> None:
     batches, gradients = make_batches(plan, size), torch.full((size * plan.dim,), 0.01)
     row_bytes = size * plan.dim * FLOAT_BYTES
     calls: dict[str, tuple[StoreCall, int, int]] = {
@@ -166,13 +166,13 @@ def add(report: Report, case: str, size: int, rate: float) -> None:
     report.add(case, "ms_per_call", size / rate * 1e3, "ms")
 
 
-def make_batches(plan: Plan, size: int) -> list[TableIds]:
+def make_batches(plan: StorePlan, size: int) -> list[TableIds]:
     random = np.random.default_rng(plan.seed)
     positions = [random.choice(plan.rows, size, replace=False) for _ in range(BATCHES)]
     return [TableIds(id_of(some), torch.tensor([size])) for some in positions]
 
 
-def fill(store: Store, plan: Plan) -> None:
+def fill(store: Store, plan: StorePlan) -> None:
     for first in range(0, plan.rows, FILL):
         ids = id_of(np.arange(first, min(first + FILL, plan.rows)))
         store.apply_gradients(TableIds(ids, torch.tensor([len(ids)])), torch.ones(len(ids) * plan.dim))
@@ -181,7 +181,7 @@ def fill(store: Store, plan: Plan) -> None:
 # Dense weights
 
 
-def measure_dense(plan: Plan, report: Report, stores: dict[str, Store], echo: Echo) -> None:
+def measure_dense(plan: StorePlan, report: Report, stores: dict[str, Store], echo: Echo) -> None:
     case = f"dense push and pull, {plan.dense_bytes / 1e6:g} MB"
     report.say(case)
     contenders: dict[str, Contender] = {}
@@ -228,7 +228,7 @@ def contender(rows: int, call: Callable[[int], object]) -> Contender:
 
 
 @contextmanager
-def child(role: str, number: int, count: int, plan: Plan) -> Iterator[subprocess.Popen[str]]:
+def child(role: str, number: int, count: int, plan: StorePlan) -> Iterator[subprocess.Popen[str]]:
     """Start a server in a process of its own, which ends with the block, or with us."""
     arguments: Sequence[int] = (number, count, plan.dim, plan.dense_bytes)
     program = f"from monolith.bench import store; store.{role}({', '.join(map(str, arguments))})"

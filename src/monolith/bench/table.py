@@ -33,7 +33,7 @@ from monolith.bench.contenders import (
     rival_contenders,
     table_contenders,
 )
-from monolith.bench.ids import DISTRIBUTIONS, Batches, id_of
+from monolith.bench.ids import DISTRIBUTIONS, IdBatches, id_of
 from monolith.bench.options import BenchTableOptions
 from monolith.bench.report import Report, cores, memory
 from monolith.bench.rivals import FbgemmEmbedding, Rival, TorchEmbedding, why_no_fbgemm
@@ -55,7 +55,7 @@ WIDE_DIM = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TablePlan:
     """The options, settled: what is measured, and for how long."""
 
     rows: int
@@ -69,7 +69,7 @@ class Plan:
     seed: int
 
     @classmethod
-    def settle(cls, options: BenchTableOptions) -> Plan:
+    def settle(cls, options: BenchTableOptions) -> TablePlan:
         for name in ("rows", "dim", "also_dims", "threads", "batch", "repeats"):
             if np.min(getattr(options, name), initial=1) < 1:
                 flag = name.replace("_", "-")
@@ -97,7 +97,7 @@ class Plan:
 
 def run(options: BenchTableOptions) -> int:
     """Measure, draw tables on standard error, and print JSON on request."""
-    plan = Plan.settle(options)
+    plan = TablePlan.settle(options)
     report = Report("table")
     torch_threads = torch.get_num_threads()
     try:
@@ -120,7 +120,7 @@ def run(options: BenchTableOptions) -> int:
 # Memory
 
 
-def measure_memory(plan: Plan, report: Report) -> None:
+def measure_memory(plan: TablePlan, report: Report) -> None:
     """Fill a table of wide rows without optimizer state, where the index weighs most."""
     need_memory(plan.rows * WIDE_DIM * FLOAT_BYTES * 1.5)
     case, raw = f"{WIDE_DIM} floats", WIDE_DIM * FLOAT_BYTES
@@ -157,7 +157,7 @@ def add_bytes_per_row(report: Report, case: str, table: NativeTable) -> None:
 # Pauses
 
 
-def measure_pauses(plan: Plan, report: Report) -> None:
+def measure_pauses(plan: TablePlan, report: Report) -> None:
     """Grow tables by small calls; of the longest pauses take the shortest: the others were the system's."""
     dim, rows = plan.dims[0], plan.rows
     need_memory(rows * 2 * dim * FLOAT_BYTES * 1.5)
@@ -214,7 +214,7 @@ def read_pauses(table: NativeTable, ids: Tensor, gradients: Tensor) -> NDArray[n
 # Speed
 
 
-def measure_speed(plan: Plan, report: Report, dim: int) -> None:
+def measure_speed(plan: TablePlan, report: Report, dim: int) -> None:
     """Race the table against raw rows, torch and FBGEMM: at the first width in full, at others in short."""
     rows, first = plan.rows_at(dim), dim == plan.dims[0]
     need_memory(rows * 2 * dim * FLOAT_BYTES * 5.0)
@@ -285,15 +285,15 @@ def best_build(rows: int, gradients: Tensor, threads: int) -> tuple[NativeTable,
     return table, best
 
 
-def make_batches(distribution: str, rows: int, plan: Plan) -> Batches:
+def make_batches(distribution: str, rows: int, plan: TablePlan) -> IdBatches:
     draw = DISTRIBUTIONS[distribution]
-    return Batches.of(draw(rows, BATCHES * plan.batch, np.random.default_rng(plan.seed)), plan.batch)
+    return IdBatches.of(draw(rows, BATCHES * plan.batch, np.random.default_rng(plan.seed)), plan.batch)
 
 
 # Scaling
 
 
-def measure_scaling(plan: Plan, report: Report) -> None:
+def measure_scaling(plan: TablePlan, report: Report) -> None:
     """Grow one table, and stop at each size to ask what a row costs; then the same of raw rows.
 
     The machine's own limit falls too as rows outgrow its caches, so it is reported beside.
@@ -336,7 +336,7 @@ def measure_scaling(plan: Plan, report: Report) -> None:
 # A busy machine
 
 
-def measure_busy(plan: Plan, report: Report) -> None:
+def measure_busy(plan: TablePlan, report: Report) -> None:
     """Stop and wake a busy neighbour by turns, so that a quiet and a busy machine share all other noise."""
     dim, threads = plan.dims[0], plan.most_threads
     case = f"uniform, {counted(threads, 'thread')}"

@@ -26,8 +26,8 @@ from monolith.bench.trainers import (
     FbgemmTrainer,
     FusedTorchTrainer,
     OurTrainer,
+    TimedTrainer,
     TorchTrainer,
-    Trainer,
 )
 from monolith.errors import ConfigError
 
@@ -35,7 +35,7 @@ BATCHES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class TrainPlan:
     """The options, settled."""
 
     rows: int
@@ -49,7 +49,7 @@ class Plan:
     seed: int
 
     @classmethod
-    def settle(cls, options: BenchTrainOptions) -> Plan:
+    def settle(cls, options: BenchTrainOptions) -> TrainPlan:
         for name in ("ids", "features", "dim", "hidden", "batch", "threads", "repeats"):
             if np.min(getattr(options, name), initial=1) < 1:
                 raise ConfigError(f"bench train: --{name} must be at least 1, got {getattr(options, name)}")
@@ -70,7 +70,7 @@ class Plan:
 
 def run(options: BenchTrainOptions) -> int:
     """Measure, draw a table on standard error, and print JSON on request."""
-    plan = Plan.settle(options)
+    plan = TrainPlan.settle(options)
     report = Report("train")
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
@@ -84,12 +84,12 @@ def run(options: BenchTrainOptions) -> int:
     return 0
 
 
-def measure(plan: Plan, report: Report) -> None:
+def measure(plan: TrainPlan, report: Report) -> None:
     need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 5.0)
     shape = (plan.features, plan.rows, plan.dim, plan.hidden)
     report.say(f"filling {plan.features} features of {plan.rows:,} rows")
     ours = OurTrainer(*shape, plan.threads)
-    trainers: dict[str, Trainer] = {
+    trainers: dict[str, TimedTrainer] = {
         "monolith": ours,
         "nn.EmbeddingBag": TorchTrainer(*shape, plan.batch),
         "one nn.EmbeddingBag for all": FusedTorchTrainer(*shape, plan.batch),
@@ -121,7 +121,7 @@ def measure(plan: Plan, report: Report) -> None:
     )
 
 
-def make_batches(distribution: str, plan: Plan) -> list[Tensor]:
+def make_batches(distribution: str, plan: TrainPlan) -> list[Tensor]:
     """Return positions, int64 of shape (examples, features), of every feature drawn alike."""
     random = np.random.default_rng(plan.seed)
     count = BATCHES * plan.batch * plan.features
@@ -130,9 +130,9 @@ def make_batches(distribution: str, plan: Plan) -> list[Tensor]:
 
 
 def contenders(
-    trainers: Mapping[str, Trainer], batches: list[Tensor], labels: Tensor
+    trainers: Mapping[str, TimedTrainer], batches: list[Tensor], labels: Tensor
 ) -> dict[str, Contender]:
-    def stepper(trainer: Trainer) -> Callable[[int], object]:
+    def stepper(trainer: TimedTrainer) -> Callable[[int], object]:
         return lambda number: trainer.step(batches[number], labels)
 
     return {
@@ -141,7 +141,7 @@ def contenders(
     }
 
 
-def measure_python(plan: Plan, report: Report, ours: Trainer, labels: Tensor) -> None:
+def measure_python(plan: TrainPlan, report: Report, ours: TimedTrainer, labels: Tensor) -> None:
     """Bound the share of a step that is neither native code nor torch's kernels."""
     report.say("steps on one example")
     batches = make_batches("uniform", plan)

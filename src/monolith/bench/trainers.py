@@ -25,7 +25,7 @@ ACCUMULATOR = 0.1
 FIRST_VALUE = 0.01
 
 
-class Trainer(Protocol):
+class TimedTrainer(Protocol):
     """A model with its optimizers."""
 
     def step(self, positions: Tensor, labels: Tensor) -> Tensor:

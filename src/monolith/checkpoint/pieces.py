@@ -28,7 +28,7 @@ from monolith.observe import Progress
 from monolith.table import ShardInfo, table_basename
 from monolith.table.dumps import inspect_dump, removed_basename
 from monolith.table.row_streams import DumpStep
-from monolith.table.shard_files import Layout, SegmentLayout
+from monolith.table.shard_files import RowLayout, SegmentLayout
 
 Share = tuple[int, int]
 """(k, n): the ids that are, as unsigned numbers, k modulo n."""
@@ -185,7 +185,7 @@ class SavedTable:
     def layout(self) -> str:
         """What a row is made of, in words."""
         segments = (SegmentLayout(dim, state, kind, "") for dim, kind, state in self.entry["layout"])
-        return str(Layout(tuple(segments)))
+        return str(RowLayout(tuple(segments)))
 
 
 # Several entries as one

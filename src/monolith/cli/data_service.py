@@ -33,7 +33,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     """Run a dispatcher until it is told to stop."""
     from monolith import filesystem
     from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, open_discovery_url
-    from monolith.data.service import Dispatcher, JobConfig
+    from monolith.data.service import DataJobConfig, Dispatcher
     from monolith.observe import progress
 
     splits: list[str] = []
@@ -42,7 +42,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
         if not found:
             raise ConfigError(f"data dispatcher: no file matches {split!r}")
         splits += found
-    config = JobConfig(
+    config = DataJobConfig(
         splits=tuple(splits),
         epochs=options.epochs,
         lease=timedelta(seconds=options.lease),

@@ -31,7 +31,7 @@ _HOW = "name the registry: --cluster zookeeper://host:2181/job, or the run's fil
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Registered:
     """One registration, and whether somebody is behind it."""
 
     role: str
@@ -96,7 +96,7 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, object]:
     return {"discovery.kind": "mlp"} if environ.get("MLP_ROLE", "").strip() else {}
 
 
-def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) -> list[Member]:
+def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) -> list[Registered]:
     """Return everybody who is registered, by role and index.
 
     Args:
@@ -111,7 +111,7 @@ def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) 
         dead = error.dead
     now = clock()
     return [
-        Member(
+        Registered(
             role=role,
             index=entry.index,
             address=entry.address,
@@ -123,7 +123,7 @@ def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) 
     ]
 
 
-def render(name: str, members: list[Member], console: Console) -> None:
+def render(name: str, members: list[Registered], console: Console) -> None:
     console.print(f"[bold]{escape(name)}[/]")
     if not members:
         console.print("Nobody is registered.", style="yellow")

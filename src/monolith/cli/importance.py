@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Importance:
     """One feature in one kind of summary."""
 
     name: str
@@ -66,7 +66,7 @@ class Insight:
     """Examples; for NAS weights, summaries."""
     outputs: int
     """Numbers a segment contributes to one example."""
-    segments: tuple[Segment, ...]
+    segments: tuple[Importance, ...]
     """The most important first."""
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Insight:
             "segments": [
                 {
                     name: getattr(segment, name)
-                    for name in Segment.__dataclass_fields__
+                    for name in Importance.__dataclass_fields__
                     if getattr(segment, name) is not None
                 }
                 for segment in self.segments
@@ -132,11 +132,11 @@ def _insight(tag: str, found: Sequence[StoredSummary]) -> Insight:
         segments = _by_label(head, parts, labels)
     else:
         sizes = [float(np.abs(part).sum(1).mean()) for part in parts]
-        segments = [Segment(name, size) for name, size in zip(head["segment_names"], sizes, strict=True)]
+        segments = [Importance(name, size) for name, size in zip(head["segment_names"], sizes, strict=True)]
     return Insight(tag, kind, steps, len(rows), max(head["segment_sizes"]), _ordered(segments))
 
 
-def _by_label(head: Mapping[str, Any], parts: Sequence[Floats], labels: Floats) -> list[Segment]:
+def _by_label(head: Mapping[str, Any], parts: Sequence[Floats], labels: Floats) -> list[Importance]:
     if len({part.shape[1] for part in parts}) == 1:
         readouts = [_readout(sum(parts, np.zeros_like(parts[0])), labels)] * len(parts)
     else:  # no layer adds these up: each segment is a piece of the layer's input, with outputs of its own
@@ -153,7 +153,7 @@ def _by_label(head: Mapping[str, Any], parts: Sequence[Floats], labels: Floats) 
         spread = np.sqrt(np.square(share).mean(0) * variance)
         correlation = np.divide((share * wanted).mean(0), spread, out=np.zeros_like(spread), where=spread > 0)
         importance = float((rise[varied] / variance[varied]).mean()) if varied.any() else 0.0
-        segments.append(Segment(name, importance, group, float(correlation.mean())))
+        segments.append(Importance(name, importance, group, float(correlation.mean())))
     return segments
 
 
@@ -170,7 +170,7 @@ def _centred(columns: Floats) -> Floats:
     return centred
 
 
-def _nas_segments(summary: StoredSummary, head: Mapping[str, Any], kind: SummaryType) -> list[Segment]:
+def _nas_segments(summary: StoredSummary, head: Mapping[str, Any], kind: SummaryType) -> list[Importance]:
     names, sizes = head["segment_names"], head["segment_sizes"]
     weights = summary.data.astype(np.float64).reshape(-1)
     groups: list[int | None] = head.get("group_index") or [None] * len(names)
@@ -179,16 +179,18 @@ def _nas_segments(summary: StoredSummary, head: Mapping[str, Any], kind: Summary
         if len(weights) == sum(counts):
             pieces = np.split(weights, np.cumsum(counts)[:-1])
             return [
-                Segment(name, float(piece.max()), choice=size[int(piece.argmax())])
+                Importance(name, float(piece.max()), choice=size[int(piece.argmax())])
                 for name, size, piece in zip(names, sizes, pieces, strict=True)
             ]
     elif len(weights) == len(names):
-        return [Segment(*row) for row in zip(names, weights.tolist(), groups, strict=True)]
+        return [Importance(*row) for row in zip(names, weights.tolist(), groups, strict=True)]
     elif len(weights) == sum(sizes):
         means = [float(np.abs(piece).mean()) for piece in np.split(weights, np.cumsum(sizes)[:-1])]
-        return [Segment(*row) for row in zip(names, means, groups, strict=True)]
+        return [Importance(*row) for row in zip(names, means, groups, strict=True)]
     elif len(weights) == len(set(groups)) and None not in groups:
-        return [Segment(n, float(weights[g]), g) for n, g in zip(names, groups, strict=True) if g is not None]
+        return [
+            Importance(n, float(weights[g]), g) for n, g in zip(names, groups, strict=True) if g is not None
+        ]
     raise DataError(
         f"{summary.path}: {summary.tag} of step {summary.step} has {len(weights)} weights, which fit neither "
         f"the segments nor the sizes {sizes} of its {kind} head"
@@ -208,5 +210,5 @@ def _head(summary: StoredSummary) -> dict[str, Any]:
         raise DataError(f"{doing} has a head that cannot be read: {cause!r}") from cause
 
 
-def _ordered(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+def _ordered(segments: Iterable[Importance]) -> tuple[Importance, ...]:
     return tuple(sorted(segments, key=lambda segment: -segment.importance))

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from monolith import filesystem
-from monolith.cli.importance import Insight, Segment, insights
+from monolith.cli.importance import Importance, Insight, insights
 from monolith.cli.options.insight import InsightOptions
 from monolith.errors import ConfigError, DataError, FileMissingError, MissingExtraError
 from monolith.observe.summaries import PLUGIN_NAME, SummaryType
@@ -78,7 +78,7 @@ def read(run_dir: str, last: int) -> list[Insight]:
     return found
 
 
-def shown(insight: Insight, top: int) -> Sequence[Segment]:
+def shown(insight: Insight, top: int) -> Sequence[Importance]:
     return insight.segments[:top] if top else insight.segments
 
 

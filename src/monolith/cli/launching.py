@@ -73,7 +73,7 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
         to_go_back_to(
             settings.run.job.model_dir, options.restore_checkpoint
         )  # or an error, before any starts
-    report = Report()
+    report = ChiefReport()
     with members_of(options, settings, environ, report.mark) as members:
         if options.launch == "local":
             outcome = processes.launch(
@@ -121,7 +121,7 @@ def check(options: TrainOptions, settings: RunSettings) -> None:
         raise ConfigError(f"cannot launch this run: {count}{listed}")
 
 
-class Report:
+class ChiefReport:
     """Takes the chief's report out of its lines. Those of a chief that began again replace the first."""
 
     def __init__(self) -> None:

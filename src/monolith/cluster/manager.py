@@ -47,7 +47,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ProcessRole:
     """What one process is: the chief, or worker `index` of those that are not."""
 
     type: str
@@ -133,7 +133,7 @@ class ClusterManager:
         self._on_waiting = on_waiting
         self._clock, self._sleep = clock, sleep
 
-    def training_cluster(self, address: str, index: int) -> tuple[Cluster, Task]:
+    def training_cluster(self, address: str, index: int) -> tuple[Cluster, ProcessRole]:
         """Wait for everybody that worker `index`, which listens at `address`, needs to know.
 
         Raises:
@@ -144,12 +144,12 @@ class ClusterManager:
             raise ConfigError(f"cluster: worker {index} of {config.num_workers} makes no sense")
         workers = [f"0.0.0.0:{number}" for number in range(1, config.num_workers)]
         if index == 0:
-            return Cluster(address, tuple(workers), tuple(self._ps_for_chief())), Task("chief", 0)
+            return Cluster(address, tuple(workers), tuple(self._ps_for_chief())), ProcessRole("chief", 0)
         workers[index - 1] = address
         chief = self._query_chief()
         redundant = config.num_redundant_ps > 0
         ps = self._ps_from_file() if redundant else self.query_ps(config.num_ps, emit=False)
-        return Cluster(chief, tuple(workers), tuple(ps)), Task("worker", index - 1)
+        return Cluster(chief, tuple(workers), tuple(ps)), ProcessRole("worker", index - 1)
 
     def query_ps(self, count: int, *, emit: bool = True) -> list[str]:
         """Wait until `count` parameter servers are registered; return them by index, no more than that.

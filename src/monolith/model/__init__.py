@@ -9,7 +9,7 @@ from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
 from monolith.model.mmoe import MMoE, TaskLogits
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.model.ready import ReadyModel
-from monolith.model.updates import DenseOptimizer, UpdateConfig, apply_gradients
+from monolith.model.updates import UpdateConfig, WeightOptimizer, apply_gradients
 
 __all__ = [
     "DLRM",
@@ -17,7 +17,6 @@ __all__ = [
     "ROW_OPTIMIZER",
     "DCNv2",
     "DeepFM",
-    "DenseOptimizer",
     "EmbeddingCollection",
     "EmbeddingOptimizer",
     "Feature",
@@ -27,6 +26,7 @@ __all__ = [
     "ReadyModel",
     "TaskLogits",
     "UpdateConfig",
+    "WeightOptimizer",
     "apply_gradients",
     "ffm_examples",
     "ffm_loss",

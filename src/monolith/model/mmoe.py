@@ -13,7 +13,7 @@ from monolith.feature import CONCAT, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
-from monolith.nn import MMoE as MixtureOfExperts
+from monolith.nn import MMoELayer as MixtureOfExperts
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 

@@ -55,7 +55,7 @@ class UpdateConfig:
             raise ConfigError(f"dense_weight_decay must not be negative, got {self.dense_weight_decay}")
 
 
-class DenseOptimizer(Protocol):
+class WeightOptimizer(Protocol):
     """What trains the dense weights: an optimizer of torch, or what stands for one that is elsewhere."""
 
     @property
@@ -69,7 +69,7 @@ class DenseOptimizer(Protocol):
 def apply_gradients(
     loss: Tensor,
     sparse: EmbeddingOptimizer,
-    dense: DenseOptimizer | None = None,
+    dense: WeightOptimizer | None = None,
     config: UpdateConfig | None = None,
     *,
     average: Callable[[list[Tensor]], None] | None = None,
@@ -175,7 +175,7 @@ def _sum_is_finite(tensors: Sequence[Tensor]) -> bool:
     return math.isfinite(torch.stack(sums).sum())
 
 
-def _forget(sparse: EmbeddingOptimizer, dense: DenseOptimizer | None) -> None:
+def _forget(sparse: EmbeddingOptimizer, dense: WeightOptimizer | None) -> None:
     sparse.zero_grad()
     if dense is not None:
         dense.zero_grad()

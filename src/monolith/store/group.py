@@ -26,7 +26,7 @@ from torch import nn
 from monolith.errors import ClusterError, ConfigError, MonolithError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
 from monolith.store.servers import SERVICE
-from monolith.wire.flight import Answer, Caller, Guard, StoppedError, Stream
+from monolith.wire.flight import Answer, Caller, CallStream, PortGuard, StoppedError
 
 _LONG_POLL = timedelta(seconds=30)
 """What a small call may take longer than bulk: some wait for something to happen."""
@@ -45,7 +45,7 @@ class _Line:
     server: int
     bulk: bool
     caller: Caller
-    stream: Stream | None = None
+    stream: CallStream | None = None
     deadline: float | None = None
     """When an answer is too late; None while none is awaited."""
     limit: float = 0.0
@@ -96,7 +96,7 @@ class ServerGroup:
         self,
         addresses: Sequence[str],
         *,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         timeout: timedelta = timedelta(seconds=30),
         lookup_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=5),

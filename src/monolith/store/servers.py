@@ -31,7 +31,7 @@ from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
 from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
-from monolith.wire.flight import Bytes, Exchange, Guard, Server, Service, typed_exchange
+from monolith.wire.flight import Bytes, Exchange, PortGuard, Server, Service, typed_exchange
 from monolith.wire.limits import Limits
 
 SERVICE = Service(
@@ -203,7 +203,7 @@ class ParameterServer:
         shard: tuple[int, int],
         host: str = "127.0.0.1",
         port: int = 0,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         calls: Mapping[str, Call] | None = None,
         polls: Mapping[str, Poll] | None = None,
         limits: Limits | None = None,

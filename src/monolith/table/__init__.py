@@ -21,15 +21,15 @@ from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.dict_table import DictTable
 from monolith.table.dumps import (
     ChangesReport,
+    DumpManifest,
     DumpReport,
     LoadReport,
-    Manifest,
     dump,
     dump_changes,
     dump_cut,
     load,
     load_changes,
-    read_manifest,
+    read_dump_manifest,
     table_basename,
 )
 from monolith.table.entry_dumps import (
@@ -107,6 +107,7 @@ __all__ = [
     "ConstantRate",
     "DelayCompensated",
     "DictTable",
+    "DumpManifest",
     "DumpReport",
     "DumpableTable",
     "DynamicWdAdagrad",
@@ -122,7 +123,6 @@ __all__ = [
     "Initializer",
     "LearningRate",
     "LoadReport",
-    "Manifest",
     "MergedTable",
     "Momentum",
     "MovingAverage",
@@ -169,7 +169,7 @@ __all__ = [
     "make_filter",
     "merge",
     "merged_name",
-    "read_manifest",
+    "read_dump_manifest",
     "sharded_names",
     "table_basename",
     "tfrecord",

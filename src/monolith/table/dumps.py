@@ -38,7 +38,7 @@ from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import (
     Description,
-    Layout,
+    RowLayout,
     SegmentLayout,
     ShardInfo,
     ShardReader,
@@ -56,7 +56,7 @@ Keep = Callable[[Tensor], Tensor] | tuple[int, int]
 as unsigned numbers, `shard` modulo `num_shards`."""
 
 _ROWS_PER_SHARD = 1_000_000
-_IDS_ONLY = Layout((SegmentLayout(dim=0, state_dim=0, optimizer="none", compressor="none"),))
+_IDS_ONLY = RowLayout((SegmentLayout(dim=0, state_dim=0, optimizer="none", compressor="none"),))
 _MANIFEST_VERSION = 1
 _MANIFEST_LIMIT = 64 << 20
 _GENERATION = re.compile(r"\.([0-9a-f]{16})(?=-\d{5}-of-\d{5}(-tmp-[0-9a-f]{12})?$)")
@@ -104,7 +104,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class DumpManifest:
     """Which shards make up the dump at a basename."""
 
     table: str
@@ -162,7 +162,7 @@ def dump(
     with table.frozen() if consistent else contextlib.nullcontext():
         stats = table.stats()
         total = default_num_shards(stats.rows) if num_shards is None else num_shards
-        wanted = _description(table.config, Layout.of(table.config), total, stamp, table.scales)
+        wanted = _description(table.config, RowLayout.of(table.config), total, stamp, table.scales)
         return _write(
             basename,
             wanted,
@@ -195,7 +195,7 @@ def dump_cut(
     total = default_num_shards(len(cut)) if num_shards is None else num_shards
     return _write(
         basename,
-        _description(cut.config, Layout.of(cut.config), total, stamp, cut.scales),
+        _description(cut.config, RowLayout.of(cut.config), total, stamp, cut.scales),
         lambda shard, limit: _scanned(cut, shard, total, limit, changed_only=False),
         live=_unexpired(cut.config, expire_at),
         workers=workers,
@@ -229,7 +229,7 @@ def dump_changes(
     config = cut.config
     changed = _write(
         basename,
-        _description(config, Layout.of(config), 1, stamp, cut.scales),
+        _description(config, RowLayout.of(config), 1, stamp, cut.scales),
         lambda shard, limit: _scanned(cut, shard, 1, limit, changed_only=True),
         live=None,
         workers=workers,
@@ -284,7 +284,7 @@ def dump_rows(
 
 
 def _description(
-    config: TableConfig, layout: Layout, num_shards: int, stamp: str | int, scales: Sequence[float]
+    config: TableConfig, layout: RowLayout, num_shards: int, stamp: str | int, scales: Sequence[float]
 ) -> Description:
     return Description(
         table=config.name,
@@ -358,7 +358,7 @@ def _write(
     try:
         done = kept | dict(zip(missing, in_parallel(write, missing, workers), strict=True))
         shards = [done[shard] for shard in range(total)]
-        manifest = Manifest(
+        manifest = DumpManifest(
             table=wanted.table,
             dump=wanted.dump,
             stamp=wanted.stamp,
@@ -537,7 +537,7 @@ def inspect_dump(
         RestoreError: A shard is missing, or is of another dump.
         CorruptFileError: A file is damaged.
     """
-    manifest = read_manifest(basename)
+    manifest = read_dump_manifest(basename)
     paths = _shard_paths(basename, manifest)
 
     def check(shard: int, stop: StopTogether) -> ShardInfo:
@@ -569,14 +569,14 @@ def removed_ids(basename: str) -> Tensor:
 
 def _removed_ids(basename: str) -> Iterator[Tensor]:
     removed = removed_basename(basename)
-    manifest = read_manifest(removed)
+    manifest = read_dump_manifest(removed)
     for path in _shard_paths(removed, manifest):
         with ShardReader(path) as reader:
             for rows in reader:
                 yield rows.ids
 
 
-def _shard_paths(basename: str, manifest: Manifest) -> list[str]:
+def _shard_paths(basename: str, manifest: DumpManifest) -> list[str]:
     paths = find_sharded(f"{basename}.{manifest.dump}")
     if len(paths) != len(manifest.rows):
         raise RestoreError(
@@ -586,7 +586,7 @@ def _shard_paths(basename: str, manifest: Manifest) -> list[str]:
     return paths
 
 
-def read_manifest(basename: str) -> Manifest:
+def read_dump_manifest(basename: str) -> DumpManifest:
     """Return what the manifest at a basename says.
 
     Raises:
@@ -603,7 +603,7 @@ def read_manifest(basename: str) -> Manifest:
         found = json.loads(body)
         if found["version"] != _MANIFEST_VERSION:
             raise ValueError(f"version {found['version']}, this program reads {_MANIFEST_VERSION}")
-        return Manifest(**(found | {"rows": tuple(found["rows"]), "bytes": tuple(found["bytes"])}))
+        return DumpManifest(**(found | {"rows": tuple(found["rows"]), "bytes": tuple(found["bytes"])}))
     except (ValueError, TypeError, KeyError) as cause:
         raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
 
@@ -645,11 +645,11 @@ def basenames(basename: str, config: TableConfig) -> list[str]:
     return [basename, *(table_basename(folder, name) for name in config.extra_restore_names)]
 
 
-def _find(basename: str, config: TableConfig) -> tuple[str, Manifest]:
+def _find(basename: str, config: TableConfig) -> tuple[str, DumpManifest]:
     names = basenames(basename, config)
     for name in names:
         if filesystem.exists(_manifest_path(name)):
-            return name, read_manifest(name)
+            return name, read_dump_manifest(name)
     unfinished = " A dump was begun there and never completed." if _generations(basename) else ""
     raise RestoreError(
         f"cannot restore table {config.name!r}: there is no {' nor '.join(map(_manifest_path, names))}."
@@ -657,7 +657,7 @@ def _find(basename: str, config: TableConfig) -> tuple[str, Manifest]:
     )
 
 
-def _check_belongs(found: ShardInfo, manifest: Manifest, shard: int) -> None:
+def _check_belongs(found: ShardInfo, manifest: DumpManifest, shard: int) -> None:
     description = found.description
     seen = (description.dump, description.shard, description.num_shards, found.rows, found.bytes)
     expected = (manifest.dump, shard, len(manifest.rows), manifest.rows[shard], manifest.bytes[shard])
@@ -670,7 +670,7 @@ def _check_belongs(found: ShardInfo, manifest: Manifest, shard: int) -> None:
 
 def _takes_state(found: ShardInfo, config: TableConfig, optimizer_state: str) -> bool:
     """Whether the rows' optimizer state goes into the table; refuses rows that do not fit."""
-    has, needs = found.description.layout, Layout.of(config)
+    has, needs = found.description.layout, RowLayout.of(config)
     what = (
         f"cannot restore table {config.name!r} from {found.path}: "
         f"the checkpoint has {has}, this model needs {needs}."
@@ -707,7 +707,7 @@ def kept_ids(keep: Keep | None) -> Callable[[Tensor], Tensor] | None:
     return mine
 
 
-def _write_manifest(basename: str, manifest: Manifest) -> None:
+def _write_manifest(basename: str, manifest: DumpManifest) -> None:
     body = json.dumps(asdict(manifest), sort_keys=True).encode()
     with filesystem.atomic_write(_manifest_path(basename)) as file:
         file.write(b"%s\n%08x\n" % (body, native.crc32c(body)))

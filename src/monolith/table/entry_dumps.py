@@ -38,7 +38,7 @@ from monolith.table.dumps import (
     without_state,
 )
 from monolith.table.parallel import StopTogether, in_parallel
-from monolith.table.shard_files import Layout
+from monolith.table.shard_files import RowLayout
 from monolith.table.sharded_names import find_sharded, has_shards, replace_sharded, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
@@ -99,7 +99,7 @@ def export_entry_dumps(
 
 
 def export_rows(
-    layout: Layout,
+    layout: RowLayout,
     basename: str,
     scan: Callable[[int, int], Iterator[Rows]],
     *,

@@ -65,13 +65,13 @@ class SegmentLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowLayout:
     """What a row is made of: whether rows of one table fit into another."""
 
     segments: tuple[SegmentLayout, ...]
 
     @classmethod
-    def of(cls, config: TableConfig) -> Layout:
+    def of(cls, config: TableConfig) -> RowLayout:
         return cls(
             tuple(
                 SegmentLayout(
@@ -101,7 +101,7 @@ class Description:
     """What a shard file says of itself, ahead of its rows."""
 
     table: str
-    layout: Layout
+    layout: RowLayout
     shard: int
     num_shards: int
     dump: str
@@ -122,7 +122,7 @@ class Description:
         if not segments or any(type(n) is not int or n < 0 for s in segments for n in (s.dim, s.state_dim)):
             raise ValueError("segments must have dims")
         scales = tuple(float(scale) for scale in found["scales"])
-        return cls(**(found | {"layout": Layout(segments), "scales": scales}))
+        return cls(**(found | {"layout": RowLayout(segments), "scales": scales}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class ShardInfo:
     max_event_time: int
 
 
-def rows_per_block(layout: Layout) -> int:
+def rows_per_block(layout: RowLayout) -> int:
     """Return how many rows make a block of about `BLOCK_BYTES`."""
     return max(1, min(1 << 16, BLOCK_BYTES // (12 + 4 * (layout.dim + layout.state_dim))))
 
@@ -249,7 +249,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         except (ValueError, TypeError, KeyError) as cause:
             raise self._corrupt(_HEADER.size, f"the description makes no sense: {cause}") from cause
 
-    def _check_index(self, index: NDArray[Any], layout: Layout, begin: int, end: int, rows: int) -> None:
+    def _check_index(self, index: NDArray[Any], layout: RowLayout, begin: int, end: int, rows: int) -> None:
         at, total = begin, 0
         for number, (offset, count, _) in enumerate(index.tolist()):
             if offset != at or count == 0:
@@ -264,7 +264,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 f"{len(index)} blocks of {total} rows end at {at}; {rows} rows up to {end} were announced",
             )
 
-    def _block(self, number: int, offset: int, rows: int, crc: int, layout: Layout) -> Rows:
+    def _block(self, number: int, offset: int, rows: int, crc: int, layout: RowLayout) -> Rows:
         header = self._sealed(offset, _BLOCK.size, _BLOCK_MAGIC, f"block {number}")
         length = _payload_bytes(rows, layout)
         if _BLOCK.unpack(header)[1:] != (number, rows, length, crc):
@@ -348,7 +348,7 @@ def _write(file: BinaryIO, path: str, description: Description, chunks: Iterable
     return ShardInfo(path, description, count, len(index), at + len(table) + _TRAILER.size, newest)
 
 
-def _columns(rows: Rows, layout: Layout) -> list[NDArray[Any]]:
+def _columns(rows: Rows, layout: RowLayout) -> list[NDArray[Any]]:
     """Return the rows as they lie in a block."""
     n = len(rows)
     columns = [
@@ -362,7 +362,7 @@ def _columns(rows: Rows, layout: Layout) -> list[NDArray[Any]]:
     return columns
 
 
-def _payload_bytes(rows: int, layout: Layout) -> int:
+def _payload_bytes(rows: int, layout: RowLayout) -> int:
     return sum(_padded(rows * width) for width in (8, 4, 4 * layout.dim, 4 * layout.state_dim))
 
 

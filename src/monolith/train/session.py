@@ -29,10 +29,10 @@ from monolith.errors import (
 )
 from monolith.feature import Batch
 from monolith.model import (
-    DenseOptimizer,
     EmbeddingCollection,
     EmbeddingOptimizer,
     PreparedBatch,
+    WeightOptimizer,
     apply_gradients,
 )
 from monolith.observe import Metrics, Resting
@@ -229,7 +229,7 @@ class Session:
         self.model = self._make_model()
         assert self.model.sparse is not None
         self._sparse: EmbeddingOptimizer = self.model.sparse
-        self._dense: DenseOptimizer | None = self.model.dense
+        self._dense: WeightOptimizer | None = self.model.dense
         self._updates = task.updates()
         self.metrics = HeadMetrics(task, Mode.TRAIN, window=config.metric_window, report=report)
         self.data: Stream[Batch] = self._open_data()

@@ -4,7 +4,7 @@ Only here is pyarrow's Flight spoken. It is an optional package, so it is import
 server or a client is made. Whose calls these are is said by a `Service`: it names itself in
 messages, and says which errors a caller hears.
 
-Bulk goes over a `Stream`: one exchange that stays open, request after request. It takes half
+Bulk goes over a `CallStream`: one exchange that stays open, request after request. It takes half
 the time of a call of its own for each, and bytes are copied neither into nor out of messages.
 """
 
@@ -100,7 +100,7 @@ class Service:
     """No answer came in time."""
 
 
-class Guard(Protocol):
+class PortGuard(Protocol):
     """What a port demands of callers, and a caller presents: certificates, a token, in Flight's own terms.
 
     `monolith.cluster.security.Guard` is one; made with the same config, it serves both sides.
@@ -165,7 +165,7 @@ class Server:
         calls: Name to function. A MonolithError that one raises reaches the caller.
         polls: Name to function, like `calls`, for those that wait.
         fetch: For `Caller.fetch`.
-        exchanges: Name to function, for `Stream`.
+        exchanges: Name to function, for `CallStream`.
         host: Only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present; None lets in everybody who can reach the port.
@@ -188,7 +188,7 @@ class Server:
         exchanges: Mapping[str, Exchange] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.host = host
@@ -360,7 +360,7 @@ def _too_large(size: int, limit: str, most: int) -> RequestError:
     return RequestError(f"it has {size:,} bytes, and limits.{limit} allows {most:,}")
 
 
-def _make_server(endpoint: _Endpoint, address: str, guard: Guard) -> Any:
+def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
     purpose = f"the {endpoint.service.name}"
     arrow, flight = import_arrow(purpose), import_flight(purpose)
     wire, troubles = _Wire(arrow), (flight.FlightError, arrow.ArrowException, OSError)
@@ -475,7 +475,7 @@ class Caller:
         service: Service,
         address: Address,
         *,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
         timeout: timedelta = ANSWER_WITHIN,
         stop: threading.Event | None = None,
@@ -527,7 +527,7 @@ class Caller:
         found = self._persist(take)
         return self._answer(found) if isinstance(found, dict) else found
 
-    def open_stream(self) -> Stream:
+    def open_stream(self) -> CallStream:
         """Open a stream over this connection, and make no other calls while it is in use.
 
         Nothing tells yet whether anybody is there, nor for how long to wait: `call` something first.
@@ -535,7 +535,7 @@ class Caller:
         try:
             descriptor = self._flight.FlightDescriptor.for_command(b"")
             writer, reader = self._connected().do_exchange(descriptor)
-            return Stream(self, _Wire(self._arrow), writer, reader)
+            return CallStream(self, _Wire(self._arrow), writer, reader)
         except self._troubles as cause:
             raise self._judged(cause) from cause
 
@@ -640,7 +640,7 @@ class Answer(NamedTuple):
     data: Bytes
 
 
-class Stream:
+class CallStream:
     """One exchange with a server: request, answer, request, answer. For one thread at a time.
 
     A request is never repeated. After `send` or `receive` raised because the other side is gone, or

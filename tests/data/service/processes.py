@@ -19,11 +19,11 @@ from data.lists import ListSource, records
 
 from monolith import filesystem
 from monolith.data import Position, Records, Source
-from monolith.data.service import DataServiceSource, DataWorker, Dispatcher, JobConfig
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
 
 YIELD, RECORDS = 7, 100
 SPLITS = tuple(f"{number}" for number in range(6))
-CONFIG = JobConfig(splits=SPLITS, lease=timedelta(seconds=1.0))
+CONFIG = DataJobConfig(splits=SPLITS, lease=timedelta(seconds=1.0))
 ALL = [int(split) * 1000 + number for split in SPLITS for number in range(RECORDS)]
 TESTS = Path(__file__).parents[2]
 

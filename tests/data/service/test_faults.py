@@ -14,7 +14,7 @@ from data.service.processes import ALL, CONFIG, open_split
 
 from monolith.cluster import DATA_DISPATCHER, MemoryDiscovery, locator
 from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
-from monolith.data.service.flight import Caller
+from monolith.data.service.flight import DataCaller
 from monolith.errors import DataError, DiscoveryError
 
 pytest.importorskip("pyarrow")
@@ -125,7 +125,7 @@ def test_a_closed_worker_gives_its_splits_back_at_once(stack, tmp_path):
 
 def test_a_trainer_that_never_fetches_does_not_stop_the_others(stack, dispatcher):
     add_worker(stack, dispatcher, buffer_chunks=2)
-    caller = stack.enter_context(Caller(dispatcher.address))
+    caller = stack.enter_context(DataCaller(dispatcher.address))
     session = caller.call("attach", trainer="dead", job=None, turn=0)["session"]
     taken: list[dict] = []
     while len(taken) < 12:

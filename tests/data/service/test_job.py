@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import pytest
 
-from monolith.data.service.job import Job, JobConfig, Lease, Place
+from monolith.data.service.job import DataJobConfig, Job, Place, SplitLease
 from monolith.errors import ConfigError, DataError, RestoreError
 
-CONFIG = JobConfig(splits=("a", "b"), lease=timedelta(seconds=10))
+CONFIG = DataJobConfig(splits=("a", "b"), lease=timedelta(seconds=10))
 
 
 class Clock:
@@ -33,7 +33,7 @@ def job(tmp_path, clock):
     job.close()
 
 
-def cut(job: Job, lease: Lease, count: int) -> None:
+def cut(job: Job, lease: SplitLease, count: int) -> None:
     """Announce so many chunks of one record each."""
     for sequence in range(lease.sequence, lease.sequence + count):
         assert job.announce(lease.lease, sequence, Place({"at": sequence}), 1, Place({"at": sequence + 1}))

@@ -17,7 +17,7 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
-from monolith.data.service.flight import Caller
+from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, RestoreError
 from monolith.wire.limits import Limits
 
@@ -88,7 +88,7 @@ def test_a_worker_stops_reading_while_nobody_fetches(stack, dispatcher):
     )
     stack.enter_context(worker)
     until(lambda: dispatcher.status()["chunks_waiting"] >= 3)
-    caller = stack.enter_context(Caller(dispatcher.address))
+    caller = stack.enter_context(DataCaller(dispatcher.address))
     for _ in range(3):  # what it could do by now, it has done
         caller.call("renew", worker=worker.address, leases=[])
     assert sum(counts) <= (3 + 2 * 2) * 7
@@ -155,7 +155,7 @@ def test_a_split_that_changed_is_an_error_not_other_records(stack, dispatcher):
         return source
 
     worker = stack.enter_context(DataWorker(dispatcher.address, shrinking, chunk_records=5))
-    caller = stack.enter_context(Caller(worker.address))
+    caller = stack.enter_context(DataCaller(worker.address))
     until(lambda: dispatcher.status()["chunks"] > 0)
     ticket = {"job": dispatcher.status()["job"], "epoch": 0, "number": 0, "sequence": 0}
     assert caller.fetch(ticket).num_rows == 5
@@ -169,13 +169,13 @@ def test_a_chunk_that_the_dispatcher_does_not_know_is_not_read(stack, dispatcher
     worker = add_worker(stack, dispatcher)
     ticket = {"job": dispatcher.status()["job"], "epoch": 0, "number": 0, "sequence": 0, **wrong}
     with pytest.raises(DataError, match="this job has no chunk"):
-        stack.enter_context(Caller(worker.address)).fetch(ticket)
+        stack.enter_context(DataCaller(worker.address)).fetch(ticket)
 
 
 def test_no_call_waits_longer_than_the_dispatcher_allows(stack, tmp_path):
     limits = Limits(wait=timedelta(milliseconds=50))
     dispatcher = stack.enter_context(Dispatcher(CONFIG, folder=str(tmp_path), limits=limits))
-    caller = stack.enter_context(Caller(dispatcher.address))
+    caller = stack.enter_context(DataCaller(dispatcher.address))
     for split in range(len(SPLITS)):
         assert caller.call("lease", worker="w", wait=1e9)["lease"]["number"] == split
     assert caller.call("lease", worker="w", wait=1e9)["lease"] is None
@@ -199,7 +199,7 @@ def test_without_the_token_nobody_is_let_in(stack, tmp_path):
             list(trainer(dispatcher, guard=wrong))
     worker = add_worker(stack, dispatcher, guard=right, chunk_records=100)
     with pytest.raises(ConfigError, match="refused the shared token"):
-        stack.enter_context(Caller(worker.address, guard=token_guard("other"))).fetch({})
+        stack.enter_context(DataCaller(worker.address, guard=token_guard("other"))).fetch({})
     assert sorted(read(trainer(dispatcher, guard=right))) == ALL
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers import SNR, GradNorm, LHUCTower, MMoE
+from monolith.nn.layers import SNR, GradNorm, LHUCTower, MMoELayer
 
 
 @pytest.fixture(autouse=True)
@@ -15,11 +15,11 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-# MMoE
+# MMoELayer
 
 
 def test_every_task_mixes_the_experts_by_its_own_gate() -> None:
-    layer, x = MMoE(3, 2, 4, (8, 5), gate_init=nn.init.normal_), torch.randn(6, 3)
+    layer, x = MMoELayer(3, 2, 4, (8, 5), gate_init=nn.init.normal_), torch.randn(6, 3)
     outputs, _ = layer(x)
     assert [out.shape for out in outputs] == [(6, 5), (6, 5)]
     for task, out in enumerate(outputs):
@@ -29,7 +29,7 @@ def test_every_task_mixes_the_experts_by_its_own_gate() -> None:
 
 
 def test_gates_start_as_a_plain_average() -> None:
-    layer, x = MMoE(3, 2, 4, (5,)), torch.randn(6, 3)
+    layer, x = MMoELayer(3, 2, 4, (5,)), torch.randn(6, 3)
     average = torch.stack([expert(x) for expert in layer.experts]).mean(0)
     outputs, load_loss = layer(x)
     for out in outputs:
@@ -38,21 +38,21 @@ def test_gates_start_as_a_plain_average() -> None:
 
 
 def test_topk_keeps_the_largest_and_brings_them_back_to_one() -> None:
-    layer = MMoE(1, 1, 4, (5,), gate_type="topk", top_k=2)
+    layer = MMoELayer(1, 1, 4, (5,), gate_type="topk", top_k=2)
     layer.gate.data = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7])
     torch.testing.assert_close(layer.gates(torch.ones(1, 1))[0, 0], expected)
 
 
 def test_the_load_loss_is_variance_over_squared_mean_of_what_experts_are_used() -> None:
-    layer = MMoE(1, 2, 4, (5,), gate_type="topk", top_k=1)
+    layer = MMoELayer(1, 2, 4, (5,), gate_type="topk", top_k=1)
     layer.gate.data = torch.tensor([[9.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0]])
     # Each task sends all of 3 rows to one expert: importance (3, 0, 0, 0), mean 3/4, variance 27/16.
     assert layer(torch.ones(3, 1)).load_loss.item() == pytest.approx(2 * (27 / 16) / (9 / 16))
 
 
 def test_noise_spreads_rows_over_experts_in_training_only() -> None:
-    layer, x = MMoE(3, 1, 4, (5,), gate_type="noise_topk", top_k=1), torch.randn(64, 3)
+    layer, x = MMoELayer(3, 1, 4, (5,), gate_type="noise_topk", top_k=1), torch.randn(64, 3)
     used = (layer.gates(x) > 0).any(0)[0]
     assert used.all()
     layer.eval()
@@ -61,7 +61,7 @@ def test_noise_spreads_rows_over_experts_in_training_only() -> None:
 
 
 def test_gates_may_look_at_something_else() -> None:
-    layer = MMoE(3, 2, 4, (5,), gate_features=7, gate_init=nn.init.normal_)
+    layer = MMoELayer(3, 2, 4, (5,), gate_features=7, gate_init=nn.init.normal_)
     x, other = torch.randn(6, 3), torch.randn(6, 7)
     assert layer(x, other).outputs[0].shape == (6, 5)
     with pytest.raises(LayerArgumentError, match="gate input"):
@@ -70,11 +70,11 @@ def test_gates_may_look_at_something_else() -> None:
 
 def test_mmoe_checks_its_arguments() -> None:
     with pytest.raises(LayerArgumentError, match="gate_type must be one of softmax, topk, noise_topk"):
-        MMoE(3, 2, 4, (5,), gate_type="hard")
+        MMoELayer(3, 2, 4, (5,), gate_type="hard")
     with pytest.raises(LayerArgumentError, match="top_k must be at most num_experts, 4, got 5"):
-        MMoE(3, 2, 4, (5,), top_k=5)
-    with pytest.raises(LayerArgumentError, match="MMoE: x"):
-        MMoE(3, 2, 4, (5,))(torch.ones(6, 4))
+        MMoELayer(3, 2, 4, (5,), top_k=5)
+    with pytest.raises(LayerArgumentError, match="MMoELayer: x"):
+        MMoELayer(3, 2, 4, (5,))(torch.ones(6, 4))
 
 
 # SNR

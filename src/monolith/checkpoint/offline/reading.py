@@ -33,7 +33,7 @@ from monolith.observe import Progress
 from monolith.table import STATE_FIELDS, Rows, ShardInfo, filter_files
 from monolith.table.dumps import removed_ids
 from monolith.table.row_streams import describe_dump, find_row
-from monolith.table.shard_files import Layout, SegmentLayout
+from monolith.table.shard_files import RowLayout, SegmentLayout
 from monolith.table.sharded_names import parse
 
 Damage = (CorruptFileError, RestoreError, FileMissingError)
@@ -196,7 +196,7 @@ def find_id(prefix: str, table: str, id_: int) -> FoundRow:
     return FoundRow(table, key, None, "absent")
 
 
-def named_values(rows: Rows, layout: Layout) -> Iterator[SegmentValues]:
+def named_values(rows: Rows, layout: RowLayout) -> Iterator[SegmentValues]:
     """Yield the segments of the first row, their optimizer state by name."""
     values, state = rows.values[0].numpy(), rows.state[0].numpy()
     for segment in layout.segments:

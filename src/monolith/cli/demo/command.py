@@ -25,7 +25,7 @@ from monolith.cli.demo.drawing import WIDTH, Screen, compared_text, intro, mean,
 from monolith.cli.demo.ledger import Ledger
 from monolith.cli.demo.picture import draw_picture
 from monolith.cli.demo.process import Ended, Event, Started, TrainingProcess, WindowEnded
-from monolith.cli.demo.rival import Judge, Point, Rival
+from monolith.cli.demo.rival import FrozenRival, Judge, Point
 from monolith.cli.demo.task import DemoJob
 from monolith.cli.options.shows import DemoOptions
 from monolith.errors import ConfigError, MissingExtraError
@@ -41,7 +41,7 @@ LEAST_JUDGED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class DemoPlan:
     """The options, settled."""
 
     seconds: float
@@ -51,7 +51,7 @@ class Plan:
     folder: Path
 
     @classmethod
-    def settle(cls, options: DemoOptions, folder: Path) -> Plan:
+    def settle(cls, options: DemoOptions, folder: Path) -> DemoPlan:
         quick = options.quick
         batch = min(options.batch, 256) if quick else options.batch
         window = 5_000 if quick else 50_000
@@ -80,7 +80,7 @@ def run(options: DemoOptions) -> int:
     if (folder / "model").exists():
         raise ConfigError(f"demo: {folder} has been used by a demo before; give --to another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    plan = Plan.settle(options, folder)
+    plan = DemoPlan.settle(options, folder)
     console = Console()
     console.print(intro(plan.seconds, plan.steps, str(folder)), width=WIDTH, highlight=False)
     with Screen(console) as screen, one_thread():
@@ -103,7 +103,7 @@ def one_thread() -> Iterator[None]:
 class Demo:
     """The course of events."""
 
-    def __init__(self, plan: Plan, screen: Screen) -> None:
+    def __init__(self, plan: DemoPlan, screen: Screen) -> None:
         self.plan = plan
         self.ledger = Ledger(plan.job.save_steps)
         self.judge = Judge(plan.job)
@@ -185,7 +185,7 @@ class Demo:
             return
         step = _step_of(state.model_checkpoint_path)
         since = self.ledger.end_of(step)
-        self.judge.rival = Rival(self.plan.job, state.model_checkpoint_path, since)
+        self.judge.rival = FrozenRival(self.plan.job, state.model_checkpoint_path, since)
         for points in (self.points, self._fresh):  # it might have predicted the last of them already
             points[:] = [self.judge.judge(p.window) if p.window.first >= since else p for p in points]
         self._screen.note(

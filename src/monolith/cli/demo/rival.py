@@ -42,7 +42,7 @@ class Point:
         return self.window.auc
 
 
-class Rival:
+class FrozenRival:
     """A model that learns no more.
 
     Args:
@@ -72,7 +72,7 @@ class Judge:
 
     def __init__(self, job: DemoJob) -> None:
         self._stream = DriftingStream(job.drift())
-        self.rival: Rival | None = None
+        self.rival: FrozenRival | None = None
         """From when it stops learning."""
 
     def judge(self, window: WindowEnded) -> Point:

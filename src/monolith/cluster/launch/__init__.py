@@ -1,12 +1,12 @@
 """Starting the processes of a run, and seeing to it that none outlives the rest."""
 
-from monolith.cluster.launch.processes import Member, Outcome, job_members, launch, run_members
+from monolith.cluster.launch.processes import LaunchOutcome, Member, job_members, launch, run_members
 from monolith.cluster.launch.ray import PLACEMENTS, RayPlacement, launch_on_ray, run_members_on_ray
 
 __all__ = [
     "PLACEMENTS",
+    "LaunchOutcome",
     "Member",
-    "Outcome",
     "RayPlacement",
     "job_members",
     "launch",

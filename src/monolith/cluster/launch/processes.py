@@ -58,7 +58,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class LaunchOutcome:
     """How a run ended."""
 
     status: int
@@ -118,7 +118,7 @@ def launch(
     restarts: int = 0,
     chief: str | None = None,
     tap: Tap | None = None,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run all members until they are done, one fails for good, or a signal stops them (a second, at once).
 
     For the main thread, since it takes the two signals for as long as it runs. See `run_members`.
@@ -151,14 +151,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class MemberEnded:
     """A member has ended; the status is negative for a signal."""
 
     member: Member
     status: int
 
 
-Events = queue.SimpleQueue["StopRequest | Ended"]
+Events = queue.SimpleQueue["StopRequest | MemberEnded"]
 
 Tap = Callable[[str, str], bool]
 """Is given each line after the name of its member; one that it takes, by returning True, is not shown."""
@@ -175,7 +175,7 @@ def run_members(
     chief: str | None = None,
     tap: Tap | None = None,
     events: Events | None = None,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run all members until they are done, or one fails for good. When it returns, none of them runs.
 
     Who is asked to stop may need the followers for its last checkpoint, so they are asked after all others
@@ -200,7 +200,7 @@ def run_members(
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"cannot launch: need at least one member, with unique names; got {names}")
     stream = sys.stdout if output is None else output
-    lines = Lines(stream, names, stream.isatty() if color is None else color, tap)
+    lines = MemberLines(stream, names, stream.isatty() if color is None else color, tap)
     running = _Running(members, lines, queue.SimpleQueue() if events is None else events, grace, restarts)
     try:
         return running.until_done(followers, chief)
@@ -212,7 +212,7 @@ class _Running:
     """The children of one run."""
 
     def __init__(
-        self, members: Sequence[Member], lines: Lines, events: Events, grace: timedelta, restarts: int
+        self, members: Sequence[Member], lines: MemberLines, events: Events, grace: timedelta, restarts: int
     ) -> None:
         self._events = events
         self._grace = grace
@@ -232,10 +232,10 @@ class _Running:
             self.close()
             raise
 
-    def until_done(self, followers: Collection[str], chief: str | None) -> Outcome:
+    def until_done(self, followers: Collection[str], chief: str | None) -> LaunchOutcome:
         leaders = {name for name in self._alive if name.rpartition(" ")[0] not in followers}
         leaders = leaders or set(self._alive)
-        outcome: Outcome | None = None
+        outcome: LaunchOutcome | None = None
         deadline: float | None = None
         stopping = False
         while self._alive or self._due:
@@ -249,7 +249,7 @@ class _Running:
                 continue
             if isinstance(event, StopRequest):
                 text = f"stopped by {signal.Signals(event.signal).name}"
-                outcome = outcome or Outcome(status=128 + event.signal, text=text)
+                outcome = outcome or LaunchOutcome(status=128 + event.signal, text=text)
                 leaders -= self._due.keys()
                 self._due.clear()
                 self._ask(self._alive if stopping or not leaders else leaders)
@@ -276,15 +276,15 @@ class _Running:
                 self._due.clear()
                 patience = LEAVE_WITHIN if finished else self._grace
                 deadline = time.monotonic() + patience.total_seconds()
-                outcome = Outcome(status=0)
-        return outcome or Outcome(status=0)
+                outcome = LaunchOutcome(status=0)
+        return outcome or LaunchOutcome(status=0)
 
     def _left(self, deadline: float | None) -> float | None:
         """Return the seconds until something is to be done, whatever happens."""
         times = [when for when, _ in self._due.values()] + ([] if deadline is None else [deadline])
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def _may_start_again(self, event: Ended) -> bool:
+    def _may_start_again(self, event: MemberEnded) -> bool:
         """Plan to start a member again that has ended, where it may help."""
         name = event.member.name
         may_help = event.status < 0 or event.status == os.EX_TEMPFAIL
@@ -349,10 +349,10 @@ class _Running:
         status = child.wait()
         # Its last words come before the news of its end, unless somebody who left its group keeps the pipe.
         copier.join(LATE.total_seconds())
-        self._events.put(Ended(member, status))
+        self._events.put(MemberEnded(member, status))
 
 
-class Lines:
+class MemberLines:
     """Lines of many processes on one stream, whole, each after a name."""
 
     def __init__(self, stream: TextIO, names: Sequence[str], color: bool, tap: Tap | None = None) -> None:
@@ -388,12 +388,12 @@ class Lines:
             self._stream.flush()
 
 
-def failure_of(event: Ended) -> Outcome:
+def failure_of(event: MemberEnded) -> LaunchOutcome:
     name, status = event.member.name, event.status
     if status < 0:
         text = f"{name} was killed by {signal.Signals(-status).name}"
-        return Outcome(status=128 - status, failed=event.member, text=text)
-    return Outcome(status=status, failed=event.member, text=f"{name} exited with status {status}")
+        return LaunchOutcome(status=128 - status, failed=event.member, text=text)
+    return LaunchOutcome(status=status, failed=event.member, text=f"{name} exited with status {status}")
 
 
 @contextmanager

@@ -30,11 +30,11 @@ from typing import Any, Literal, TextIO
 from monolith.cluster.launch.processes import (
     GUARD,
     LATE,
-    Ended,
     Events,
-    Lines,
+    LaunchOutcome,
     Member,
-    Outcome,
+    MemberEnded,
+    MemberLines,
     StopRequest,
     Tap,
     failure_of,
@@ -103,7 +103,7 @@ def launch_on_ray(
     followers: Collection[str] = ("ps",),
     tap: Tap | None = None,
     room_timeout: timedelta = timedelta(minutes=10),
-) -> Outcome:
+) -> LaunchOutcome:
     """Run all members on Ray until they are done, one fails for good, or Ctrl-C or SIGTERM says to stop.
 
     For the main thread, since it takes the two signals for as long as it runs. See `run_members_on_ray`.
@@ -143,7 +143,7 @@ def run_members_on_ray(
     tap: Tap | None = None,
     room_timeout: timedelta = timedelta(minutes=10),
     events: Events | None = None,
-) -> Outcome:
+) -> LaunchOutcome:
     """Run all members on Ray until they are done, or one has failed beyond its restarts.
 
     When it returns, none of them runs; only one whose actor was lost may take its grace to end. Should this
@@ -179,7 +179,7 @@ def run_members_on_ray(
     by_role = {member.role: wanted.get(member.role) or RayPlacement() for member in members}
     cpus = math.ceil(sum(by_role[member.role].cpus for member in members))
     stream = sys.stdout if output is None else output
-    lines = Lines(stream, names, stream.isatty() if color is None else color, tap)
+    lines = MemberLines(stream, names, stream.isatty() if color is None else color, tap)
     with connected(
         _PURPOSE,
         LOCAL if address is None else address,
@@ -201,7 +201,7 @@ def run_members_on_ray(
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost(Ended):
+class _Lost(MemberEnded):
     """An actor is gone, with its worker or its machine; how its command ended, nobody knows."""
 
     why: str
@@ -233,7 +233,7 @@ class _RayRun:
         members: Sequence[Member],
         *,
         placements: Mapping[str, RayPlacement],
-        lines: Lines,
+        lines: MemberLines,
         events: Events,
         grace: timedelta,
     ) -> None:
@@ -251,7 +251,7 @@ class _RayRun:
         self._due: tuple[float | None, Callable[[], None]] = (None, self._ask_all)
         """Until when to wait for news, and what to do then."""
 
-    def wait_for_room(self, timeout: timedelta) -> Outcome | None:
+    def wait_for_room(self, timeout: timedelta) -> LaunchOutcome | None:
         """Set aside what all members need; return an outcome if somebody stops the run before that."""
         from ray.util import placement_group
 
@@ -281,12 +281,12 @@ class _RayRun:
                     _log.info("waiting until Ray has room: %s", needs)
         return None
 
-    def until_done(self, followers: Collection[str]) -> Outcome:
+    def until_done(self, followers: Collection[str]) -> LaunchOutcome:
         for member in self._members:
             self._begin(member, None)
         leaders = {member.name for member in self._members if member.role not in followers}
         leaders = leaders or set(self._alive)
-        outcome: Outcome | None = None
+        outcome: LaunchOutcome | None = None
         stopping = False
         while self._alive:
             due, late = self._due
@@ -317,8 +317,8 @@ class _RayRun:
             elif not leaders and outcome is None:
                 # Leaders tell followers to end; those that were not told hear it from us.
                 self._due = (time.monotonic() + self._grace.total_seconds(), self._ask_all)
-                outcome = Outcome(status=0)
-        return outcome or Outcome(status=0)
+                outcome = LaunchOutcome(status=0)
+        return outcome or LaunchOutcome(status=0)
 
     def close(self) -> None:
         """End whoever still runs, and give back what was set aside."""
@@ -333,7 +333,7 @@ class _RayRun:
         for group in self._groups.values():
             remove_placement_group(group)
 
-    def _may_begin_again(self, event: Ended) -> bool:
+    def _may_begin_again(self, event: MemberEnded) -> bool:
         name = event.member.name
         allowed = self._placements[event.member.role].max_restarts
         if self._restarts[name] == allowed:
@@ -403,7 +403,7 @@ class _RayRun:
                     chunk, status = self._ray.get(life.actor.news.remote())
                     sink.write(chunk)
                     sink.flush()
-            event = Ended(life.member, status)
+            event = MemberEnded(life.member, status)
         except Exception as error:  # whatever it is, the run must not wait for this member any more
             event = _Lost(life.member, 1, _why(error))
         copier.join(LATE.total_seconds())  # last words come before the news of the end
@@ -444,7 +444,7 @@ class _Host:
         return machine, self._guardian
 
     def news(self) -> tuple[bytes, int | None]:
-        """Return output, none after a while without; and the status as in `Ended`, once there is one."""
+        """Return output, none after a while without; and the status as in `MemberEnded`, once known."""
         if self._process is None:
             return b"", -signal.SIGTERM
         assert self._process.stdout is not None
@@ -523,11 +523,11 @@ def _wait_until_gone(process: int, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _stopped(event: StopRequest) -> Outcome:
-    return Outcome(status=128 + event.signal, text=f"stopped by {signal.Signals(event.signal).name}")
+def _stopped(event: StopRequest) -> LaunchOutcome:
+    return LaunchOutcome(status=128 + event.signal, text=f"stopped by {signal.Signals(event.signal).name}")
 
 
-def _failed(event: Ended, restarts: int = 0) -> Outcome:
+def _failed(event: MemberEnded, restarts: int = 0) -> LaunchOutcome:
     outcome = failure_of(event)
     text = f"{event.member.name} was lost: {event.why}" if isinstance(event, _Lost) else outcome.text
     return replace(outcome, text=f"{text}, after {restarts} restart(s)" if restarts else text)

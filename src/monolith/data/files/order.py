@@ -98,7 +98,7 @@ class Files(Protocol):
     def close(self) -> None: ...
 
 
-class Listed:
+class ListedPaths:
     """Paths that are known from the beginning."""
 
     mixes = True

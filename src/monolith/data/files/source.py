@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from monolith.data.files.discovery import Watch
-from monolith.data.files.order import Files, Listed, Queued, Spot, Step, Watched
+from monolith.data.files.order import Files, ListedPaths, Queued, Spot, Step, Watched
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
@@ -161,7 +161,7 @@ class FileSource:
             files = [files]
         self._files: Files
         if isinstance(files, Sequence):
-            self._files = Listed(files, *share, epochs, shuffle)
+            self._files = ListedPaths(files, *share, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
         elif isinstance(files, Watch):

@@ -144,7 +144,7 @@ class StreamWriter:
     def __init__(
         self,
         file: BinaryIO,
-        compressor: Compressor | None,
+        compressor: StreamCompressor | None,
         seal: Seal,
         writer: PayloadWriter,
     ) -> None:
@@ -176,7 +176,7 @@ def open_writer(
 # Compression
 
 
-class Compressor(Protocol):
+class StreamCompressor(Protocol):
     """Takes a stream in pieces."""
 
     def compress(self, data: bytes, /) -> bytes: ...
@@ -272,12 +272,12 @@ def _decompressor(compression: str) -> Decompressor:
     return stream
 
 
-def _compressor(compression: str | None) -> Compressor | None:
+def _compressor(compression: str | None) -> StreamCompressor | None:
     if compression is None:
         return None
     if compression in _WINDOWS:
         return zlib.compressobj(wbits=_WINDOWS[compression])
-    stream: Compressor = _zstandard(compression).ZstdCompressor().compressobj()
+    stream: StreamCompressor = _zstandard(compression).ZstdCompressor().compressobj()
     return stream
 
 

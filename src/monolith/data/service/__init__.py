@@ -39,7 +39,7 @@ asked for: a dead trainer does not stop the others.
 **The end** reaches a trainer when all splits are read, as often as the job says, and no chunk is
 free. If reading a split fails too often, all trainers hear of it as an error.
 
-    with Dispatcher(JobConfig(splits=files), folder="/var/job") as dispatcher:           # one process
+    with Dispatcher(DataJobConfig(splits=files), folder="/var/job") as dispatcher:           # one process
     with DataWorker("host:5050", open_split): ...                                         # any number
     for records in DataServiceSource("host:5050", trainer="worker-0"): ...                # any number
 """
@@ -47,16 +47,16 @@ free. If reading a split fails too often, all trainers hear of it as an error.
 from monolith.data.service.addresses import dispatcher_from_environment
 from monolith.data.service.client import DataServiceSource
 from monolith.data.service.dispatcher import Dispatcher
-from monolith.data.service.flight import Guard
-from monolith.data.service.job import JobConfig
+from monolith.data.service.flight import PortGuard
+from monolith.data.service.job import DataJobConfig
 from monolith.data.service.worker import DataWorker, OpenSplit
 
 __all__ = [
+    "DataJobConfig",
     "DataServiceSource",
     "DataWorker",
     "Dispatcher",
-    "Guard",
-    "JobConfig",
     "OpenSplit",
+    "PortGuard",
     "dispatcher_from_environment",
 ]

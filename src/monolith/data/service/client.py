@@ -13,7 +13,15 @@ from typing import Any
 
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
-from monolith.data.service.flight import POLL, Address, Caller, Clock, Guard, StoppedError, UnreachableError
+from monolith.data.service.flight import (
+    POLL,
+    Address,
+    Clock,
+    DataCaller,
+    PortGuard,
+    StoppedError,
+    UnreachableError,
+)
 from monolith.data.share import my_share
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -25,13 +33,13 @@ _KIND = "data_service"
 class _Settings:
     address: Address
     trainer: str
-    guard: Guard | None
+    guard: PortGuard | None
     prefetch: int
     patience: timedelta
     clock: Clock
 
-    def caller(self, address: Address, stop: threading.Event | None, patience: timedelta) -> Caller:
-        return Caller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
+    def caller(self, address: Address, stop: threading.Event | None, patience: timedelta) -> DataCaller:
+        return DataCaller(address, guard=self.guard, patience=patience, stop=stop, clock=self.clock)
 
 
 class DataServiceSource:
@@ -55,7 +63,7 @@ class DataServiceSource:
         dispatcher: Address,
         trainer: str,
         *,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         prefetch: int = 4,
         patience: timedelta = timedelta(minutes=5),
         clock: Clock = time.monotonic,
@@ -140,7 +148,7 @@ class _Share:
         self._clock = settings.clock
         self._stop = threading.Event()
         self._ready: queue.Queue[Records | Exception | None] = queue.Queue(settings.prefetch)
-        self._workers: dict[str, Caller] = {}
+        self._workers: dict[str, DataCaller] = {}
         self._dispatcher = settings.caller(settings.address, self._stop, settings.patience)
         try:
             answer = self._ask("attach", job=job, turn=turn)
@@ -227,7 +235,7 @@ class _Share:
             self._stop.wait(min(POLL, self._patience))
             workers = self._ask("turns", session=self._session, turn=self._turn, most=0, wait=0.0)["workers"]
 
-    def _worker(self, address: str) -> Caller:
+    def _worker(self, address: str) -> DataCaller:
         if address not in self._workers:
             self._workers[address] = self._settings.caller(address, self._stop, timedelta())
         return self._workers[address]

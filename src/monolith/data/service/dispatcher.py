@@ -26,8 +26,8 @@ from monolith.data.service.bodies import (
     RenewBody,
     TurnsBody,
 )
-from monolith.data.service.flight import Call, Clock, Guard, Server
-from monolith.data.service.job import Job, JobConfig
+from monolith.data.service.flight import Call, Clock, DataServer, PortGuard
+from monolith.data.service.job import DataJobConfig, Job
 from monolith.wire.bodies import Nothing, typed
 from monolith.wire.limits import Limits
 
@@ -56,12 +56,12 @@ class Dispatcher:
 
     def __init__(
         self,
-        config: JobConfig,
+        config: DataJobConfig,
         *,
         folder: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         limits: Limits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -87,7 +87,7 @@ class Dispatcher:
             "status": self._locked(Nothing, lambda _: self._job.status()),
         }
         try:
-            self._server = Server(calls, host=host, port=port, guard=guard, limits=limits)
+            self._server = DataServer(calls, host=host, port=port, guard=guard, limits=limits)
         except BaseException:
             self._job.close()
             raise

@@ -11,17 +11,17 @@ from typing import Any
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire import flight
 from monolith.wire.bodies import Call
-from monolith.wire.flight import POLL, Address, Clock, Fetch, Guard, Service, StoppedError, join_address
+from monolith.wire.flight import POLL, Address, Clock, Fetch, PortGuard, Service, StoppedError, join_address
 from monolith.wire.limits import Limits
 
 __all__ = [
     "POLL",
     "Address",
     "Call",
-    "Caller",
     "Clock",
-    "Guard",
-    "Server",
+    "DataCaller",
+    "DataServer",
+    "PortGuard",
     "StoppedError",
     "UnreachableError",
     "import_arrow",
@@ -48,7 +48,7 @@ def import_arrow() -> Any:
     return flight.import_arrow("the data service")
 
 
-class Server(flight.Server):
+class DataServer(flight.Server):
     """Answers calls of the data service."""
 
     def __init__(
@@ -58,20 +58,20 @@ class Server(flight.Server):
         fetch: Fetch | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         limits: Limits | None = None,
     ) -> None:
         super().__init__(SERVICE, calls, fetch=fetch, host=host, port=port, guard=guard, limits=limits)
 
 
-class Caller(flight.Caller):
+class DataCaller(flight.Caller):
     """Makes calls to a dispatcher or a data worker."""
 
     def __init__(
         self,
         address: Address,
         *,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         patience: timedelta = timedelta(),
         stop: threading.Event | None = None,
         clock: Clock = time.monotonic,

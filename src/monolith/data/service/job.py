@@ -49,7 +49,7 @@ _CHUNK = "epoch, number, sequence, split, place, size, worker, turn"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobConfig:
+class DataJobConfig:
     """What is to be read, and when somebody is taken for dead."""
 
     splits: tuple[str, ...]
@@ -88,7 +88,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class SplitLease:
     """The right to cut a split into chunks, from a place on."""
 
     lease: int
@@ -104,7 +104,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SplitChunk:
     """Some records of a split that one trainer reads: the same ones, whoever reads them and when."""
 
     epoch: int
@@ -130,7 +130,7 @@ class Job:
         DataError: Another dispatcher uses the folder.
     """
 
-    def __init__(self, config: JobConfig, folder: str, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: DataJobConfig, folder: str, *, clock: Clock = time.monotonic) -> None:
         self.config = config
         self._clock = clock
         filesystem.make_dirs(folder)
@@ -203,7 +203,7 @@ class Job:
         self.register(worker)
         del self._workers[worker]
 
-    def lease(self, worker: str) -> Lease | None:
+    def lease(self, worker: str) -> SplitLease | None:
         """Lease a split that nobody reads; None where there is none now."""
         self._workers[worker] = self._clock()
         self._expire()
@@ -223,7 +223,7 @@ class Job:
                 (lease, worker, epoch, number),
             )
         self._leases[lease] = self._clock()
-        return Lease(lease, epoch, number, split, _place(place), chunks)
+        return SplitLease(lease, epoch, number, split, _place(place), chunks)
 
     def renew(self, worker: str, leases: Iterable[int]) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Keep leases from expiring.
@@ -334,7 +334,7 @@ class Job:
         self._trainers[trainer] = self._clock()
         return session
 
-    def turns(self, trainer: str, session: str, turn: int, most: int) -> list[Chunk]:
+    def turns(self, trainer: str, session: str, turn: int, most: int) -> list[SplitChunk]:
         """Return a trainer's chunks from a turn on: those it was given before, then others that are free.
 
         Asking again gives the same ones, so an answer that was lost does no harm.
@@ -361,7 +361,7 @@ class Job:
             self._check_failures()
         return [_chunk(row) for row in rows]
 
-    def chunk(self, job: str, epoch: int, number: int, sequence: int) -> Chunk:
+    def chunk(self, job: str, epoch: int, number: int, sequence: int) -> SplitChunk:
         """Return a chunk that was announced: for a worker that is asked for one and does not have it.
 
         Raises:
@@ -517,9 +517,9 @@ def _text(place: Place) -> str:
     return json.dumps([place.position, place.skip])
 
 
-def _chunk(row: Sequence[Any]) -> Chunk:
+def _chunk(row: Sequence[Any]) -> SplitChunk:
     epoch, number, sequence, split, place, size, worker, turn = row
-    return Chunk(epoch, number, sequence, split, Place(*json.loads(place)), size, worker, turn)
+    return SplitChunk(epoch, number, sequence, split, Place(*json.loads(place)), size, worker, turn)
 
 
 def _place(text: str | None) -> Place | None:

@@ -23,9 +23,9 @@ from monolith.data.service.codec import to_batch
 from monolith.data.service.flight import (
     POLL,
     Address,
-    Caller,
-    Guard,
-    Server,
+    DataCaller,
+    DataServer,
+    PortGuard,
     StoppedError,
     UnreachableError,
     join_address,
@@ -137,7 +137,7 @@ class DataWorker:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
-        guard: Guard | None = None,
+        guard: PortGuard | None = None,
         limits: Limits | None = None,
         readers: int = 2,
         buffer_chunks: int = 16,
@@ -156,7 +156,7 @@ class DataWorker:
         self._renew_every = POLL
         self._failure: Exception | None = None
         self._address_of_dispatcher, self._guard, self._patience = dispatcher, guard, patience
-        self._server = Server(
+        self._server = DataServer(
             {"ping": typed(Nothing, lambda _: {})},
             fetch=lambda ticket: self._fetch(read_body(ChunkBody, ticket)),
             host=host,
@@ -217,15 +217,15 @@ class DataWorker:
     ) -> None:
         self.close()
 
-    def _dispatcher(self) -> Caller:
+    def _dispatcher(self) -> DataCaller:
         """Return a way to call the dispatcher, for one thread."""
-        return Caller(
+        return DataCaller(
             self._address_of_dispatcher, guard=self._guard, patience=self._patience, stop=self._stop
         )
 
     # Reading
 
-    def _guarded(self, work: Callable[[Caller], None]) -> None:
+    def _guarded(self, work: Callable[[DataCaller], None]) -> None:
         """Run a thread's work; what ends it ends the worker."""
         try:
             with self._dispatcher() as dispatch:
@@ -239,7 +239,7 @@ class DataWorker:
                 self._stop.set()
                 self._room.notify_all()
 
-    def _read(self, dispatch: Caller) -> None:
+    def _read(self, dispatch: DataCaller) -> None:
         while not self._stop.is_set():
             answer = dispatch.call("lease", worker=self.address, wait=POLL)
             if answer["lease"] is None:
@@ -256,7 +256,7 @@ class DataWorker:
 
     def _read_split(
         self,
-        dispatch: Caller,
+        dispatch: DataCaller,
         job: str,
         *,
         lease: int,
@@ -285,7 +285,7 @@ class DataWorker:
             return
         dispatch.call("finish", lease=lease)
 
-    def _offer(self, dispatch: Caller, chunk: _Id, lease: int, piece: Piece) -> bool:
+    def _offer(self, dispatch: DataCaller, chunk: _Id, lease: int, piece: Piece) -> bool:
         """Wait for room, then tell of a chunk; return whether to go on."""
         with self._room:
             while len(self._buffer.free) >= self._buffer_chunks and lease in self._leases:
@@ -310,7 +310,7 @@ class DataWorker:
                 self._room.notify_all()
         return bool(held)
 
-    def _renew(self, dispatch: Caller) -> None:
+    def _renew(self, dispatch: DataCaller) -> None:
         while not self._stop.is_set():
             with self._room:
                 leases = sorted(self._leases)
@@ -333,7 +333,7 @@ class DataWorker:
     def _say_goodbye(self) -> None:
         """Give splits back at once, where the dispatcher is there to take them."""
         # If it is not, the leases expire.
-        with suppress(MonolithError), Caller(self._address_of_dispatcher, guard=self._guard) as dispatch:
+        with suppress(MonolithError), DataCaller(self._address_of_dispatcher, guard=self._guard) as dispatch:
             dispatch.call("deregister", worker=self.address)
 
     # Sending
@@ -350,7 +350,7 @@ class DataWorker:
             self._room.notify_all()
         if batch is not None:
             return batch
-        with Caller(self._address_of_dispatcher, guard=self._guard) as dispatch:
+        with DataCaller(self._address_of_dispatcher, guard=self._guard) as dispatch:
             chunk = dispatch.call("chunk", **asdict(ticket))
         source = self._open_split(chunk["split"])
         try:

@@ -20,7 +20,7 @@ from monolith.nn.layers.multi_task import (
     GradNorm,
     GradNormOutput,
     LHUCTower,
-    MMoE,
+    MMoELayer,
     MMoEOutput,
 )
 from monolith.nn.layers.normalization import BatchNorm, LayerNorm
@@ -63,7 +63,7 @@ __all__ = [
     "LHUCTower",
     "LayerNorm",
     "LogitCorrection",
-    "MMoE",
+    "MMoELayer",
     "MMoEOutput",
     "MaxPooling",
     "MonitoredReLU",

@@ -37,7 +37,7 @@ class MMoEOutput(NamedTuple):
     the loss with a small weight, it keeps top-k gates from forgetting experts."""
 
 
-class MMoE(nn.Module):
+class MMoELayer(nn.Module):
     """Multi-gate mixture of experts: shared MLPs, and a gate per task that mixes their outputs.
 
     Args:
@@ -72,18 +72,20 @@ class MMoE(nn.Module):
     ) -> None:
         super().__init__()
         check_positive(
-            "MMoE", in_features=in_features, num_tasks=num_tasks, num_experts=num_experts, top_k=top_k
+            "MMoELayer", in_features=in_features, num_tasks=num_tasks, num_experts=num_experts, top_k=top_k
         )
-        check_choice("MMoE", "gate_type", gate_type, GATE_TYPES)
+        check_choice("MMoELayer", "gate_type", gate_type, GATE_TYPES)
         if top_k > num_experts:
-            raise LayerArgumentError(f"MMoE: top_k must be at most num_experts, {num_experts}, got {top_k}")
+            raise LayerArgumentError(
+                f"MMoELayer: top_k must be at most num_experts, {num_experts}, got {top_k}"
+            )
         self.in_features = in_features
         self.num_tasks = num_tasks
         self.num_experts = num_experts
         self.gate_type = gate_type
         self.top_k = top_k
         self.gate_features = in_features if gate_features is None else gate_features
-        check_positive("MMoE", gate_features=self.gate_features)
+        check_positive("MMoELayer", gate_features=self.gate_features)
         self.experts = nn.ModuleList(
             MLP(
                 in_features,
@@ -102,7 +104,7 @@ class MMoE(nn.Module):
 
     def gates(self, x: Tensor) -> Tensor:
         """Return the weights (batch, num_tasks, num_experts) for (batch, gate_features); they sum to 1."""
-        check_shape("MMoE", "gate input", x, None, self.gate_features)
+        check_shape("MMoELayer", "gate input", x, None, self.gate_features)
         logits = x @ self.gate
         if self.noise is not None and self.training:
             logits = logits + torch.randn_like(logits) * functional.softplus(x @ self.noise)
@@ -120,7 +122,7 @@ class MMoE(nn.Module):
             x: float of shape (batch, in_features).
             gate_input: float of shape (batch, gate_features); `x` by default.
         """
-        check_shape("MMoE", "x", x, None, self.in_features)
+        check_shape("MMoELayer", "x", x, None, self.in_features)
         gates = self.gates(x if gate_input is None else gate_input)
         experts = torch.stack([expert(x) for expert in self.experts], 1)
         importance = gates.sum(0)

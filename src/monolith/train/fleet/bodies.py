@@ -61,7 +61,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class HaltSaved:
     run: Name
     halt: Count
 
@@ -151,7 +151,7 @@ CALLS: Mapping[str, type] = {
     "meeting.arrive": Arrive,
     "meeting.gathered": Gathered,
     "meeting.release": OfRun,
-    "meeting.saved": Saved,
+    "meeting.saved": HaltSaved,
     "meeting.over": Over,
     "meeting.leave": Leave,
     "meeting.stop": Stop,

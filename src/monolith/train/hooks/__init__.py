@@ -34,7 +34,7 @@ from monolith.train.hooks.reports.summaries import SummaryHook
 from monolith.train.hooks.reports.table_info import TableInfoHook
 from monolith.train.hooks.reports.throughput import ThroughputHook
 from monolith.train.hooks.saving.listeners import AfterSaveListener, BeforeSaveListener, SaveListener
-from monolith.train.hooks.saving.save import Checkpointer, Moment, SaveConfig, SaveHook, SaveMemory
+from monolith.train.hooks.saving.save import SaveConfig, SaveHook, SaveMemory, Snapshot, Snapshots
 from monolith.train.hooks.saving.timer import SaveTimer
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
     "BarrierSaveListener",
     "BeforeSaveListener",
     "BlockStatus",
-    "Checkpointer",
     "ControlClient",
     "ControlServerHook",
     "ControllerHook",
@@ -66,7 +65,6 @@ __all__ = [
     "MachineHealth",
     "MetricClient",
     "MetricsHook",
-    "Moment",
     "OnlineFileHook",
     "Placement",
     "ProfilerHook",
@@ -78,6 +76,8 @@ __all__ = [
     "SaveMemory",
     "SaveTimer",
     "SlowStartHook",
+    "Snapshot",
+    "Snapshots",
     "Standing",
     "SummaryHook",
     "TableInfoHook",

@@ -1,6 +1,6 @@
 """The save hook: checkpoints by the clock or by the step, on demand, and at the end.
 
-How a checkpoint is written is the business of a `Checkpointer`. It cuts a `Moment`, quickly,
+How a checkpoint is written is the business of a `Snapshots`. It cuts a `Snapshot`, quickly,
 which holds the state of this step fast while training may go on; the moment then writes, as
 slowly as it must. Saving asynchronously, the training thread waits for the cut only, and one
 thread beside it does the rest. Whatever fails is tried once more.
@@ -39,7 +39,7 @@ NEVER_STEPS = 100_000_000
 _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
-class Moment(Protocol):
+class Snapshot(Protocol):
     """The state of one step, held fast until it is closed."""
 
     @property
@@ -53,10 +53,10 @@ class Moment(Protocol):
         """Let go of it. Always called, once, on the thread that wrote."""
 
 
-class Checkpointer(Protocol):
+class Snapshots(Protocol):
     """Whoever knows what the state is."""
 
-    def cut(self, step: int) -> Moment:
+    def cut(self, step: int) -> Snapshot:
         """Hold the state of this step fast. Quick, and called on the training thread."""
 
 
@@ -192,7 +192,7 @@ class SaveHook(Hook):
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        checkpointer: Snapshots,
         config: SaveConfig | None = None,
         *,
         listeners: Sequence[SaveListener] = (),
@@ -391,7 +391,7 @@ class SaveHook(Hook):
         finally:
             self._inside = False
 
-    def _finish(self, run: Run, save: _Save, moment: Moment) -> None:
+    def _finish(self, run: Run, save: _Save, moment: Snapshot) -> None:
         """Do what remains once the state is cut; on either thread."""
         written = False
         try:
@@ -465,7 +465,7 @@ class SaveHook(Hook):
 
     # Beside the training
 
-    def _start_writing(self, run: Run, save: _Save, moment: Moment) -> None:
+    def _start_writing(self, run: Run, save: _Save, moment: Snapshot) -> None:
         def write() -> None:
             yield_to_others()
             try:
