@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROWS = (
-    {"errors"},
+    {"errors", "front_door"},
     {"observe"},
     {"config", "wire", "filesystem"},
     {"native", "tensors"},
@@ -75,7 +75,7 @@ PURE_CALLS = """
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
-    attrgetter itemgetter partial timedelta
+    attrgetter itemgetter partial timedelta open_when_asked
     re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
     np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
 """
@@ -113,7 +113,8 @@ class Module:
 
 def check(package: Path) -> list[Finding]:
     """Return all findings in the package at this folder, in order."""
-    modules = [read_module(path, package) for path in sorted(package.rglob("*.py"))]
+    paths = sorted([*package.rglob("*.py"), *package.rglob("__init__.pyi")])
+    modules = [read_module(path, package) for path in paths]
     frozen = {name for module in modules for name in frozen_classes(module.tree)}
     return sorted(
         finding

@@ -3,24 +3,6 @@
 In this process, or on parameter servers; pyarrow is imported when a server or a group is made.
 """
 
-from monolith.store.defaults import MakeStore, default_stores, make_store
-from monolith.store.dense import DenseShare, share_of_weights
-from monolith.store.group import ServerGroup
-from monolith.store.local import LocalStore
-from monolith.store.remote import ParameterServerStore
-from monolith.store.servers import ParameterServer
-from monolith.store.store import Store, TableIds
+from monolith.front_door import open_when_asked
 
-__all__ = [
-    "DenseShare",
-    "LocalStore",
-    "MakeStore",
-    "ParameterServer",
-    "ParameterServerStore",
-    "ServerGroup",
-    "Store",
-    "TableIds",
-    "default_stores",
-    "make_store",
-    "share_of_weights",
-]
+__getattr__, __dir__ = open_when_asked(__name__)

@@ -1,45 +1,5 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
-from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
-from monolith.train.expiring import ExpiryConfig
-from monolith.train.fleet.fleet import Fleet, join_fleet
-from monolith.train.fleet.parameter_server import serve_parameters
-from monolith.train.hook import Hook, Run, StepResult, drive
-from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
-from monolith.train.lane import Lane
-from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
-from monolith.train.session import Session
-from monolith.train.task import Mode, Outputs, Task
-from monolith.train.task_loading import load_task
-from monolith.train.trainer import LocalRun, Trainer, TrainReport
+from monolith.front_door import open_when_asked
 
-__all__ = [
-    "METRICS",
-    "AlertConfig",
-    "ExpiryConfig",
-    "Fleet",
-    "Hook",
-    "KeepConfig",
-    "Lane",
-    "LocalRun",
-    "Metric",
-    "MetricSet",
-    "Mode",
-    "Outputs",
-    "RestoreConfig",
-    "Run",
-    "SaveConfig",
-    "Session",
-    "StepResult",
-    "Task",
-    "TideWindow",
-    "TrainConfig",
-    "TrainReport",
-    "Trainer",
-    "WindowRow",
-    "Windowed",
-    "drive",
-    "join_fleet",
-    "load_task",
-    "serve_parameters",
-]
+__getattr__, __dir__ = open_when_asked(__name__)

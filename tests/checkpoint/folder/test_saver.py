@@ -348,7 +348,7 @@ for step in range(last + 1, last + 10_000):
 
 
 def test_kill_9_leaves_whole_checkpoints(folder: str) -> None:
-    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = 0
     for pause in (0.0, 0.013, 0.031):

@@ -1,0 +1,78 @@
+"""Checkpoints: everything a run needs to go on, committed together.
+
+checkpointer = Checkpointer(Saver("runs/1"), [TablesPart(tables), DensePart(model, [optimizer])])
+checkpointer.save(step)
+checkpointer.restore(prefix)
+"""
+
+from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
+from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.folder.lock import ModelDirLock
+from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
+from monolith.checkpoint.folder.saver import Saver, checkpoint_exists, require_checkpoint
+from monolith.checkpoint.folder.state_files import (
+    CheckpointState,
+    CkptInfo,
+    MonolithCheckpointState,
+    read_checkpoint_state,
+    read_ckpt_info,
+    read_monolith_checkpoint,
+)
+from monolith.checkpoint.offline.comparing import Difference, compare
+from monolith.checkpoint.offline.listing import Listed, Listing, list_checkpoints, named_checkpoint
+from monolith.checkpoint.offline.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
+from monolith.checkpoint.offline.rewriting import compact, export, reshard
+from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
+from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
+from monolith.checkpoint.parts import DensePart, StatePart
+from monolith.checkpoint.pieces import merge_entries
+from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.tables import TablesPart
+
+__all__ = [
+    "CheckpointState",
+    "Checkpointer",
+    "CkptInfo",
+    "Contents",
+    "CustomRestore",
+    "DensePart",
+    "Difference",
+    "FoundRow",
+    "Link",
+    "Listed",
+    "Listing",
+    "Manifest",
+    "ModelDirLock",
+    "Moment",
+    "MonolithCheckpointState",
+    "Part",
+    "PartCut",
+    "RestoreOptions",
+    "RestoreReport",
+    "Restored",
+    "SavedPart",
+    "Saver",
+    "StatePart",
+    "TablesPart",
+    "checkpoint_exists",
+    "compact",
+    "compare",
+    "export",
+    "find_checkpoint",
+    "find_id",
+    "go_back",
+    "list_checkpoints",
+    "merge_entries",
+    "named_checkpoint",
+    "read_chain",
+    "read_checkpoint_state",
+    "read_ckpt_info",
+    "read_contents",
+    "read_manifest",
+    "read_monolith_checkpoint",
+    "require_checkpoint",
+    "reshard",
+    "resolve_restore",
+    "start_from",
+    "wait_for_start",
+]

@@ -1,0 +1,56 @@
+"""Data: where batches of examples come from.
+
+Files, streams and generated logs are sources: they yield records by column and know their position.
+"""
+
+from monolith.data.files.discovery import Watch
+from monolith.data.files.source import BadRecordPolicy, FileSource
+from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
+from monolith.data.formats import FORMATS, MemorySource, format_of
+from monolith.data.join.joiner import Joiner, JoinerConfig
+from monolith.data.join.source import JoinedSource
+from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
+from monolith.data.pipeline import Batches, Pipeline, Stream
+from monolith.data.records import BatchSpec, Records, concat, make_batch
+from monolith.data.share import Share, my_share, reading_share
+from monolith.data.shuffling import ShuffleConfig
+from monolith.data.source import Position, Source
+from monolith.data.synthetic.click_log import ClickLog, ClickLogConfig
+from monolith.data.synthetic.drift import DriftConfig, DriftingStream
+
+__all__ = [
+    "FORMATS",
+    "BadRecord",
+    "BadRecordPolicy",
+    "BatchSpec",
+    "Batches",
+    "ByWorker",
+    "Chunk",
+    "ClickLog",
+    "ClickLogConfig",
+    "DriftConfig",
+    "DriftingStream",
+    "FileSource",
+    "Format",
+    "JoinedSource",
+    "Joiner",
+    "JoinerConfig",
+    "KafkaConfig",
+    "KafkaSink",
+    "KafkaSource",
+    "MemorySource",
+    "Pipeline",
+    "Position",
+    "RecordWriter",
+    "Records",
+    "Share",
+    "ShuffleConfig",
+    "Source",
+    "Stream",
+    "Watch",
+    "concat",
+    "format_of",
+    "make_batch",
+    "my_share",
+    "reading_share",
+]

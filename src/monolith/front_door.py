@@ -1,0 +1,39 @@
+"""The front door of a room: its names are imported when somebody first asks for them.
+
+`monolith checkpoint list` reads a few small files, and must not wait for torch because the room it
+knocks at could also restore a model. So the `__init__.py` of a room that needs torch says only
+
+    __getattr__, __dir__ = open_when_asked(__name__)
+
+and the `__init__.pyi` beside it lists what the room offers and where that lives: for type checkers,
+editors and this module alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module, resources
+
+
+def open_when_asked(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package whose names stand in its `__init__.pyi`."""
+
+    @cache
+    def offered() -> dict[str, str]:
+        stub = ast.parse(resources.files(package).joinpath("__init__.pyi").read_text(encoding="utf-8"))
+        imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+        return {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
+
+    def get(name: str) -> object:
+        if name == "__all__":
+            return sorted(offered())
+        if name.startswith("__") or name not in offered():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found: object = getattr(import_module(offered()[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return get, lambda: sorted({*offered(), *vars(sys.modules[package])})
