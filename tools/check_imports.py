@@ -1,6 +1,6 @@
-"""Checks, without running it, what the package imports and what it does while being imported.
+"""Checks, without running it, what the package imports, what it does while being imported, and its names.
 
-Three rules, each a table below:
+Five rules; the first three have a table each below:
 
 1. A room imports only rooms on the rows above its own (`ROWS`), wherever the
    import stands: at the top, inside a function, under TYPE_CHECKING.
@@ -9,6 +9,10 @@ Three rules, each a table below:
    all, torch and numpy excepted.
 3. Importing defines names and does nothing else: a call at module level must be
    to something known to have no effect (`PURE_CALLS`, `PURE_DECORATORS`).
+4. A public name exists once: no two public classes, and no two things that front
+   doors offer (`__init__.py` or its stub), are called the same.
+5. No ambient state: no ContextVar, no thread-local that no object owns, no
+   `global`, and nothing at module level that functions of the module change.
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +93,13 @@ PURE_DECORATORS = """
 """
 
 
+MUTATORS = """
+    append appendleft extend insert add update setdefault pop popleft popitem remove discard clear
+    sort reverse
+"""
+"""Methods that change a container."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
     path: Path
@@ -116,12 +128,18 @@ def check(package: Path) -> list[Finding]:
     paths = sorted([*package.rglob("*.py"), *package.rglob("__init__.pyi")])
     modules = [read_module(path, package) for path in paths]
     frozen = {name for module in modules for name in frozen_classes(module.tree)}
-    return sorted(
+    findings = [
         finding
         for module in modules
-        for findings in (check_direction(module), check_packages(module), check_effects(module, frozen))
-        for finding in findings
-    )
+        for found in (
+            check_direction(module),
+            check_packages(module),
+            check_effects(module, frozen),
+            check_ambient_state(module),
+        )
+        for finding in found
+    ]
+    return sorted([*findings, *check_names(modules)])
 
 
 def read_module(path: Path, package: Path) -> Module:
@@ -172,13 +190,19 @@ def names_imported(node: ast.AST, module: Module) -> list[str]:
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    origin = node.module or ""
-    if node.level:
-        origin = ".".join([*module.name.split(".")[: -node.level], *([origin] if origin else [])])
+    origin = origin_of(node, module)
     if origin != module.name.split(".")[0]:
         return [origin]
     # `from monolith import table` names a room; `from monolith import __version__` does not.
     return [f"{origin}.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
+
+
+def origin_of(node: ast.ImportFrom, module: Module) -> str:
+    """Return the absolute name of the module that `from ... import` reads."""
+    origin = node.module or ""
+    if node.level:
+        origin = ".".join([*module.name.split(".")[: -node.level], *([origin] if origin else [])])
+    return origin
 
 
 # 2. Packages from elsewhere
@@ -298,6 +322,145 @@ def frozen_classes(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
+# 4. A public name exists once
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Definition:
+    """Where something public is defined: a name of a module."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def check_names(modules: list[Module]) -> Iterator[Finding]:
+    by_stub_last = sorted(modules, key=lambda module: (module.path.stem == "__init__", module.path.suffix))
+    known = {plain_name(module): module for module in by_stub_last}  # what a lazy door offers is in its stub
+    public: dict[str, dict[Definition, Finding]] = defaultdict(dict)
+    for module in by_stub_last:
+        for name, definition, node in public_names(module, known):
+            public[name].setdefault(definition, module.finding(node, ""))
+    for name, found in sorted(public.items()):
+        first = min(found)
+        for definition in sorted(found.keys() - {first}):
+            where = found[definition]
+            message = f"the public name {name} exists twice: {definition} and {first}"
+            yield Finding(where.path, where.line, message)
+
+
+def public_names(module: Module, known: dict[str, Module]) -> Iterator[tuple[str, Definition, ast.AST]]:
+    """Yield the public classes of a module and, if it is a front door, what it offers, with their origin."""
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, Definition(plain_name(module), node.name), node
+        elif isinstance(node, ast.ImportFrom) and module.path.stem == "__init__":
+            for alias in node.names:
+                name = alias.asname or alias.name
+                origin = find_origin(origin_of(node, module), alias.name, known)
+                if origin is not None and not name.startswith("_"):
+                    yield name, origin, node
+
+
+def find_origin(module: str, name: str, known: dict[str, Module]) -> Definition | None:
+    """Follow imports to the module of the package that defines a name; None if it is a module."""
+    if f"{module}.{name}" in known:
+        return None
+    while (found := known.get(module)) is not None:
+        step = next((step for step in imports_from(found) if step[0] == name), None)
+        if step is None:
+            return Definition(module, name)
+        _, module, name = step
+    return None
+
+
+def imports_from(module: Module) -> Iterator[tuple[str, str, str]]:
+    """Yield what a module imports by name at its top: the name it has here, its module, its name there."""
+    for node in module.tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, origin_of(node, module), alias.name
+
+
+def plain_name(module: Module) -> str:
+    return module.name.removesuffix(".__init__")
+
+
+# 5. No ambient state
+
+
+def check_ambient_state(module: Module) -> Iterator[Finding]:
+    owned = {id(value) for node in ast.walk(module.tree) for value in given_to_self(node)}
+    imported = {here for here, *there in imports_from(module) if there == ["threading", "local"]}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Global):
+            yield module.finding(node, f"ambient state: `global {', '.join(node.names)}`")
+        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "ContextVar":
+            yield module.finding(node, "ambient state: a ContextVar; what varies is an argument")
+        elif (
+            isinstance(node, ast.Call)
+            and dotted(node.func) in {"threading.local", *imported}
+            and id(node) not in owned
+        ):
+            yield module.finding(node, "ambient state: a thread-local that no object owns")
+    names = assigned_names(module.tree.body)
+    for function in outermost_functions(module.tree):
+        for node, name in changes(function, names):
+            yield module.finding(node, f"ambient state: `{headline(node)}` changes {name} of the module")
+
+
+def given_to_self(node: ast.AST) -> list[ast.expr]:
+    """Return the value of `self.x = value`: an object owns it, so it lives and goes with the object."""
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    value = getattr(node, "value", None)
+    owns = any(isinstance(target, ast.Attribute) and dotted(target.value) == "self" for target in targets)
+    return [value] if owns and value is not None else []
+
+
+def assigned_names(body: list[ast.stmt]) -> set[str]:
+    targets = [
+        target
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def outermost_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in run_on_import(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def changes(function: ast.AST, names: set[str]) -> Iterator[tuple[ast.AST, str]]:
+    """Yield what a function does to objects of the module by these names, less those it has itself."""
+    own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    for node in ast.walk(function):
+        changed: list[ast.expr] = []
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                changed = [part for target in targets for part in ast.walk(target) if is_place(part)]
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target) if is_place(target):
+                changed = [target]
+            case ast.Call(func=ast.Attribute(value=value, attr=attribute)) if attribute in MUTATORS.split():
+                changed = [value]
+        for name in sorted({root_of(target) for target in changed} & (names - own)):
+            yield node, name
+
+
+def is_place(node: ast.AST) -> bool:
+    """Whether this is part of another object: `x[i]` or `x.y`, to be assigned or deleted."""
+    return isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load)
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and dotted(node.test).split(".")[-1] == "TYPE_CHECKING"
 
@@ -310,7 +473,7 @@ def dotted(node: ast.expr) -> str:
     return ast.unparse(node)
 
 
-def headline(node: ast.stmt) -> str:
+def headline(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0]
 
 

@@ -43,6 +43,17 @@ def findings(tool: ModuleType, tmp_path: Path) -> Findings:
     return check
 
 
+@pytest.fixture
+def front_door(tmp_path: Path) -> Callable[[str, str], None]:
+    """Write the front door of a room, at a path below the package."""
+
+    def write(path: str, source: str) -> None:
+        (tmp_path / "monolith" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "monolith" / path).write_text(source + "\n")
+
+    return write
+
+
 def test_the_package_itself_passes(tool: ModuleType) -> None:
     assert [str(finding) for finding in tool.check(TOOL.parents[1] / "src" / "monolith")] == []
 
@@ -179,6 +190,80 @@ def test_anything_that_happens_on_import_is_refused(findings: Findings, source: 
 
 def test_the_command_line_may_run_as_a_script(findings: Findings) -> None:
     assert findings(cli__a="if __name__ == '__main__':\n    run()") == []
+
+
+def test_a_public_class_exists_once(findings: Findings) -> None:
+    assert findings(table__a="class Plan: ...", store__b="class Plan: ...\nclass Other: ...") == [
+        "table/a.py:1: the public name Plan exists twice: monolith.table.a.Plan and monolith.store.b.Plan"
+    ]
+
+
+def test_private_classes_and_inner_ones_may_share_a_name(findings: Findings) -> None:
+    source = "class _Plan: ...\nclass {}:\n    class Inner: ...\ndef build():\n    class Local: ..."
+    assert findings(table__a=source.format("A"), store__b=source.format("B")) == []
+
+
+def test_two_front_doors_may_not_offer_two_things_by_one_name(
+    findings: Findings, front_door: Callable[[str, str], None]
+) -> None:
+    front_door("nn/__init__.py", "from monolith.nn.fm import FFM")
+    front_door("model/__init__.pyi", "from monolith.model.ffm import build as FFM")
+    front_door("model/__init__.py", "")
+    assert findings(nn__fm="FFM = dict", model__ffm="def build(): ...") == [
+        "nn/__init__.py:1: the public name FFM exists twice: monolith.nn.fm.FFM and monolith.model.ffm.build"
+    ]
+
+
+def test_a_name_that_several_doors_pass_on_exists_once(
+    findings: Findings, front_door: Callable[[str, str], None]
+) -> None:
+    front_door("train/__init__.pyi", "from monolith.train.hooks import Hook, saving")
+    front_door("train/hooks/__init__.pyi", "from monolith.train.hooks.hook import Hook\nimport torch")
+    front_door("train/__init__.py", "")
+    front_door("train/hooks/__init__.py", "")
+    assert findings(train__hooks__hook="class Hook: ...", train__hooks__saving="") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from contextvars import ContextVar\nCURRENT = ContextVar('current')",
+        "import contextvars\nclass A:\n    def f(self):\n        self.now = contextvars.ContextVar('now')",
+        "import threading\ndef f():\n    return threading.local()",
+        "from threading import local\nMINE = local()",
+        "SEEN = 0\ndef f():\n    global SEEN\n    SEEN = 1",
+        "SEEN = {}\ndef f(key):\n    SEEN[key] = 1",
+        "SEEN = {}\ndef f(key):\n    del SEEN[key]",
+        "SEEN = {}\ndef f(key):\n    SEEN[key] += 1",
+        "SEEN = {}\ndef f(key):\n    SEEN[key].append(1)",
+        "SEEN: set[int] = set()\ndef f(key):\n    SEEN.add(key)",
+        "SEEN = []\nclass A:\n    def f(self):\n        return lambda: SEEN.clear()",
+        "NOW = type('Now', (), {})\ndef f():\n    NOW.step = 1",
+    ],
+)
+def test_ambient_state_is_refused(findings: Findings, source: str) -> None:
+    assert [found for found in findings(table__a=source) if "ambient state" in found]
+
+
+def test_what_a_function_or_an_object_owns_is_not_ambient(findings: Findings) -> None:
+    source = """
+        import threading
+        NAMES = {"a": 1}
+        class Scratch:
+            def __init__(self) -> None:
+                self._by_thread = threading.local()
+                self.seen = {}
+            def add(self, key, local):
+                self.seen[key] = NAMES[key]
+                return local(key)
+        def f(NAMES):
+            NAMES["b"] = 2
+        def g():
+            NAMES = []
+            NAMES.append(1)
+            return sorted(NAMES)
+    """
+    assert findings(table__a=source) == []
 
 
 def test_findings_are_printed_and_exit_with_one(

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from monolith.errors import LayerArgumentError
-from monolith.nn.layers import FFM, GroupInt, ffm
+from monolith.nn.layers import GroupInt, ffm
+from monolith.nn.layers.group_interactions import FFM
 
 
 def reference(left: Tensor, right: Tensor, dim: int, int_type: str) -> Tensor:

@@ -7,7 +7,7 @@ it has to say: side losses are returned or asked for, never collected behind the
 from monolith.nn.layers.activations import ACTIVATIONS, Activation, MonitoredReLU, PReLU, make_activation
 from monolith.nn.layers.cross_network import DCN, DCN_TYPES
 from monolith.nn.layers.dense import MLP, AddBias, Dense
-from monolith.nn.layers.group_interactions import FFM, INTERACTIONS, GroupInt, ffm
+from monolith.nn.layers.group_interactions import INTERACTIONS, GroupInt, ffm
 from monolith.nn.layers.insight import feature_insight, fid_counter, watch_segments
 from monolith.nn.layers.interactions import CAN, CIN, AllInt, AutoInt, CDot
 from monolith.nn.layers.kernels import Kernel, WeightInit, glorot_uniform, normalize_columns
@@ -39,7 +39,6 @@ __all__ = [
     "DIN",
     "DIN_MODES",
     "DMRU2I",
-    "FFM",
     "GATE_TYPES",
     "INTERACTIONS",
     "MERGE_TYPES",
