@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check services bench soak soak-python fuzz clean
+.PHONY: help setup demo test check docs services bench soak soak-python fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,12 +35,16 @@ demo: setup  ## Train a model and watch it learn
 test: setup  ## The tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not soak'
 
-check: setup  ## Lint, format, types, import direction
+check: setup  ## Lint, format, types, imports, names, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/python tools/check_imports.py
+	$(BIN)/python tools/check_docs.py
+
+docs: setup  ## The documentation as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 services: setup  ## Install the servers that the tests talk to
 	tools/services.sh

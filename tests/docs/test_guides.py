@@ -1,4 +1,4 @@
-"""The code of the README and of the guides runs as it stands, block after block."""
+"""The code of the README, of the guides and of CONTRIBUTING runs as it stands, block after block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from monolith.train.manifest import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -63,7 +63,13 @@ def check_distributed(names: dict[str, Any]) -> None:
     assert [start["from_step"] for start in read_run_manifest(str(model))] == [60, 0]
 
 
+def check_contributing(names: dict[str, Any]) -> None:
+    assert names["optimizer"].param_groups[0]["step"] == 1
+    assert 0 < names["report"].step < 40  # stopped by the hook
+
+
 CLAIMS = {
+    "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
     "data.md": check_data,
     "README.md": check_readme,
