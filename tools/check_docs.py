@@ -1,0 +1,239 @@
+"""Checks what the documentation says of the repository: README, CONTRIBUTING, docs/ and benchmarks/.
+
+1. A relative link leads to a file that is there, and an anchor to a heading of it.
+2. A path in code quotes that begins with a folder of the repository is there.
+3. A `monolith ...` command is one of the command table, with flags it takes. In text, `list | inspect`
+   stands for several; in a block of shell `|` and `>` end the command. `...` stands for what is left out.
+4. A figure of the README names the command that gives it: its row of a table, or its paragraph. Those of a
+   table stand in benchmarks/README.md too, under that command: there is one source.
+
+Prints `path:line: message` for each finding and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md")
+FIGURES = "benchmarks/README.md"
+
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+HEADING = re.compile(r"^(#+) +(.+)$", re.MULTILINE)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(monolith(?: .*)?)$")
+NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.,]*\d)")
+RATE = re.compile(r"(?<![\w.,])\d[\d,.]* ?(?:[kMG] ?)?(?:[a-zA-Z]+/s|ms|GB|MB)\b")
+"""What is measured and could be another number tomorrow: so many things a second, milliseconds, bytes."""
+BENCH = re.compile(r"`(monolith bench \w+)[^`]*`")
+SOURCE_OF_FIGURES = re.compile(r"`(monolith bench \w+|make demo|make bench)[^`]*`")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    path: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page, with its code blocks blanked out in `prose`: offsets and lines are those of `text`."""
+
+    path: str
+    text: str
+
+    @property
+    def prose(self) -> str:
+        return FENCE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), self.text)
+
+    def finding(self, offset: int, message: str) -> Finding:
+        return Finding(self.path, self.text.count("\n", 0, offset) + 1, message)
+
+
+def check(root: Path) -> list[Finding]:
+    """Return all findings in the repository at this folder, in order."""
+    pages = [
+        Page(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+        for pattern in PAGES
+        for path in sorted(root.glob(pattern))
+    ]
+    findings = [
+        finding
+        for page in pages
+        for found in (check_links(page, root), check_paths(page, root), check_commands(page))
+        for finding in found
+    ]
+    readme = next((page for page in pages if page.path == "README.md"), None)
+    source = next((page for page in pages if page.path == FIGURES), Page(FIGURES, ""))
+    return sorted([*findings, *(check_figures(readme, source) if readme else [])])
+
+
+# 1. Links
+
+
+def check_links(page: Page, root: Path) -> Iterator[Finding]:
+    prose = QUOTED.sub(lambda code: " " * len(code[0]), page.prose)
+    for link in LINK.finditer(prose):
+        target, _, anchor = link["target"].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (root / page.path).parent / target if target else root / page.path
+        if not path.exists():
+            yield page.finding(link.start(), f"the link {link['target']} leads nowhere: there is no {target}")
+        elif anchor and anchor not in anchors(path.read_text(encoding="utf-8")):
+            yield page.finding(link.start(), f"the link {link['target']} leads nowhere: no heading #{anchor}")
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    return {
+        re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.strip().lower()))
+        for _, title in HEADING.findall(FENCE.sub("", text))
+    }
+
+
+# 2. Paths
+
+
+def check_paths(page: Page, root: Path) -> Iterator[Finding]:
+    folders = {path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    for code in QUOTED.finditer(page.prose):
+        path = code[1].partition("::")[0].rstrip("/")
+        if re.fullmatch(r"[\w.*-]+(/[\w.*-]+)+", path) and path.split("/")[0] in folders - {"build"}:
+            found = any(root.glob(path)) if "*" in path else (root / path).exists()
+            if not found:
+                yield page.finding(code.start(), f"there is no {path}")
+
+
+# 3. Commands
+
+
+def check_commands(page: Page) -> Iterator[Finding]:
+    for offset, command in commands_of(page):
+        for problem in problems_of(command):
+            yield page.finding(offset, f"`{command}`: {problem}")
+
+
+def commands_of(page: Page) -> Iterator[tuple[int, str]]:
+    """Yield each command that a page names, one at a time."""
+    for code in QUOTED.finditer(page.prose):
+        if COMMAND.match(code[1]):
+            for command in spread(code[1].replace("\\|", "|")):
+                yield code.start(), command
+    for block in FENCE.finditer(page.text):
+        if block[1] in ("", "sh", "shell", "bash", "console"):
+            for line in re.finditer(r".+", block[2]):
+                if found := COMMAND.match(line[0]):
+                    yield block.start(2) + line.start(), re.split(r" [|>&;] ?| # |  +#", found[1])[0].strip()
+
+
+def spread(command: str) -> list[str]:
+    """Return the commands that `monolith data head | stats` stands for."""
+    first, *others = command.split(" | ")
+    stem = first.split()[:-1]
+    return [first, *(" ".join([*stem, other]) for other in others)]
+
+
+def problems_of(command: str) -> Iterator[str]:
+    """Yield what is wrong with a command line: its name, or a flag that it does not take."""
+    from monolith.cli.commands import COMMANDS
+    from monolith.cli.main import commands_under, shared_parser, split_command
+    from monolith.cli.options.run_flags import split_run_flags
+    from monolith.errors import ConfigError
+
+    words = shlex.split(command, comments=True)[1:]
+    shared = {name for action in shared_parser()._actions for name in action.option_strings}
+    rest = [word for word in words if word not in {*shared, "--help", "..."}]
+    if not rest or commands_under([word for word in rest if word.islower() and word[0] != "-"]):
+        return  # `monolith --help`, `monolith bench NAME`
+    try:
+        name, arguments = split_command(rest)
+    except ConfigError as unknown:
+        yield str(unknown)
+        return
+    own = {"help", *flag_names(COMMANDS[name].options)}
+    if COMMANDS[name].run_flags:
+        arguments, _ = split_run_flags(arguments, own)
+    for word in arguments:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag.removeprefix("--").replace("-", "_") not in own:
+            yield f"`monolith {name}` has no flag {flag}"
+
+
+@cache
+def flag_names(options: type) -> frozenset[str]:
+    """Return the fields of a command's options, and of options that are part of them."""
+    hints = get_type_hints(options)
+    inner = [kind for hint in hints.values() for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
+    own = {field.name for field in fields(as_dataclass(options))}
+    return frozenset(own.union(*(flag_names(kind) for kind in inner if isinstance(kind, type))))
+
+
+def as_dataclass(options: type) -> Any:
+    assert is_dataclass(options)
+    return options
+
+
+# 4. Figures
+
+
+def check_figures(readme: Page, source: Page) -> Iterator[Finding]:
+    prose = readme.prose
+    for paragraph in re.finditer(r"(?:.+\n?)+", prose):
+        if not paragraph[0].lstrip().startswith("|"):
+            if (found := RATE.search(paragraph[0])) and not SOURCE_OF_FIGURES.search(paragraph[0]):
+                yield readme.finding(
+                    paragraph.start() + found.start(), f"{found[0]} names no command that gives it"
+                )
+            continue
+        for row in re.finditer(r"^\|.*$", paragraph[0], re.MULTILINE):
+            yield from check_row(row[0], paragraph.start() + row.start(), readme, source)
+
+
+def check_row(row: str, offset: int, readme: Page, source: Page) -> Iterator[Finding]:
+    """Check one row of a table of the README."""
+    bench = BENCH.search(row)
+    if bench is None:
+        if found := RATE.search(row):
+            yield readme.finding(offset, f"{found[0]} names no command that gives it")
+        return
+    section = section_of(source.text, bench[1])
+    if not section:
+        yield readme.finding(offset, f"{source.path} has no heading with `{bench[1]}`")
+        return
+    there = set(NUMBER.findall(section))
+    for figure in NUMBER.findall(QUOTED.sub("", row)):
+        if figure not in there:
+            yield readme.finding(offset, f"{figure} does not stand in {source.path} under `{bench[1]}`")
+
+
+def section_of(text: str, command: str) -> str:
+    """Return what stands under the heading that is this command; nothing where there is none."""
+    headings = [found for found in HEADING.finditer(text) if f"`{command}`" in found[2]]
+    if not headings:
+        return ""
+    begin = headings[-1]
+    after = [found for found in HEADING.finditer(text, begin.end()) if len(found[1]) <= len(begin[1])]
+    return text[begin.end() : after[0].start() if after else len(text)]
+
+
+def main(arguments: list[str]) -> int:
+    root = Path(arguments[0]) if arguments else Path(__file__).parents[1]
+    findings = check(root)
+    sys.stdout.writelines(f"{finding}\n" for finding in findings)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
