@@ -50,8 +50,8 @@ def test_a_link_that_leads_to_a_file_or_a_heading_passes(findings: Findings) -> 
     assert (
         findings(
             {
-                "README.md": "[a](docs/a.md) ![p](docs/p.png) [b](docs/a.md#how-bench-table-is) [c](#here)\n# Here",
-                "docs/a.md": "# How `bench table` is\n[up](../README.md) [out](https://example.org/x.md)",
+                "README.md": "[a](docs/a.md) ![p](docs/p.png)\n[b](docs/a.md#how-it-is) [c](#here)\n# Here",
+                "docs/a.md": "# How `it` is\n[up](../README.md) [out](https://example.org/x.md)",
                 "docs/p.png": "",
             }
         )

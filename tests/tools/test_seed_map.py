@@ -1,9 +1,11 @@
-"""`docs/seed-map.md` names every module and every name once, and only places that are there."""
+"""`docs/seed-map.md` names every name of every module once, places that are there, and who uses them."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -155,7 +157,9 @@ MODULES = {
 }
 """Module of the original -> the names described in it."""
 
-FATES = ("lives in ", "not yet", "no place: ")
+USED, UNUSED = "*used by a run*", "*library only*"
+FATES = ("lives in ", f"{USED}, lives in ", f"{UNUSED}, lives in ", "not yet", "no place: ")
+SECTIONS = ("The embedding table", "Dense mathematics", "Data")
 
 
 def read_rows(heading: str) -> list[tuple[str, str]]:
@@ -174,7 +178,7 @@ ROWS = [(quoted(left)[0], right) for left, right in read_rows("Modules")]
 PLACES = sorted(
     {
         name
-        for _, right in [*ROWS, *read_rows("The embedding table")]
+        for _, right in [*ROWS, *(row for section in SECTIONS for row in read_rows(section))]
         for name in quoted(right)
         if name.startswith(("monolith.", "tests/", "native/"))
     }
@@ -203,13 +207,46 @@ def test_each_name_of_a_module_has_one_fate(module: str, right: str) -> None:
 @pytest.mark.parametrize("module, right", ROWS)
 def test_what_lives_somewhere_is_shown_by_a_test(module: str, right: str) -> None:  # noqa: ARG001
     for _, fate in parts(right):
-        if fate.startswith("lives in "):
+        if "lives in " in fate:
             assert any(name.startswith("tests/") for name in quoted(fate))
 
 
-@pytest.mark.parametrize("left, right", read_rows("The embedding table"))
-def test_each_section_of_the_table_has_a_fate(left: str, right: str) -> None:  # noqa: ARG001
-    assert any(fate in right for fate in FATES)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_each_row_of_a_section_has_a_fate(section: str) -> None:
+    assert [left for left, right in read_rows(section) if not any(fate in right for fate in FATES)] == []
+
+
+def claims() -> Iterator[tuple[str, str]]:
+    """Yield each place of the package with what is claimed of it: the last claim before it in its part."""
+    parts_of_rows = [part for _, right in ROWS for part in right.split("<br>")]
+    for part in [*parts_of_rows, *(right for section in SECTIONS for _, right in read_rows(section))]:
+        claim = ""
+        if "lives in" not in part:
+            continue
+        for found in re.finditer(r"(\*[a-z ]+\*)|`(monolith\.[\w.]+)`", part):
+            if found[1]:
+                claim = found[1]
+            else:
+                yield found[2], claim
+
+
+CLAIMS = sorted(set(claims()))
+
+
+@pytest.fixture(scope="module")
+def is_used() -> Iterator[partial[bool]]:
+    """Whether a run uses a place, as imports from the commands say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "tools")
+        tool = importlib.import_module("follow_imports")
+        known = tool.read_package(tool.PACKAGE)
+        yield partial(tool.is_used, reached=tool.reached_from(tool.commands_of_runs(), known), known=known)
+
+
+@pytest.mark.parametrize("place, claim", CLAIMS)
+def test_each_place_says_truly_whether_a_run_uses_it(place: str, claim: str, is_used: partial[bool]) -> None:
+    assert claim in (USED, UNUSED), f"say of {place} whether it is {USED} or {UNUSED}"
+    assert claim == (USED if is_used(place) else UNUSED)
 
 
 @pytest.mark.parametrize("name", PLACES)
