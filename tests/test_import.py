@@ -105,3 +105,7 @@ print(json.dumps(sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})))
 def test_the_version_is_the_projects() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert monolith.__version__ == project["version"]
+
+
+def test_type_checkers_of_users_are_told_that_the_package_has_types() -> None:
+    assert (Path(monolith.__file__).parent / "py.typed").is_file()

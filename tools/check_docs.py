@@ -1,4 +1,4 @@
-"""Checks what the documentation says of the repository: README, CONTRIBUTING, docs/ and benchmarks/.
+"""Checks what the documentation says of the repository: README, CONTRIBUTING, and all pages in its folders.
 
 1. A relative link leads to a file that is there, and an anchor to a heading of it.
 2. A path in code quotes that begins with a folder of the repository is there.
@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 FIGURES = "benchmarks/README.md"
 
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-QUOTED = re.compile(r"`([^`\n]+)`")
+QUOTED = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 HEADING = re.compile(r"^(#+) +(.+)$", re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:\$ )?(?:\.venv/bin/)?(monolith(?: .*)?)$")
@@ -83,7 +83,7 @@ def check(root: Path) -> list[Finding]:
 
 
 def check_links(page: Page, root: Path) -> Iterator[Finding]:
-    prose = QUOTED.sub(lambda code: " " * len(code[0]), page.prose)
+    prose = QUOTED.sub(lambda code: re.sub(r"[^\n]", " ", code[0]), page.prose)
     for link in LINK.finditer(prose):
         target, _, anchor = link["target"].partition("#")
         if re.match(r"[a-z]+:", target):
@@ -128,8 +128,9 @@ def check_commands(page: Page) -> Iterator[Finding]:
 def commands_of(page: Page) -> Iterator[tuple[int, str]]:
     """Yield each command that a page names, one at a time."""
     for code in QUOTED.finditer(page.prose):
-        if COMMAND.match(code[1]):
-            for command in spread(code[1].replace("\\|", "|")):
+        words = code[1].replace("\n", " ").replace("\\|", "|")
+        if COMMAND.match(words):
+            for command in spread(words):
                 yield code.start(), command
     for block in FENCE.finditer(page.text):
         if block[1] in ("", "sh", "shell", "bash", "console"):
