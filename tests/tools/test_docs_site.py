@@ -25,6 +25,12 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def pages(tool: ModuleType) -> dict[str, str]:
+    found: dict[str, str] = tool.api_pages()
+    return found
+
+
 def turned(tool: ModuleType, page: str, text: str) -> str:
     found: str = tool.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=page)))
     return found
@@ -49,23 +55,19 @@ def test_a_link_leads_to_the_same_page_on_the_site(
     assert turned(tool, page, text) == expected
 
 
-def test_a_lazy_room_is_shown_with_what_its_stub_offers(tool: ModuleType) -> None:
-    pages = tool.api_pages()
+def test_a_lazy_room_is_shown_with_what_its_stub_offers(pages: dict[str, str]) -> None:
     assert "::: monolith.train.trainer.Trainer" in pages["train"]
     assert "::: monolith.data.source.Source" in pages["data"]
     assert "::: monolith.table.config.TableConfig" in pages["table"]
 
 
-def test_everything_is_shown_once(tool: ModuleType) -> None:
-    shown = [
-        line for page in tool.api_pages().values() for line in page.splitlines() if line.startswith(":::")
-    ]
+def test_everything_is_shown_once(pages: dict[str, str]) -> None:
+    shown = [line for page in pages.values() for line in page.splitlines() if line.startswith(":::")]
     assert len(shown) > 300
     assert len(shown) == len(set(shown))
 
 
-def test_what_an_inner_room_shows_is_linked_from_the_outer_one(tool: ModuleType) -> None:
-    pages = tool.api_pages()
+def test_what_an_inner_room_shows_is_linked_from_the_outer_one(pages: dict[str, str]) -> None:
     assert "::: monolith.nn.layers.dense.MLP" in pages["nn.layers"]
     assert "[`MLP`][monolith.nn.layers.dense.MLP]" in pages["nn"]
     assert "(nn.layers.md)" in pages["index"]
