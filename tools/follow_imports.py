@@ -1,7 +1,7 @@
 """Which modules of the package a run uses: those that its commands reach by imports, late ones included.
 
-    python tools/follow_imports.py                       each module, with the one that imports it
-    python tools/follow_imports.py monolith.nn.clipping  how it is reached
+    python tools/follow_imports.py                           each module, with the one that imports it
+    python tools/follow_imports.py monolith.nn.clipping ...  whether a run uses a module or a name, and how
 
 A front door is passed through by name: who takes `Saver` from `monolith.checkpoint` reaches the module that
 defines it, and not all that the door offers. Imports for type checkers do not count. It begins with modules
@@ -127,19 +127,18 @@ def names_in(tree: ast.Module) -> frozenset[str]:
 
 
 def main(arguments: list[str]) -> int:
-    reached = reached_from(commands_of_runs(), read_package(PACKAGE))
+    known = read_package(PACKAGE)
+    reached = reached_from(commands_of_runs(), known)
     if not arguments:
         sys.stdout.writelines(
             f"{there}  <- {here or 'a command'}\n" for there, here in sorted(reached.items())
         )
-        return 0
-    at = arguments[0]
-    if at not in reached:
-        sys.stdout.write(f"{at} is not reached\n")
-        return 1
-    while at:
-        sys.stdout.write(f"{at}\n")
-        at = reached[at]
+    for name in arguments:
+        used = is_used(name, reached, known)
+        sys.stdout.write(f"{name}: {'used by a run' if used else 'library only'}\n")
+        at = name if name in known else defining(*name.rsplit(".", 1), known)
+        while at := reached.get(at, ""):
+            sys.stdout.write(f"  <- {at}\n")
     return 0
 
 
