@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ("services.fixtures",)
+pytest_plugins = ("services.fixtures", "services.slowest_files")
 
 SLOW_FILES = (
     "test_guides.py",

@@ -37,6 +37,16 @@ def test_going_past_a_door_does_not_import_torch() -> None:
     assert python(f"import sys, {doors}; print('torch' in sys.modules)") == "False\n"
 
 
+def test_a_module_is_imported_when_one_of_its_names_is_used() -> None:
+    program = """
+import sys
+from monolith.front_door import module_when_used
+wave = module_when_used("wave")
+print("wave" in sys.modules, wave.WAVE_FORMAT_PCM, "wave" in sys.modules)
+"""
+    assert python(program) == "False 1 True\n"
+
+
 def test_all_names_may_be_asked_for_at_once() -> None:
     assert python("from monolith.store import *; print(LocalStore.__name__)") == "LocalStore\n"
 

@@ -80,7 +80,7 @@ PURE_CALLS = """
     range set sorted str sum tuple type vars zip
     items keys values join split strip format encode removeprefix removesuffix
     Decimal Fraction MappingProxyType Path PurePath PurePosixPath Struct
-    attrgetter itemgetter partial timedelta open_when_asked
+    attrgetter itemgetter partial timedelta open_when_asked module_when_used
     re.compile logging.getLogger logging.makeLogRecord textwrap.dedent np.dtype np.finfo np.iinfo
     np.float32 np.float64 np.int32 np.int64 np.uint32 np.uint64 torch.finfo torch.iinfo
 """

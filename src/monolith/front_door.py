@@ -7,6 +7,9 @@ knocks at could also restore a model. So the `__init__.py` of a room that needs 
 
 and the `__init__.pyi` beside it lists what the room offers and where that lives: for type checkers,
 editors and this module alike.
+
+Likewise `torch = module_when_used("torch")` stands for a module that only some functions of another need:
+who reads what a file says of itself should not wait for what makes tensors of it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module, resources
+from typing import Any
 
 
 def open_when_asked(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -37,3 +41,18 @@ def open_when_asked(package: str) -> tuple[Callable[[str], object], Callable[[],
         return found
 
     return get, lambda: sorted({*offered(), *vars(sys.modules[package])})
+
+
+def module_when_used(name: str) -> ModuleWhenUsed:
+    """Return what stands for a module, and imports it when its first name is asked for."""
+    return ModuleWhenUsed(name)
+
+
+class ModuleWhenUsed:
+    """Has the names of a module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from services import warm
 
 from monolith.cli.main import main
 
@@ -15,7 +14,6 @@ from monolith.cli.main import main
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     command = [
-        sys.executable,
         "-m",
         "monolith",
         "bench",
@@ -25,7 +23,7 @@ def report() -> dict[str, Any]:
         "30000",
         "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = warm.run(command, check=True)
     assert "rows of 16 floats" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

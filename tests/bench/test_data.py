@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from services import warm
 
 from monolith.bench import data
 from monolith.bench.options import BenchDataOptions
@@ -19,8 +18,8 @@ from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    command = [sys.executable, "-m", "monolith", "bench", "data", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = ["-m", "monolith", "bench", "data", "--quick", "--json"]
+    done = warm.run(command, check=True)
     assert "2,000 records" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from services import warm
 
 from monolith.bench import store
 from monolith.bench.options import BenchStoreOptions
@@ -18,8 +17,8 @@ pytest.importorskip("pyarrow")
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    command = [sys.executable, "-m", "monolith", "bench", "store", "--quick", "--ids", "100", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    command = ["-m", "monolith", "bench", "store", "--quick", "--ids", "100", "--json"]
+    done = warm.run(command, check=True, timeout=300)
     assert "Batches of 100 distinct ids, 16 floats each" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

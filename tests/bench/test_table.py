@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from services import warm
 
 from monolith.bench import rivals
 from monolith.bench.ids import IdBatches, id_of, uniform, zipf
@@ -28,10 +27,8 @@ MOST = "1 thread" if cores() == 1 else "2 threads"
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     """One small run of everything, as a user starts it: standard output must be JSON and nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-m", "monolith", "bench", "table", "--quick", "--scaling", "--busy", "--json"],
-        capture_output=True,
-        text=True,
+    done = warm.run(
+        ["-m", "monolith", "bench", "table", "--quick", "--scaling", "--busy", "--json"],
         check=True,
     )
     found: dict[str, Any] = json.loads(done.stdout)

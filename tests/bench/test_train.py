@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from services import warm
 from torch.testing import assert_close
 
 from monolith.bench import rivals, train, trainers
@@ -23,8 +22,8 @@ SHAPE = (3, 50, 4, (8,))
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    command = [sys.executable, "-m", "monolith", "bench", "train", "--quick", "--features", "5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = ["-m", "monolith", "bench", "train", "--quick", "--features", "5", "--json"]
+    done = warm.run(command, check=True)
     assert "DeepFM, 5 features" in done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

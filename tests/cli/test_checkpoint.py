@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from checkpoint import small_servers
 from checkpoint.small_runs import SmallRun, chain, flip
 from contracts.tables import ids
 
+from monolith.checkpoint import Listed
 from monolith.cli import checkpoint as command
 from monolith.cli.main import main
 
@@ -253,8 +255,21 @@ def test_help_answers_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
 
 
+@pytest.mark.parametrize("verb", ["list", "inspect"])
+def test_whoever_only_looks_does_not_wait_for_torch(prefixes: list[str], folder: Path, verb: str) -> None:
+    code = (
+        "import sys; from monolith.cli.main import main; status = main(sys.argv[1:]); "
+        "sys.exit(status or (3 if 'torch' in sys.modules else 0))"
+    )
+    command = [sys.executable, "-c", code, "checkpoint", verb, str(folder)]
+    environment = os.environ | {"COLUMNS": "200"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert Path(prefixes[-1]).name in done.stdout
+
+
 def test_many_tables_are_counted_together() -> None:
-    one = command.Listed(
+    one = Listed(
         prefix="/x/model.ckpt-1",
         step=1,
         saved_at=None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from contracts.discoveries import eventually
+from services import warm
 
 from monolith.cli.data_service import (
     dispatcher,
@@ -67,22 +66,19 @@ class Commands:
         for name, numbers in {"a": NUMBERS[:60], "b": NUMBERS[60:]}.items():
             (folder / f"{name}.txt").write_text("".join(f"{number}\n" for number in numbers))
 
-    def dispatcher(self, *flags: str, port: int = 0, **environment: str) -> subprocess.Popen[str]:
+    def dispatcher(self, *flags: str, port: int = 0, **environment: str) -> warm.Popen:
         needed = ("--splits", f"{self.folder}/*.txt", "--folder", "job", "--lease", "1", "--port", str(port))
         return self._start("dispatcher", needed + flags, environment)
 
-    def worker(self, *flags: str) -> subprocess.Popen[str]:
+    def worker(self, *flags: str) -> warm.Popen:
         needed = ("--source", "lines_source:Lines", "--buffer-chunks", "4", "--readers", "1")
         return self._start("worker", needed + flags, {})
 
-    def _start(
-        self, command: str, flags: tuple[str, ...], environment: dict[str, str]
-    ) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "monolith", "data", command, *flags],
+    def _start(self, command: str, flags: tuple[str, ...], environment: dict[str, str]) -> warm.Popen:
+        process = warm.Popen(
+            ["-m", "monolith", "data", command, *flags],
             cwd=self.folder,
-            stdout=subprocess.PIPE,
-            text=True,
+            stdout=warm.PIPE,
             env={**os.environ, **environment},
         )
 
@@ -95,17 +91,17 @@ class Commands:
         return process
 
 
-def address_of(process: subprocess.Popen[str]) -> str:
+def address_of(process: warm.Popen) -> str:
     """Return the address that a command prints when it is ready."""
     return process.stdout.readline().strip().partition(" ")[2]
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: warm.Popen) -> None:
     process.kill()
     process.wait()
 
 
-def stop(process: subprocess.Popen[str]) -> None:
+def stop(process: warm.Popen) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
 

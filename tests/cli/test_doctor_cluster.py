@@ -7,13 +7,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from services import warm
 from services.servers import free_port
 
 from monolith.cli import doctor, doctor_cluster, main
@@ -45,12 +45,9 @@ def printed(members: list[Registered]) -> str:
 
 
 def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "monolith", "--log-level", "error", "doctor", "--cluster", *flags],
-        capture_output=True,
-        text=True,
+    return warm.run(
+        ["-m", "monolith", "--log-level", "error", "doctor", "--cluster", *flags],
         env={**os.environ, **environment},
-        check=False,
     )
 
 

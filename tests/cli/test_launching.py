@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from services import warm
 from services.ray import RayCluster
 
 from monolith.checkpoint import read_checkpoint_state
@@ -56,18 +55,17 @@ def wait_until(condition: Callable[[], object], otherwise: str) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., warm.Popen]]:
     """Starts a launcher; in the end nobody who knows the model_dir runs."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[warm.Popen] = []
 
-    def start(*words: str) -> subprocess.Popen[str]:
+    def start(*words: str) -> warm.Popen:
         # Text from many processes: files never fill up as pipes do.
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words)],
+            process = warm.Popen(
+                ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words)],
                 stdout=out,
                 stderr=err,
-                text=True,
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),

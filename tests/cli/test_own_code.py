@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from services import warm
 
 TASK = """
 import os
@@ -53,14 +52,11 @@ def folder(tmp_path: Path) -> Path:
 
 def monolith(folder: Path, *words: str, mistake: str = "") -> tuple[int, str]:
     """Run a command in a process of its own; return its status, and what it said on standard error."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "monolith", *words],
+    ran = warm.run(
+        ["-m", "monolith", *words],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "MISTAKE": mistake, "HOME": str(folder)},
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     return ran.returncode, ran.stderr
 

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import ExitStack
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from services import warm
 from train.tasks import Clicks
 
 from monolith import observe
@@ -411,17 +410,16 @@ def test_control_says_where_it_listens_and_obeys(
 # Signals and locks
 
 
-def start(*flags: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "monolith", "train", TASK, "--set", "batches=10000000", "--json", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+def start(*flags: str) -> warm.Popen:
+    return warm.Popen(
+        ["-m", "monolith", "train", TASK, "--set", "batches=10000000", "--json", *flags],
+        stdout=warm.PIPE,
+        stderr=warm.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, process: warm.Popen) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
         assert process.poll() is None, process.communicate()[1]

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services import warm
 
 import monolith.train
 from monolith.cli import train as command
@@ -147,10 +146,9 @@ def test_a_worker_joins_with_what_the_config_says(tmp_path: Path, monkeypatch: p
 
 
 def test_a_signal_ends_a_worker_that_waits_for_servers(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "monolith", "train", *words(tmp_path)],
-        stderr=subprocess.PIPE,
-        text=True,
+    with warm.Popen(
+        ["-m", "monolith", "train", *words(tmp_path)],
+        stderr=warm.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     ) as process:
         assert process.stderr is not None
@@ -218,9 +216,9 @@ def test_one_server_and_one_worker_train_in_two_processes(
     from train.tasks import Clicks
 
     monkeypatch.setattr(Clicks, "hooks", lambda _, mode: [Look()])  # noqa: ARG005
-    with subprocess.Popen(
+    with warm.Popen(
         [
-            *(sys.executable, "-m", "monolith", "train", *words(tmp_path)),
+            *("-m", "monolith", "train", *words(tmp_path)),
             *("--cluster.role", "ps", "--cluster.listen", "127.0.0.1"),
         ],
         env={

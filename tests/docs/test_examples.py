@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from services import warm
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,13 +16,10 @@ def run(name: str, *arguments: str) -> str:
     """Run an example and return what it printed. It takes some 8 s; the limit is for busy machines."""
     # One thread, since tests share their cores, and threads of torch wait for each other busily.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
+    done = warm.run(
+        [str(EXAMPLES / name), *arguments],
         timeout=120,
         env=environment,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from services import warm
 from train.fleets import Tallied, read_model
 
 TESTS = Path(__file__).parents[1]
@@ -39,7 +38,7 @@ class FleetProcesses:
 
     def command(self, *more: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "monolith", "train", "train.fleets:Tallied"),
+            *("-m", "monolith", "train", "train.fleets:Tallied"),
             *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
             *(
                 "--num-ps",
@@ -55,8 +54,8 @@ class FleetProcesses:
             *("--quiet", "--failover.wait", "0.5s", *self._flags, *more),
         ]
 
-    def start(self, command: list[str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(self, command: list[str]) -> warm.Popen:
+        return warm.Popen(
             command,
             cwd=TESTS,
             env={
@@ -65,8 +64,7 @@ class FleetProcesses:
                 "OMP_NUM_THREADS": "1",
             },
             stdout=self._output,
-            stderr=subprocess.STDOUT,
-            text=True,
+            stderr=warm.STDOUT,
         )
 
     @property
@@ -80,12 +78,9 @@ class FleetProcesses:
         words_of_it = ["--cluster.role", place[0], "--cluster.index", str(place[1])]
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if (
-                    str(self.model_dir) in words
-                    and words_of_it == words[-5:-1]
-                    and "guardian" not in " ".join(words)
-                ):
+                words = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+                stands_in = "guardian" in " ".join(words) or words[1:2] == ["-IS"]  # see `warm_interpreter`
+                if str(self.model_dir) in words and words_of_it == words[-4:] and not stands_in:
                     return int(folder.name)
         return None
 

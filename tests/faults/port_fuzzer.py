@@ -29,6 +29,7 @@ import grpc
 import pyarrow as pa
 from faults.port_servers import TOKEN
 from pyarrow import flight
+from services import warm
 
 ROUND = 100
 """Messages between two looks at the servers."""
@@ -208,12 +209,11 @@ class Servers:
         self.prefix = str(folder / "model" / "model.ckpt-1")
         tests = str(Path(__file__).parents[1])
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "faults.port_servers", str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+            self.process = warm.Popen(
+                ["-m", "faults.port_servers", str(folder)],
+                stdin=warm.PIPE,
+                stdout=warm.PIPE,
                 stderr=log,
-                text=True,
                 env={**os.environ, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"},
             )
         assert self.process.stdout is not None

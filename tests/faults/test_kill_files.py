@@ -6,13 +6,12 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from faults.file_reader import FORMAT, delivered
+from services import warm
 
 from monolith.data.formats.memory import to_records
 
@@ -25,11 +24,10 @@ class Readers:
 
     def __init__(self) -> None:
         tests = Path(__file__).parents[1]
-        self._server = subprocess.Popen(
-            [sys.executable, str(tests / "faults" / "file_reader.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        self._server = warm.Popen(
+            [str(tests / "faults" / "file_reader.py")],
+            stdin=warm.PIPE,
+            stdout=warm.PIPE,
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",

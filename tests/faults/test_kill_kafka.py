@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from services import warm
 from services.kafka import PRODUCER_SETTINGS, Kafka
 
 from monolith.data.kafka import KafkaSink
@@ -27,13 +26,12 @@ class Consumers:
     """Consumers, one after the other, forked from a process that has imported everything."""
 
     def __init__(self, address: str, topic: str, state: Path) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "faults.kafka_consumer", address, topic, str(state)],
+        self._server = warm.Popen(
+            ["-m", "faults.kafka_consumer", address, topic, str(state)],
             cwd=TESTS,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+            stdin=warm.PIPE,
+            stdout=warm.PIPE,
+            stderr=warm.DEVNULL,
         )
 
     def say(self, word: str) -> int:

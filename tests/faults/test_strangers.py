@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +13,7 @@ from data.service.loopback import until
 from faults.port_fuzzer import Servers
 from faults.port_servers import TOKEN
 from faults.strangers import Stranger, is_root
+from services import warm
 
 from monolith.cluster.security import Guard
 from monolith.config import Secret
@@ -57,13 +56,12 @@ def stranger() -> Stranger:
     return Stranger()
 
 
-def start(stack: ExitStack, folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(stack: ExitStack, folder: Path, *words: str) -> warm.Popen:
     """Start a command; it is gone when the test ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "monolith", *words],
+    process = warm.Popen(
+        ["-m", "monolith", *words],
         cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
+        stdout=warm.PIPE,
         env={**os.environ, "PYTHONPATH": str(folder)},
     )
 
@@ -77,7 +75,7 @@ def start(stack: ExitStack, folder: Path, *words: str) -> subprocess.Popen[str]:
     return process
 
 
-def address_of(process: subprocess.Popen[str]) -> str:
+def address_of(process: warm.Popen) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip().partition(" ")[2]
 
@@ -199,12 +197,12 @@ class Launched:
             "--control",
         )
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [
-                    *(sys.executable, "-m", "monolith", "train", *words),
+                    *("-m", "monolith", "train", *words),
                     *("--control", "--model-dir", str(self.model_dir), "--set", "batches=10000000"),
                 ],
-                stdout=subprocess.DEVNULL,
+                stdout=warm.DEVNULL,
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 from contracts.stores import serve
+from services import warm
 from torch import nn
 
 from monolith.store import DenseShare, LocalStore, ParameterServer, TableIds
@@ -37,12 +37,11 @@ def dense() -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     return weights, torch.optim.SGD(weights.values(), lr=1.0)
 
 
-def start(stack: ExitStack, port: int, number: int, count: int) -> tuple[subprocess.Popen[str], str]:
+def start(stack: ExitStack, port: int, number: int, count: int) -> tuple[warm.Popen, str]:
     """Start a server in a process of its own, which ends with the stack; return it and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "store.fleets", str(port), str(number), str(count)],
-        stdout=subprocess.PIPE,
-        text=True,
+    process = warm.Popen(
+        ["-m", "store.fleets", str(port), str(number), str(count)],
+        stdout=warm.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
     stack.callback(process.wait)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ import torch
 from contracts.tables import ids, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services import warm
 
 from monolith import filesystem
 from monolith.errors import (
@@ -425,10 +424,10 @@ for value in range(1000):
 @pytest.mark.parametrize("pause", [0.0, 0.03])
 def test_a_kill_at_any_moment_leaves_one_whole_dump(base: str, pause: float) -> None:
     cls = table_classes()[-1]
-    command = [sys.executable, "-c", CHILD.format(module=cls.__module__, name=cls.__name__), base]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+    command = ["-c", CHILD.format(module=cls.__module__, name=cls.__name__), base]
+    with warm.Popen(command, stdout=warm.PIPE) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"0\n"
+        assert child.stdout.readline() == "0\n"
         time.sleep(pause)
         child.send_signal(signal.SIGKILL)
         done = [0, *map(int, child.stdout.read().split())][-1]

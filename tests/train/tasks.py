@@ -12,6 +12,7 @@ from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
 from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
+from monolith.nn.optimizers import EagerAdam
 from monolith.train import Mode, Task
 
 
@@ -48,7 +49,7 @@ class Clicks(Task):
         return DeepFM(features, dim=self.dim, hidden=(8,), dropout=self.dropout, threads=1)
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=0.01)
+        return EagerAdam(model.parameters(), lr=0.01)
 
 
 def rows_of(module: nn.Module) -> dict[str, Any]:

@@ -12,32 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from monolith import filesystem
-from monolith.checkpoint import (
-    Contents,
-    Difference,
-    FoundRow,
-    Listed,
-    compact,
-    compare,
-    export,
-    find_checkpoint,
-    find_id,
-    list_checkpoints,
-    read_chain,
-    read_contents,
-    reshard,
-)
-from monolith.checkpoint.offline.comparing import VariableDifference
-from monolith.checkpoint.offline.reading import Damage, SavedTables, TableContents, Variable
-from monolith.checkpoint.offline.rewriting import Rewritten
+from monolith import checkpoint, filesystem
+from monolith.checkpoint.offline.reading import Damage, SavedTables
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
@@ -49,6 +32,12 @@ from monolith.cli.options.checkpoint import (
 from monolith.errors import ConfigError, UnknownTableError
 from monolith.observe import Progress, progress
 
+if TYPE_CHECKING:
+    from monolith.checkpoint import Contents, Difference, FoundRow, Listed
+    from monolith.checkpoint.offline.comparing import VariableDifference
+    from monolith.checkpoint.offline.reading import TableContents, Variable
+    from monolith.checkpoint.offline.rewriting import Rewritten
+
 SHOWN_VALUES = 8
 SHOWN_TABLES = 3
 
@@ -58,7 +47,7 @@ SHOWN_TABLES = 3
 
 def list_(options: CheckpointListOptions) -> int:
     """List the checkpoints of a run; 1 where one is damaged."""
-    found = list_checkpoints(options.run_dir)
+    found = checkpoint.list_checkpoints(options.run_dir)
     if options.json:
         print_json(
             {
@@ -118,7 +107,7 @@ def kept_text(one: Listed) -> str:
 
 def inspect(options: CheckpointInspectOptions) -> int:
     """Show what is in a checkpoint, or the row of one id; 1 where something is damaged."""
-    prefix = find_checkpoint(options.checkpoint)
+    prefix = checkpoint.find_checkpoint(options.checkpoint)
     if options.id is not None:
         return guarded(prefix, options.json, lambda: show_row(prefix, options))
     return guarded(prefix, options.json, lambda: show_contents(prefix, options))
@@ -126,10 +115,10 @@ def inspect(options: CheckpointInspectOptions) -> int:
 
 def show_row(prefix: str, options: CheckpointInspectOptions) -> int:
     assert options.id is not None
-    names = SavedTables(read_chain(prefix)).names
+    names = SavedTables(checkpoint.read_chain(prefix)).names
     if options.table is None and len(names) != 1:
         raise ConfigError(f"checkpoint inspect: --id needs --table, one of: {', '.join(names) or 'none'}")
-    found = find_id(prefix, options.table or names[0], options.id)
+    found = checkpoint.find_id(prefix, options.table or names[0], options.id)
     if options.json:
         print_json({"checkpoint": prefix, **asdict(found)})
         return 0
@@ -163,7 +152,7 @@ def row_table(found: FoundRow) -> Table:
 
 def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
     with bar("Reading", rows_held(prefix) if options.verify else 0) as done:
-        found = read_contents(prefix, verify=options.verify, progress=done)
+        found = checkpoint.read_contents(prefix, verify=options.verify, progress=done)
     tables = [table for table in found.tables if options.table in (None, table.name)]
     if options.table is not None and not tables:
         names = ", ".join(table.name for table in found.tables) or "none"
@@ -240,12 +229,14 @@ def diff(options: CheckpointDiffOptions) -> int:
     """Show what two checkpoints have not in common; 1 where one is damaged."""
     if options.top < 0 or options.variables < 0:
         raise ConfigError("checkpoint diff: --top and --variables must not be negative")
-    before, after = find_checkpoint(options.before), find_checkpoint(options.after)
+    before, after = checkpoint.find_checkpoint(options.before), checkpoint.find_checkpoint(options.after)
 
     def work() -> int:
         rows = sum(sum(map(tables.rows, tables.names)) for tables in map(tables_of, (before, after)))
         with bar("Comparing", rows) as done:
-            found = compare(before, after, tables=options.tables or None, top=options.top, progress=done)
+            found = checkpoint.compare(
+                before, after, tables=options.tables or None, top=options.top, progress=done
+            )
         if options.json:
             print_json({**asdict(found), "same": found.same})
         else:
@@ -310,11 +301,11 @@ def reshard_(options: CheckpointReshardOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint reshard: say where to write with --to")
     check_shards(options.num_shards)
-    prefix = find_checkpoint(options.checkpoint)
+    prefix = checkpoint.find_checkpoint(options.checkpoint)
 
     def work() -> int:
         with bar("Writing", rows_of(prefix)) as done:
-            written = reshard(prefix, options.to, num_shards=options.num_shards, progress=done)
+            written = checkpoint.reshard(prefix, options.to, num_shards=options.num_shards, progress=done)
         return report(written, options.json, f"written to {written.prefix}")
 
     return guarded(prefix, options.json, work)
@@ -323,11 +314,11 @@ def reshard_(options: CheckpointReshardOptions) -> int:
 def compact_(options: CheckpointCompactOptions) -> int:
     """Make the last increment of a chain a full checkpoint."""
     check_shards(options.num_shards)
-    prefix = find_checkpoint(options.checkpoint)
+    prefix = checkpoint.find_checkpoint(options.checkpoint)
 
     def work() -> int:
         with bar("Compacting", rows_of(prefix)) as done:
-            written = compact(prefix, num_shards=options.num_shards, progress=done)
+            written = checkpoint.compact(prefix, num_shards=options.num_shards, progress=done)
         words = f"{written.prefix} is full now, made of {len(written.chain)} checkpoints"
         if len(written.chain) == 1:
             words = f"{written.prefix} was full already"
@@ -353,12 +344,12 @@ def export_(options: CheckpointExportOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint export: say where to write with --to")
     check_shards(options.num_shards)
-    prefix = find_checkpoint(options.checkpoint)
+    prefix = checkpoint.find_checkpoint(options.checkpoint)
 
     def work() -> int:
         tables = options.tables or None
         with bar("Exporting", rows_of(prefix, tables)) as done:
-            written = export(
+            written = checkpoint.export(
                 prefix,
                 options.to,
                 tables=tables,
@@ -402,7 +393,7 @@ def guarded(what: str, as_json: bool, work: Callable[[], int]) -> int:
 
 
 def tables_of(prefix: str) -> SavedTables:
-    return SavedTables(read_chain(prefix))
+    return SavedTables(checkpoint.read_chain(prefix))
 
 
 def rows_of(prefix: str, tables: Sequence[str] | None = None) -> int:

@@ -7,10 +7,11 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from monolith.config.hints import dataclass_members, describe, field_hints
@@ -27,8 +28,13 @@ class FieldInfo:
     """Its type."""
     default: Any
     """What it is when nobody sets it; `dataclasses.MISSING` when somebody must."""
-    doc: str
-    """The text below the field; empty where there is none, or no source to read it from."""
+    owner: type
+    """The class that has the field."""
+
+    @property
+    def doc(self) -> str:
+        """The text below the field; empty where there is none, or no source to read it from."""
+        return field_docs(self.owner).get(self.path.rpartition(".")[2], "")
 
     @property
     def type_text(self) -> str:
@@ -43,11 +49,9 @@ class FieldInfo:
 
 def describe_fields(cls: type) -> list[FieldInfo]:
     """Every field below `cls` that is no table of known fields itself, in order."""
-    found = list(_walk(cls, (), (), dataclasses.MISSING))
-    docs = {owner: field_docs(owner) for _, owner, _, _ in found}
     return [
-        FieldInfo(path, hint, default, docs[owner].get(path.rpartition(".")[2], ""))
-        for path, owner, hint, default in found
+        FieldInfo(path, hint, default, owner)
+        for path, owner, hint, default in _walk(cls, (), (), dataclasses.MISSING)
     ]
 
 
@@ -85,8 +89,12 @@ def default_text(value: Any) -> str:
     return value.name.lower() if isinstance(value, Enum) else str(value)
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field, over all bases, the nearest class winning."""
+@cache
+def field_docs(cls: type) -> Mapping[str, str]:
+    """The string below each field, over all bases, the nearest class winning.
+
+    It stands in the source, which takes ten milliseconds to find and parse; but it stays as it is.
+    """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:

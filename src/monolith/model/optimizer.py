@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from monolith.errors import FeatureError, RestoreError, UnknownTableError
 from monolith.model.collection import EmbeddingCollection
+from monolith.nn.optimizers import EagerOptimizer
 from monolith.store import TableIds
 
 
@@ -35,7 +36,7 @@ class _Pending:
     event_time: int
 
 
-class EmbeddingOptimizer(torch.optim.Optimizer):
+class EmbeddingOptimizer(EagerOptimizer):
     """Trains the rows of every `EmbeddingCollection` of a model.
 
     Args:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith.errors import FeatureError, RestoreError, SaveError
+from monolith.nn.optimizers import rule_of
 
 _VERSION = 1
 _METADATA = "monolith"
@@ -326,7 +327,7 @@ def fill_dense(
 
 
 def _name(optimizer: torch.optim.Optimizer | None) -> str | None:
-    return None if optimizer is None else type(optimizer).__name__
+    return None if optimizer is None else rule_of(optimizer).__name__
 
 
 def _kept(optimizer: torch.optim.Optimizer | None, weight: Tensor) -> Mapping[str, Any]:

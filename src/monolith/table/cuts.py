@@ -12,12 +12,13 @@ rows changed and which ids went. That is all an incremental checkpoint writes.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from monolith.table.config import TableConfig
 from monolith.table.table import Scan, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TableCut(Protocol):

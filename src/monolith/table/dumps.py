@@ -25,14 +25,13 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, FilesystemError, RestoreError, TableArgumentError
+from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
 from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.parallel import StopTogether, in_parallel
@@ -49,9 +48,14 @@ from monolith.table.sharded_names import find_sharded, parse, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
 if TYPE_CHECKING:
-    from monolith.observe import Progress
+    import torch
+    from torch import Tensor
 
-Keep = Callable[[Tensor], Tensor] | tuple[int, int]
+    from monolith.observe import Progress
+else:
+    torch = module_when_used("torch")
+
+Keep: TypeAlias = "Callable[[Tensor], Tensor] | tuple[int, int]"
 """Which ids to load: a function from int64 ids to a bool mask, or (shard, num_shards): ids that are,
 as unsigned numbers, `shard` modulo `num_shards`."""
 

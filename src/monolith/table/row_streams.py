@@ -10,17 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from monolith.errors import CorruptFileError, RestoreError
+from monolith.front_door import module_when_used
 from monolith.table.dumps import inspect_dump, removed_ids, select
 from monolith.table.hashing import mix, mix_one
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
 from monolith.table.table import Rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = module_when_used("torch")
 
 HASHES = 1 << 64
 """How many there are; the end of a range that leaves none out."""

@@ -27,16 +27,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError
+from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
 from monolith.table.table import Rows
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = module_when_used("torch")
 
 VERSION = 1
 BLOCK_BYTES = 4 << 20

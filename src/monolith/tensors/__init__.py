@@ -1,26 +1,7 @@
 """Tensors as a recommender needs them: ragged, nested, packed, spread over shards, and queued."""
 
-from monolith.tensors.queues import Prefetched, PrefetchQueue, prefetch
-from monolith.tensors.ragged import (
-    RaggedTensor,
-    fused_value_rowids,
-    gen_seq_mask,
-    maybe_squeeze_3d_tensor,
-    normalize_merged_split,
-    ranges,
-)
-from monolith.tensors.structure import leaves, map_leaves
+from __future__ import annotations
 
-__all__ = [
-    "PrefetchQueue",
-    "Prefetched",
-    "RaggedTensor",
-    "fused_value_rowids",
-    "gen_seq_mask",
-    "leaves",
-    "map_leaves",
-    "maybe_squeeze_3d_tensor",
-    "normalize_merged_split",
-    "prefetch",
-    "ranges",
-]
+from monolith.front_door import open_when_asked
+
+__getattr__, __dir__ = open_when_asked(__name__)

@@ -28,6 +28,7 @@ from monolith.data import Stream
 from monolith.errors import FeatureError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
+from monolith.nn.optimizers import EagerAdam
 from monolith.train.hook import Hook
 
 
@@ -118,7 +119,7 @@ class Task(ABC):
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return what trains the dense weights; None where there are none. Rows have their own."""
         weights = list(model.parameters())
-        return torch.optim.Adam(weights, lr=1e-3) if weights else None
+        return EagerAdam(weights, lr=1e-3) if weights else None
 
     def updates(self) -> UpdateConfig:
         """Return what is done to gradients before they are applied: clipping, weight decay."""

@@ -128,11 +128,12 @@ def test_the_header_says_what_there_is_without_reading_it(path: str) -> None:
     write_tensors(path, SMALL, {"note": 'with "quotes", ü and\nlines'})
     header = read_header(path)
     assert header.tensors == {
-        "a.weight": TensorInfo(torch.float32, (2, 3)),
-        "a.bias": TensorInfo(torch.bool, (3,)),
+        "a.weight": TensorInfo("F32", (2, 3)),
+        "a.bias": TensorInfo("BOOL", (3,)),
     }
     assert header.metadata == {"note": 'with "quotes", ü and\nlines'}
     assert str(header.tensors["a.weight"]) == "float32 of shape (2, 3)"
+    assert header.tensors["a.weight"].dtype is torch.float32
 
 
 def test_a_tensor_larger_than_a_chunk(path: str) -> None:

@@ -4,11 +4,10 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from services import warm
 
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.errors import FilesystemError, ModelDirLockedError
@@ -31,8 +30,8 @@ with ModelDirLock(sys.argv[1]):
 """
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE)
+def start(script: str, folder: Path) -> warm.Popen:
+    return warm.Popen(["-c", script, str(folder)], stdout=warm.PIPE)
 
 
 def test_a_folder_is_held_while_the_block_runs(tmp_path):
@@ -46,7 +45,7 @@ def test_a_folder_is_held_while_the_block_runs(tmp_path):
 def test_the_error_names_who_holds_it(tmp_path):
     with start(HOLD, tmp_path) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
+        assert other.stdout.readline() == "held\n"
         with pytest.raises(ModelDirLockedError) as raised, ModelDirLock(str(tmp_path)):
             pytest.fail("two at once")
         other.kill()

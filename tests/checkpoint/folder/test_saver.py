@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ import pytest
 from contracts.savers import FakeClock, names, put, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from services import warm
 
 from monolith import filesystem
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists, require_checkpoint
@@ -352,8 +351,8 @@ def test_kill_9_leaves_whole_checkpoints(folder: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = 0
     for pause in (0.0, 0.013, 0.031):
-        command = [sys.executable, "-c", CHILD, folder]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
+        command = ["-c", CHILD, folder]
+        with warm.Popen(command, stdout=warm.PIPE, env=environment) as child:
             assert child.stdout is not None
             first = int(child.stdout.readline())
             time.sleep(pause)

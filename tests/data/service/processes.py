@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from data.lists import ListSource, records
+from services import warm
 
 from monolith import filesystem
 from monolith.data import Position, Records, Source
@@ -82,12 +82,11 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+def start(*arguments: str) -> tuple[warm.Popen, str]:
     """Start this module, and return the process and the address it prints."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "data.service.processes", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
+    process = warm.Popen(
+        ["-m", "data.service.processes", *arguments],
+        stdout=warm.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
     )
     assert process.stdout is not None

@@ -26,13 +26,17 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from monolith import filesystem, native
 from monolith.errors import CorruptFileError, RestoreError, SaveError
+from monolith.front_door import module_when_used
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = module_when_used("torch")
 
 CHECKSUMS = "monolith.crc32c"
 """The tensor of checksums; a name that is taken."""
@@ -40,24 +44,25 @@ SHARED = "monolith.shared"
 """Metadata: which names stand for another's tensor, as JSON; a key that is taken."""
 
 _DTYPES = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+"""Code in a file -> torch's name for it, and its bytes."""
+_CODES = {name: code for code, (name, _) in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _CHUNK_BYTES = 4 << 20
@@ -76,11 +81,22 @@ class FileRecord:
 class TensorInfo:
     """What a tensor in a file is, without its numbers."""
 
-    dtype: torch.dtype
+    code: str
+    """What safetensors calls its type."""
     shape: tuple[int, ...]
 
+    @property
+    def dtype_name(self) -> str:
+        """What torch calls its type."""
+        return _DTYPES[self.code][0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
+
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
+        return f"{self.dtype_name} of shape {self.shape}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +242,8 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         raise SaveError(f"cannot write {name!r}: it is {kind}, and only dense tensors can be saved")
     if tensor.is_meta:
         raise SaveError(f"cannot write {name!r}: it is on the meta device, so it has no values")
-    if tensor.dtype not in _CODES:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _name(tensor.dtype)
+    if dtype not in _CODES:
         raise SaveError(f"cannot write {name!r}: safetensors has no word for {dtype}")
 
 
@@ -238,7 +254,7 @@ def _head(tensors: Mapping[str, Tensor], metadata: dict[str, str], shared: dict[
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.numel() * tensor.itemsize
-        header[name] = _entry(_CODES[tensor.dtype], list(tensor.shape), at, end)
+        header[name] = _entry(_CODES[_name(tensor.dtype)], list(tensor.shape), at, end)
         at = end
     sums_bytes = _CRC.size * (len(tensors) + 2)
     header[CHECKSUMS] = _entry("U8", [sums_bytes], at, at + sums_bytes)
@@ -250,6 +266,10 @@ def _head(tensors: Mapping[str, Tensor], metadata: dict[str, str], shared: dict[
             "Write several files."
         )
     return _LENGTH.pack(len(text)) + text
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _entry(code: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
@@ -304,7 +324,7 @@ class _Reader:
         self._has_sums = bool(self._places) and self._places[-1].name == CHECKSUMS
         if self._has_sums:
             self._sums_at = self._places.pop()
-            if self._sums_at.info != TensorInfo(torch.uint8, (_CRC.size * (len(self._places) + 2),)):
+            if self._sums_at.info != TensorInfo("U8", (_CRC.size * (len(self._places) + 2),)):
                 raise self._corrupt(8, f"{CHECKSUMS} is {self._sums_at.info}, which is not one per tensor")
         shared = self._shared(metadata)
         infos = {place.name: place.info for place in self._places}
@@ -448,10 +468,10 @@ def _place(name: str, entry: dict[str, Any]) -> _Place:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name!r} has a negative or broken number")
-    dtype = _DTYPES[entry["dtype"]]
-    if math.prod(shape) * dtype.itemsize != end - begin:
+    code = entry["dtype"]
+    if math.prod(shape) * _DTYPES[code][1] != end - begin:
         raise ValueError(f"{name!r} of shape {shape} does not take {end - begin} bytes")
-    return _Place(name, TensorInfo(dtype, shape), begin, end)
+    return _Place(name, TensorInfo(code, shape), begin, end)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from monolith.checkpoint.dense.files import (
     write_tensors,
 )
 from monolith.checkpoint.dense.model_variables import ModelVariables, Variables
+from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.dense.plain_state import Json, decode, encode
 from monolith.checkpoint.dense.training_state import (
     KEYS,
@@ -91,16 +92,6 @@ class DenseSnapshot:
             path = optimizer_path(prefix)
             written[path] = write_tensors(path, self.training, {_METADATA: self.training_json})
         return {filesystem.base_name(path): record for path, record in written.items()}
-
-
-def dense_path(prefix: str) -> str:
-    """Return the file of a checkpoint's variables."""
-    return f"{prefix}.dense-00000-of-00001.safetensors"
-
-
-def optimizer_path(prefix: str) -> str:
-    """Return the file of a checkpoint's training state."""
-    return f"{prefix}.optimizer-00000-of-00001.safetensors"
 
 
 def capture_dense(

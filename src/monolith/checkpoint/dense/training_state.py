@@ -26,6 +26,7 @@ from monolith.checkpoint.dense.plain_state import Json, decode, encode
 from monolith.checkpoint.dense.random_state import capture_random, restore_random
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import MonolithError, RestoreError
+from monolith.nn.optimizers import rule_of
 
 Optimizers: TypeAlias = Mapping[str, Optimizer] | Sequence[Optimizer]
 """By name; those in a sequence are called "0", "1", ..."""
@@ -380,5 +381,5 @@ def _named(items: Mapping[str, Item] | Sequence[Item]) -> dict[str, Item]:
 
 def _kind(thing: object) -> str:
     """Return what a class is called, by its package and its name: modules are moved about."""
-    kind = type(thing)
+    kind = rule_of(thing) if isinstance(thing, Optimizer) else type(thing)
     return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint.dense.files import DenseHeader, FileRecord, read_header, read_tensors
-from monolith.checkpoint.dense.state import dense_path
+from monolith.checkpoint.dense.names import dense_path
 from monolith.checkpoint.folder.manifest import Link, read_chain
 from monolith.checkpoint.offline.reading import SavedTables, readable
 from monolith.checkpoint.offline.table_rows import History, describe_table, side_by_side, table_rows

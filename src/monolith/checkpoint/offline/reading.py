@@ -15,7 +15,7 @@ import numpy as np
 
 from monolith import filesystem
 from monolith.checkpoint.dense.files import DenseHeader, FileRecord, read_header, read_tensors
-from monolith.checkpoint.dense.state import dense_path, optimizer_path
+from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
 from monolith.checkpoint.folder.state_files import absolute_path, read_checkpoint_state
@@ -457,7 +457,7 @@ def filter_paths(basename: str) -> list[str]:
 def _variables(header: DenseHeader | None) -> Iterator[Variable]:
     for name, info in sorted(_tensors(header).items()):
         shared = None if header is None else header.shared.get(name)
-        yield Variable(name, str(info.dtype).removeprefix("torch."), tuple(info.shape), shared)
+        yield Variable(name, info.dtype_name, tuple(info.shape), shared)
 
 
 def _tensors(header: DenseHeader | None) -> Mapping[str, Any]:

@@ -33,7 +33,8 @@ import safetensors.torch
 
 from monolith import filesystem, native
 from monolith.checkpoint.dense.files import FileRecord, read_tensors
-from monolith.checkpoint.dense.state import EXTRA, dense_path
+from monolith.checkpoint.dense.names import dense_path
+from monolith.checkpoint.dense.state import EXTRA
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import (
     Link,

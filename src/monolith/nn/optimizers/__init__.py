@@ -1,14 +1,25 @@
 """Dense optimizers: AdaMom, RMSProp and Shampoo, as torch optimizers.
 
-For Adagrad, Adam and the others use torch's own; with `RateSchedule` they follow
-the same schedules.
+For Adagrad and the others use torch's own, and for Adam `EagerAdam`, which is torch's and starts
+sooner; with `RateSchedule` they follow the same schedules.
 """
 
 from __future__ import annotations
 
 from monolith.nn.optimizers.adamom import Adamom
 from monolith.nn.optimizers.dense_optimizer import DenseOptimizer, Rate
+from monolith.nn.optimizers.eager import EagerAdam, EagerOptimizer, rule_of
 from monolith.nn.optimizers.rmsprop import RMSprop
 from monolith.nn.optimizers.shampoo import Shampoo, eigen_inverse_root
 
-__all__ = ["Adamom", "DenseOptimizer", "RMSprop", "Rate", "Shampoo", "eigen_inverse_root"]
+__all__ = [
+    "Adamom",
+    "DenseOptimizer",
+    "EagerAdam",
+    "EagerOptimizer",
+    "RMSprop",
+    "Rate",
+    "Shampoo",
+    "eigen_inverse_root",
+    "rule_of",
+]

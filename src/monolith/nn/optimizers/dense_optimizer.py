@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from monolith.errors import LayerArgumentError, SparseGradientError
 from monolith.nn.foreach import fusable_runs
+from monolith.nn.optimizers.eager import EagerOptimizer
 
 Rate: TypeAlias = float | Tensor | Callable[[int], float]
 """A learning rate: a number, a tensor of one element, or a function of the step."""
@@ -36,7 +37,7 @@ def rest_of(decay: float, dtype: torch.dtype) -> float:
     return 1 - (decay if dtype is torch.float64 else float(np.float32(decay)))
 
 
-class DenseOptimizer(torch.optim.Optimizer, ABC):
+class DenseOptimizer(EagerOptimizer, ABC):
     """A torch optimizer whose rate may also be a function of the step.
 
     The function gets the number of steps taken before this one, 0 at first: every

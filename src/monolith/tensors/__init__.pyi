@@ -1,0 +1,24 @@
+from monolith.tensors.queues import Prefetched, PrefetchQueue, prefetch
+from monolith.tensors.ragged import (
+    RaggedTensor,
+    fused_value_rowids,
+    gen_seq_mask,
+    maybe_squeeze_3d_tensor,
+    normalize_merged_split,
+    ranges,
+)
+from monolith.tensors.structure import leaves, map_leaves
+
+__all__ = [
+    "PrefetchQueue",
+    "Prefetched",
+    "RaggedTensor",
+    "fused_value_rowids",
+    "gen_seq_mask",
+    "leaves",
+    "map_leaves",
+    "maybe_squeeze_3d_tensor",
+    "normalize_merged_split",
+    "prefetch",
+    "ranges",
+]
