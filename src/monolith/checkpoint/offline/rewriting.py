@@ -62,7 +62,7 @@ from monolith.checkpoint.offline.reading import (
     complete_names,
     filter_paths,
 )
-from monolith.checkpoint.offline.table_rows import History, describe_table, table_rows
+from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.checkpoint.part import Entry
 from monolith.checkpoint.pieces import (
     PIECE_FOLDER,
@@ -78,7 +78,7 @@ from monolith.observe import Progress
 from monolith.table import Rows, table_basename
 from monolith.table.dumps import default_num_shards, dump_rows, remove_dump, removed_basename
 from monolith.table.entry_dumps import export_rows
-from monolith.table.row_streams import in_chunks, shard_range
+from monolith.table.row_streams import in_chunks, newest_rows, shard_range
 
 _CHUNK_BYTES = 4 << 20
 
@@ -342,9 +342,9 @@ class _Rewriting:
         return entry | {"files": files}
 
 
-def _scan(history: History, num_shards: int) -> Callable[[int, int], Iterator[Rows]]:
+def _scan(history: SavedHistory, num_shards: int) -> Callable[[int, int], Iterator[Rows]]:
     def scan(shard: int, limit: int) -> Iterator[Rows]:
-        return in_chunks(table_rows(history, *shard_range(shard, num_shards)), limit)
+        return in_chunks(newest_rows(dumps_of(history), *shard_range(shard, num_shards)), limit)
 
     return scan
 
