@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.dense.files import DenseHeader, FileRecord, read_header, read_tensors
 from monolith.checkpoint.dense.state import dense_path
 from monolith.checkpoint.folder.manifest import Link, read_chain
 from monolith.checkpoint.offline.reading import SavedTables, readable
@@ -26,6 +25,7 @@ from monolith.errors import UnknownTableError
 from monolith.observe import Progress
 from monolith.table import Rows
 from monolith.table.row_streams import newest_rows, side_by_side
+from monolith.tensors.files import DenseHeader, FileRecord, read_header, read_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import numpy as np
 
 from monolith import filesystem
-from monolith.checkpoint.dense.files import DenseHeader, FileRecord, read_header, read_tensors
 from monolith.checkpoint.dense.state import dense_path, optimizer_path
 from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
@@ -35,6 +34,7 @@ from monolith.table.dumps import removed_ids
 from monolith.table.row_streams import describe_dump, find_row
 from monolith.table.shard_files import RowLayout, SegmentLayout
 from monolith.table.sharded_names import parse
+from monolith.tensors.files import DenseHeader, FileRecord, read_header, read_tensors
 
 Damage = (CorruptFileError, RestoreError, FileMissingError)
 """What reading a checkpoint raises when a file is not as it was written."""

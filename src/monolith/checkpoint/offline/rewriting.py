@@ -32,7 +32,6 @@ import numpy as np
 import safetensors.torch
 
 from monolith import filesystem, native
-from monolith.checkpoint.dense.files import FileRecord, read_tensors
 from monolith.checkpoint.dense.state import EXTRA, dense_path
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import (
@@ -79,6 +78,7 @@ from monolith.table import Rows, table_basename
 from monolith.table.dumps import default_num_shards, dump_rows, remove_dump, removed_basename
 from monolith.table.entry_dumps import export_rows
 from monolith.table.row_streams import in_chunks, newest_rows, shard_range
+from monolith.tensors.files import FileRecord, read_tensors
 
 _CHUNK_BYTES = 4 << 20
 
