@@ -40,13 +40,12 @@ from monolith.table.optimizers import Optimizer
 
 _FOREVER = timedelta(days=36500)
 
-
-def _adagrad() -> Optimizer:
-    return Adagrad(initial_accumulator_value=1.0)
-
-
-def _ftrl() -> Optimizer:
-    return Ftrl(initial_accumulator_value=1e-6, beta=1.0)
+ROW_OPTIMIZER = Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
+"""What trains rows where nothing else is said. Meant for losses that are summed over a batch: the mean
+over a thousand examples has gradients a thousandth as large, which are lost beside the first accumulator."""
+BIAS_OPTIMIZER = Ftrl(initial_accumulator_value=1e-6, beta=1.0)
+"""What trains the bias of a slot that is made by hand, as upstream does it; ready models train theirs by
+`ROW_OPTIMIZER`. Making the two one would change what rows hold, and refuse older checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +62,12 @@ class SlotConfig:
     has_bias: bool = False
     """Whether rows begin with one number for a model's linear part."""
     bias_initializer: Initializer = field(default_factory=Zeros)
-    bias_optimizer: Optimizer = field(default_factory=_ftrl)
+    bias_optimizer: Optimizer = BIAS_OPTIMIZER
     bias_compressor: Compressor = field(default_factory=Fp32)
     bias_learning_rate: float | LearningRate | None = None
-    initializer: Initializer = field(default_factory=lambda: RandomUniform(low=-0.05, high=0.05))
+    initializer: Initializer = field(default_factory=RandomUniform)
     """Of slices that do not say; likewise the next three."""
-    optimizer: Optimizer = field(default_factory=_adagrad)
+    optimizer: Optimizer = ROW_OPTIMIZER
     compressor: Compressor = field(default_factory=Fp16)
     learning_rate: float | LearningRate | None = None
     """None is the optimizer's own, with its warm-up."""

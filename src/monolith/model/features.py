@@ -23,6 +23,7 @@ from difflib import get_close_matches
 from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
 from monolith.feature import (
     NONE,
+    ROW_OPTIMIZER,
     Combiner,
     FeatureColumn,
     FeatureSlice,
@@ -33,12 +34,8 @@ from monolith.feature import (
     SlotConfig,
     Sum,
 )
-from monolith.table import Adagrad, Fp16, Initializer, LearningRate, Optimizer, RandomUniform
+from monolith.table import Fp16, Initializer, LearningRate, Optimizer, RandomUniform
 from monolith.table.compressors import Compressor
-
-ROW_OPTIMIZER = Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
-"""What trains rows where nothing else is said. Meant for losses that are summed over a batch: the mean
-over a thousand examples has gradients a thousandth as large, which are lost beside the first accumulator."""
 
 _OF_ROWS = (
     "slot",
