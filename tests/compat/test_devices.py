@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 import torch
 
@@ -33,48 +31,27 @@ def test_a_rank_sees_its_gpu_alone_unless_somebody_has_chosen():
 def test_without_gpus_everything_is_on_the_cpu():
     devices = Devices(gpu=False)
     assert devices.current == CPU
-    with devices.use("GPU:0") as device:
-        assert device == devices.current == CPU
+    assert devices.within("GPU:0").current == CPU
+    with devices.within("GPU:0").current:
         assert torch.empty(1).device == CPU
 
 
 def test_with_gpus_each_part_is_where_it_asks_and_outside_all_is_on_the_cpu():
     devices = Devices(gpu=True)
-    assert devices.allowed(None) == CPU
-    with devices.use("CPU:0"):
-        assert devices.current == CPU
-        with devices.use("GPU:0"):
-            assert devices.current == GPU0
-            with devices.use("cuda:1"):
-                assert devices.current == GPU1
-            assert devices.current == GPU0
-        assert devices.current == CPU
-    assert devices.current == CPU
+    assert devices.current == devices.allowed(None) == CPU
+    outer = devices.within("CPU:0")
+    first = outer.within("GPU:0")
+    second = first.within("cuda:1")
+    assert [one.current for one in (outer, first, second)] == [CPU, GPU0, GPU1]
+    assert second.within(None).current == CPU
 
 
-def test_an_error_inside_leaves_the_place_as_well():
+def test_what_a_part_asks_for_changes_nothing_for_others():
     devices = Devices(gpu=True)
-    with pytest.raises(ValueError, match="boom"), devices.use("GPU:0"):
-        raise ValueError("boom")
-    assert devices.current == CPU
-
-
-def test_threads_have_places_of_their_own():
-    devices = Devices(gpu=True)
-    seen: list[torch.device] = []
-    with devices.use("GPU:0"):
-        thread = threading.Thread(target=lambda: seen.append(devices.current))
-        thread.start()
-        thread.join()
-    assert seen == [CPU]
-
-
-def test_two_objects_do_not_know_each_other():
-    allowed, forbidden = Devices(gpu=True), Devices(gpu=False)
-    with allowed.use("GPU:0"):
-        assert forbidden.current == CPU
+    devices.within("GPU:0")
+    assert devices == Devices(gpu=True)
 
 
 def test_an_unknown_device_is_an_error():
-    with pytest.raises(ConfigError, match="no device is called 'toaster'"):
+    with pytest.raises(ConfigError, match="unknown device 'toaster'"):
         Devices(gpu=True).allowed("toaster")

@@ -57,7 +57,7 @@ def save(table: NativeTable, basename: Path, changes: bool) -> DumpStep:
     step = DumpStep(str(basename), changes, changes and cut.cleared)
     cut.close(saved=True)
     shards = 1 if changes else 3
-    held = list(newest_rows([DumpStep(step.basename)]))
+    held = list(newest_rows([[DumpStep(step.basename)]]))
 
     def scan(shard: int, _limit: int) -> Iterator[Rows]:
         begin, end = shard_range(shard, shards)
@@ -96,7 +96,7 @@ def test_a_dump_and_its_changes_come_to_what_a_table_would_hold(tmp_path: Path) 
     chance = random.Random(7)
     for trial in range(15):
         table, other = table_of(), NativeTable(ITEM)
-        steps: list[DumpStep] = []
+        history: list[list[DumpStep]] = []
         for number in range(5):
             if number and chance.random() < 0.2:
                 table.clear()
@@ -106,15 +106,16 @@ def test_a_dump_and_its_changes_come_to_what_a_table_would_hold(tmp_path: Path) 
                     ids(*keys), torch.ones(len(keys), 2), event_time=chance.randrange(1, 99), dedup=True
                 )
                 table.remove(ids(*(chance.randrange(-40, 40) for _ in range(chance.randrange(6)))))
-            steps.append(save(table, tmp_path / f"{trial}-{number}", changes=number > 0))
+            step = save(table, tmp_path / f"{trial}-{number}", changes=number > 0)
+            history.append([step])
             if number:
-                load_changes(other, steps[-1].basename, cleared=steps[-1].cleared)
+                load_changes(other, step.basename, cleared=step.cleared)
             else:
-                load(other, steps[-1].basename)
+                load(other, step.basename)
             expected = content(iterate(table))
             assert content(iterate(other)) == expected
-            assert content(newest_rows(steps)) == expected
-            parts = [content(newest_rows(steps, *shard_range(shard, 4))) for shard in range(4)]
+            assert content(newest_rows(history)) == expected
+            parts = [content(newest_rows(history, *shard_range(shard, 4))) for shard in range(4)]
             assert sum(map(len, parts)) == len(expected)
             assert {key: row for part in parts for key, row in part.items()} == expected
 
@@ -134,7 +135,7 @@ def test_two_histories_are_walked_range_by_range(tmp_path: Path) -> None:
     after = save(table_of(*range(20, 60)), tmp_path / "after", changes=False)
     both, last = [], -1
     only_before = only_after = 0
-    for beside in side_by_side([before], [after]):
+    for beside in side_by_side([[before]], [[after]]):
         assert beside.before.ids.tolist() == beside.after.ids.tolist()
         for one in mix(beside.before.ids.numpy()).tolist():
             assert one > last
@@ -148,18 +149,18 @@ def test_two_histories_are_walked_range_by_range(tmp_path: Path) -> None:
 
 def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
     step = save(table_of(), tmp_path / "item", changes=False)
-    assert list(newest_rows([step])) == []
+    assert list(newest_rows([[step]])) == []
     assert find_row(step.basename, 3) is None
-    assert list(side_by_side([step], [step])) == []
+    assert list(side_by_side([[step]], [[step]])) == []
 
 
 def test_changes_to_nothing_are_refused(tmp_path: Path) -> None:
     table = table_of(1)
     step = save(table, tmp_path / "item", changes=True)
     with pytest.raises(RestoreError, match="changes to a dump that is not there"):
-        list(newest_rows([step]))
+        list(newest_rows([[step]]))
     table.clear()
-    assert list(newest_rows([save(table, tmp_path / "cleared", changes=True)])) == []
+    assert list(newest_rows([[save(table, tmp_path / "cleared", changes=True)]])) == []
 
 
 def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
@@ -168,20 +169,20 @@ def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
     wide.track_changes()
     other = save(wide, tmp_path / "wide", changes=True)
     with pytest.raises(RestoreError, match="wide has 3 values"):
-        list(newest_rows([step, other]))
+        list(newest_rows([[step], [other]]))
 
 
 def test_rows_out_of_order_are_refused_by_the_name_of_their_file(tmp_path: Path) -> None:
     step = save(table_of(*range(9)), tmp_path / "item", changes=False)
-    rows = list(newest_rows([step]))
+    rows = list(newest_rows([[step]]))
     dump_rows(
         step.basename, describe_dump(step.basename), lambda *_: iter(rows[::-1]), num_shards=1, workers=1
     )
     with pytest.raises(CorruptFileError, match=r"item\..*not in the order"):
-        list(newest_rows([step]))
+        list(newest_rows([[step]]))
 
 
 def test_chunks_are_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
     step = save(table_of(*range(20)), tmp_path / "item", changes=False)
-    assert [len(rows) for rows in in_chunks(newest_rows([step], 0, HASHES), 7)] == [7, 7, 6]
+    assert [len(rows) for rows in in_chunks(newest_rows([[step]], 0, HASHES), 7)] == [7, 7, 6]
     assert list(in_chunks([], 7)) == []

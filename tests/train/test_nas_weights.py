@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from monolith.checkpoint.dense.files import write_tensors
 from monolith.checkpoint.folder.state_files import CheckpointState, write_checkpoint_state
 from monolith.errors import ConfigError, FileMissingError
+from monolith.tensors.files import write_tensors
 from monolith.train.nas_weights import get_nas_weight_json
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from monolith import filesystem
-from monolith.checkpoint.dense.files import FileRecord, read_tensors, write_tensors
-from monolith.checkpoint.dense.plain_state import decode, encode
 from monolith.checkpoint.dense.state import DenseSnapshot, capture_dense, restore_dense
 from monolith.checkpoint.dense.training_state import Optimizers, Schedulers
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import RestoreError
+from monolith.tensors.files import FileRecord, read_tensors, write_tensors
+from monolith.tensors.plain_state import decode, encode
 
 
 class DensePart:

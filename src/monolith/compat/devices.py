@@ -6,9 +6,8 @@ there is none to be had runs on the CPU, so a model is written once for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,8 +23,8 @@ def visible_gpu(local_rank: int, processes_per_gpu: int = 1) -> int:
     """
     if processes_per_gpu < 1 or local_rank < 0:
         raise ConfigError(
-            f"cannot choose a GPU for local rank {local_rank}: ranks begin with 0, and at least one process "
-            f"has a GPU, not {processes_per_gpu}"
+            f"cannot choose a GPU for local rank {local_rank} with {processes_per_gpu} processes per GPU: "
+            "ranks count from 0, and processes_per_gpu must be at least 1"
         )
     return local_rank // processes_per_gpu
 
@@ -44,22 +43,22 @@ def cuda_variables(environ: Mapping[str, str], processes_per_gpu: int = 1) -> di
     }
 
 
+@dataclass(frozen=True, slots=True)
 class Devices:
-    """Where parts of a model run. Each thread and task has a place of its own in the nest.
+    """Where a part of a model runs: on `current`, and what it is made of on what it asks for within.
 
-    Args:
-        gpu: Whether GPUs may be used.
+    A value, handed to whoever builds a part; nothing changes behind anybody's back:
+
+        def tower(devices: Devices) -> nn.Module:
+            with devices.current:  # where torch puts new tensors
+                ...
+
+        tower(Devices(gpu=True).within("GPU:0"))
     """
 
-    def __init__(self, *, gpu: bool) -> None:
-        self.gpu = gpu
-        self._cpu = torch.device("cpu")
-        self._current: ContextVar[torch.device] = ContextVar("device", default=self._cpu)
-
-    @property
-    def current(self) -> torch.device:
-        """The innermost device asked for; the CPU outside of all."""
-        return self._current.get()
+    gpu: bool
+    """Whether GPUs may be used."""
+    current: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def allowed(self, name: str | torch.device | None) -> torch.device:
         """Return the device of that name, or the CPU where GPUs may not be used.
@@ -71,25 +70,18 @@ class Devices:
             ConfigError: No such device.
         """
         if name is None:
-            return self._cpu
+            return torch.device("cpu")
         if isinstance(name, torch.device):
             device = name
         else:
             try:
                 device = torch.device(name.lower().replace("gpu", "cuda"))
             except RuntimeError as cause:
-                raise ConfigError(f"no device is called {name!r}: {cause}") from cause
+                raise ConfigError(f"unknown device {name!r}: {cause}") from cause
         if device.type == "cpu" or not self.gpu:
-            return self._cpu
+            return torch.device("cpu")
         return torch.device(device.type, device.index or 0)
 
-    @contextmanager
-    def use(self, name: str | torch.device | None) -> Iterator[torch.device]:
-        """Make `allowed(name)` current, and where torch puts new tensors, as long as the block lasts."""
-        device = self.allowed(name)
-        token = self._current.set(device)
-        try:
-            with device:
-                yield device
-        finally:
-            self._current.reset(token)
+    def within(self, name: str | torch.device | None) -> Devices:
+        """Return the same with `allowed(name)` as the current device, for a part that asks for it."""
+        return replace(self, current=self.allowed(name))

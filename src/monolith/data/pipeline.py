@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,9 +31,10 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 from torch import Tensor
 
 from monolith.data.bad_values import BadValues
+from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
-from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records, concat
+from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position, Source, commit_to
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -347,8 +347,12 @@ class _Holding:
     def _stand(self) -> _Mark:
         return _Mark(self._source.position()) if self._mark is None else self._mark
 
-    def _parts(self) -> Iterator[tuple[_Mark, Records]]:
-        """Yield what the source has from where this stage stands, and where each part begins."""
+    def _blocks(self, *, length: int = 0, taken: int = 0) -> Iterator[Block[_Mark]]:
+        """Yield what the source has from where this stage stands.
+
+        Args:
+            length, taken: Of the stretch that begins there, where one was begun.
+        """
         stand = self._stand()
         if self._source.position() != stand.source:
             self._source.restore(stand.source)  # it was read further than what was delivered
@@ -357,7 +361,8 @@ class _Holding:
             for records in batches:
                 first = max(skip - passed, 0)
                 if first < len(records):
-                    yield _Mark(before, passed + first), records.slice(first, len(records))
+                    yield Block(records, self._places(before, passed, len(records)), first, length, taken)
+                    length = taken = 0
                 passed += len(records)
                 if passed >= skip:
                     before, skip, passed = self._source.position(), 0, 0
@@ -367,41 +372,13 @@ class _Holding:
                 "the data has changed"
             )
 
+    def _places(self, before: Position, passed: int, size: int) -> Callable[[int], _Mark]:
+        """Return the places in a batch that begins so many records after a position."""
 
-class _Held:
-    """Records that a stage has read and not yet handed on."""
+        def place(number: int) -> _Mark:
+            return _Mark(self._source.position()) if number == size else _Mark(before, passed + number)
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._parts: deque[tuple[_Mark, Records]] = deque()
-        self._done = 0  # of the first part
-        self.count = 0
-
-    def add(self, mark: _Mark, records: Records) -> None:
-        self._parts.append((mark, records))
-        self.count += len(records)
-
-    def mark(self) -> _Mark:
-        """Return the place before the first of them, or where the source stands."""
-        if not self._parts:
-            return _Mark(self._source.position())
-        mark = self._parts[0][0]
-        return _Mark(mark.source, mark.skip + self._done)
-
-    def take(self, count: int) -> Records:
-        """Hand on the first `count` of them."""
-        taken: list[Records] = []
-        self.count -= count
-        while count:
-            records = self._parts[0][1]
-            end = min(self._done + count, len(records))
-            taken.append(records.slice(self._done, end))
-            count -= end - self._done
-            self._done = end
-            if end == len(records):
-                self._parts.popleft()
-                self._done = 0
-        return concat(taken)
+        return place
 
 
 class _Rebatched(_Holding):
@@ -415,17 +392,14 @@ class _Rebatched(_Holding):
         self._drop_remainder = drop_remainder
 
     def __iter__(self) -> Iterator[Records]:
-        held = _Held(self._source)
-        with closed_after(self._parts()) as parts:
-            for mark, records in parts:
-                held.add(mark, records)
-                while held.count >= self._size:
-                    batch = held.take(self._size)
-                    self._mark = held.mark()
+        batcher: Batcher[_Mark] = Batcher(self._size)
+        with closed_after(self._blocks()) as blocks:
+            for block in blocks:
+                for batch, self._mark in batcher.add(block):
                     yield batch
         self._mark = None
-        if held.count and not self._drop_remainder:
-            yield held.take(held.count)
+        if (rest := batcher.rest()) is not None and not self._drop_remainder:
+            yield rest
 
 
 class _Shuffled(_Holding):
@@ -439,32 +413,33 @@ class _Shuffled(_Holding):
         self._number = self._taken = self._length = 0
 
     def __iter__(self) -> Iterator[Records]:
-        held, step = _Held(self._source), 1
-        with closed_after(self._parts()) as parts:
-            for mark, records in parts:
-                held.add(mark, records)
-                step = max(step, len(records))
-                while held.count >= (wanted := self._length or self._config.buffer):
-                    yield from self._stretch(held, wanted, step)
-        if held.count and self._length:
-            raise DataError("pipeline: fewer records than when the position was saved; the data has changed")
-        if held.count:
-            yield from self._stretch(held, held.count, step)
+        shuffler: Shuffler[_Mark] = Shuffler(
+            self._config.buffer,
+            lambda _, size: permutation(size, self._config.seed, self._number),
+            lambda _: "pipeline: the source",
+        )
+        step = 1
+        with closed_after(self._blocks(length=self._length, taken=self._taken)) as blocks:
+            for block in blocks:
+                step = max(step, len(block.records) - block.first)
+                for stretch in shuffler.add(block):
+                    yield from self._in_batches(stretch, step)
+        last = shuffler.end(_Mark(self._source.position()))
+        if last is not None:
+            yield from self._in_batches(last, step)
         self._mark = None
 
-    def _stretch(self, held: _Held, size: int, step: int) -> Iterator[Records]:
-        """Yield the first `size` of the records held, in batches as large as they came in."""
-        begin = held.mark()
-        records = held.take(size).take(permutation(size, self._config.seed, self._number))
-        end = held.mark()
-        for first in range(self._taken, size, step):
+    def _in_batches(self, stretch: Stretch[_Mark], step: int) -> Iterator[Records]:
+        """Yield a stretch in batches as large as they came in."""
+        size = len(stretch.records)
+        for first in range(stretch.first, size, step):
             last = min(first + step, size)
             if last < size:
-                self._mark, self._taken, self._length = begin, last, size
+                self._mark, self._taken, self._length = stretch.begin, last, size
             else:
-                self._mark, self._taken, self._length = end, 0, 0
+                self._mark, self._taken, self._length = stretch.end, 0, 0
                 self._number += 1
-            yield records.slice(first, last)
+            yield stretch.records.slice(first, last)
 
     def _numbers(self) -> dict[str, int]:
         seed = self._config.seed
@@ -494,13 +469,12 @@ class _Taken(_Holding):
     def __iter__(self) -> Iterator[Records]:
         if self._taken >= self._records:
             return
-        with closed_after(self._parts()) as parts:
-            for mark, records in parts:
-                count = min(len(records), self._records - self._taken)
-                self._taken += count
-                whole = count == len(records)
-                self._mark = None if whole else _Mark(mark.source, mark.skip + count)
-                yield records.slice(0, count)
+        with closed_after(self._blocks()) as blocks:
+            for block in blocks:
+                end = min(len(block.records), block.first + self._records - self._taken)
+                self._taken += end - block.first
+                self._mark = None if end == len(block.records) else block.place(end)
+                yield block.records.slice(block.first, end)
                 if self._taken == self._records:
                     return
 

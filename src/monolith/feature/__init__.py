@@ -32,6 +32,8 @@ from monolith.feature.layouts import (
     plan_layouts,
 )
 from monolith.feature.slots import (
+    BIAS_OPTIMIZER,
+    ROW_OPTIMIZER,
     FeatureColumn,
     FeatureSlice,
     FeatureSlot,
@@ -43,11 +45,13 @@ from monolith.feature.slots import (
 
 __all__ = [
     "ADDN",
+    "BIAS_OPTIMIZER",
     "COMBINERS",
     "CONCAT",
     "MAX_SLOTS_V1",
     "MAX_SLOTS_V2",
     "NONE",
+    "ROW_OPTIMIZER",
     "SIGNATURE_BITS",
     "STACK",
     "Batch",

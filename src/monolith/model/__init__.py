@@ -1,10 +1,11 @@
 """Models: plain `nn.Module`s over embeddings without end."""
 
+from monolith.feature import ROW_OPTIMIZER
 from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.model.dcn import DCNv2
 from monolith.model.deepfm import DeepFM
 from monolith.model.dlrm import DLRM
-from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.features import Feature, FeatureSet
 from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
 from monolith.model.mmoe import MMoE, TaskLogits
 from monolith.model.optimizer import EmbeddingOptimizer

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, Layout
+from monolith.feature import CONCAT, ROW_OPTIMIZER, Layout
 from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
 from monolith.nn import DCN, Dense
 from monolith.store import Store

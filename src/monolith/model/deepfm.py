@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from monolith.feature import ADDN, CONCAT, Layout
+from monolith.feature import ADDN, CONCAT, ROW_OPTIMIZER, Layout
 from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
 from monolith.nn import Dense
 from monolith.store import Store

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import STACK, Layout
+from monolith.feature import ROW_OPTIMIZER, STACK, Layout
 from monolith.model.collection import EmbeddingCollection
-from monolith.model.features import ROW_OPTIMIZER, Feature, FeatureSet
+from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, LogitModel, check_combined, seeded, tower
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import ADDN, CONCAT, Batch, FeatureIds, Layout
+from monolith.feature import ADDN, BIAS_OPTIMIZER, CONCAT, Batch, FeatureIds, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, LogitModel, check_combined
@@ -30,8 +30,13 @@ FFM_PAIRS = ((0, 3, 16), (0, 4, 16), (1, 5, 16), (2, 3, 16), (2, 5, 16))
 FFM_BIASES = (0, 1, 2, 3)
 """Of the sample: the slots whose rows begin with a bias."""
 
-VECTOR_OPTIMIZER = Sgd(learning_rate=0.1)
-BIAS_OPTIMIZER = Ftrl(learning_rate=0.1, initial_accumulator_value=1e-6, beta=1.0)
+FFM_OPTIMIZER = Sgd(learning_rate=0.1)
+"""Of the sample, as upstream trains it; other ready models begin with `ROW_OPTIMIZER`."""
+FFM_BIAS_OPTIMIZER = Ftrl(
+    learning_rate=0.1,
+    initial_accumulator_value=BIAS_OPTIMIZER.initial_accumulator_value,
+    beta=BIAS_OPTIMIZER.beta,
+)
 
 SMALLEST_PREDICTION = 1e-7
 
@@ -69,8 +74,8 @@ class FFM(LogitModel):
         pairs: Sequence[tuple[str, str, int]],
         *,
         biases: Sequence[str] | None = None,
-        optimizer: Optimizer = VECTOR_OPTIMIZER,
-        bias_optimizer: Optimizer = BIAS_OPTIMIZER,
+        optimizer: Optimizer = FFM_OPTIMIZER,
+        bias_optimizer: Optimizer = FFM_BIAS_OPTIMIZER,
         initializer: Initializer | None = None,
         store: Store | None = None,
         device: torch.device | str = "cpu",

@@ -2,13 +2,12 @@
 
 Every process builds the whole module, because that is what a task describes. Each weight
 has one server that trains it; what the others hold of it is a copy that nobody reads. No
-weight is cut in pieces, so an optimizer sees it whole.
+weight is divided, so an optimizer sees it whole.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from monolith.errors import FeatureError, RestoreError, SaveError
+from monolith.errors import FeatureError, RestoreError
 from monolith.nn.optimizers import rule_of
+from monolith.tensors.files import dump_tensors, load_tensors
+from monolith.tensors.plain_state import decode, encode
 
-_VERSION = 1
+_VERSION = 2
 _METADATA = "monolith"
 _ALIGNMENT = 8
-_LENGTH = struct.Struct("<Q")
 _WEIGHT, _STATE = "weight/", "state/"
 
 
@@ -57,16 +57,16 @@ class DenseShare:
     Args:
         parameters: All weights of the module, by name. Nobody else may change them.
         optimizer: Holds all of them; the others never have a gradient here. None where there are none.
-        shard: Which of how many servers this is. Number 0 counts the steps.
+        share: Which of how many servers this is, (k, n). Number 0 counts the steps.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        shard: tuple[int, int],
+        share: tuple[int, int],
     ) -> None:
-        number, count = shard
+        number, count = share
         if optimizer is None and parameters:
             raise FeatureError("dense weights need an optimizer; give the one the task makes")
         if optimizer is not None:
@@ -74,7 +74,7 @@ class DenseShare:
         servers = share_of_weights(parameters, count)
         self._mine = {name: parameters[name] for name, server in servers.items() if server == number}
         self._optimizer = optimizer
-        self._shard = shard
+        self._share = share
         self._lock = threading.Lock()  # guards weights, optimizer and _step
         self._step = 0
 
@@ -107,7 +107,7 @@ class DenseShare:
         for name, gradient in gradients.items():
             weight = self._mine.get(name)
             if weight is None:
-                raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {name!r}")
+                raise FeatureError(f"server {self._share[0]} is not in charge of the weight {name!r}")
             if gradient.shape != weight.shape or gradient.dtype != weight.dtype:
                 raise FeatureError(
                     f"the gradient of {name!r} has {_kind(gradient)}, and the weight {_kind(weight)}"
@@ -130,7 +130,7 @@ class DenseShare:
             return self._copies()
 
     def dump(self) -> bytes:
-        """Return weights, their optimizer state and the step as safetensors with JSON in its metadata.
+        """Return weights, their optimizer state and the step as a dense file with JSON in its metadata.
 
         Raises:
             SaveError: The optimizer keeps something that is neither number, text nor tensor.
@@ -185,7 +185,7 @@ def unpack_tensors(data: NDArray[np.uint8], like: Sequence[Tensor]) -> list[Tens
     return found
 
 
-# As safetensors, around a save
+# As a dense file, around a save
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,37 +205,23 @@ class DenseState:
 def dump_dense(
     parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, step: int = 0
 ) -> bytes:
-    """Return weights and their optimizer state as safetensors, with JSON in its metadata.
+    """Return weights and their optimizer state as a dense file, with JSON in its metadata.
 
     Raises:
         SaveError: The optimizer keeps something that is neither number, text nor tensor.
     """
-    from safetensors.torch import save
-
-    tensors = {_WEIGHT + name: _detached(weight) for name, weight in parameters.items()}
-    state: dict[str, dict[str, Any]] = {}
-    for name, weight in parameters.items():
-        state[name] = {}
-        for key, value in _kept(optimizer, weight).items():
-            if isinstance(value, Tensor):
-                tensors[f"{_STATE}{name}/{key}"] = _detached(value)
-                state[name][key] = {"tensor": f"{_STATE}{name}/{key}"}
-            elif value is None or type(value) in (bool, int, float, str):
-                state[name][key] = value
-            else:
-                raise SaveError(
-                    f"cannot save {key!r} that {type(optimizer).__name__} keeps of {name!r}: it is a "
-                    f"{type(value).__name__}, which is neither number, text nor tensor"
-                )
-    groups = [] if optimizer is None else [_group_step(group) for group in optimizer.param_groups]
+    tensors = {_WEIGHT + name: weight.detach() for name, weight in parameters.items()}
     about = {
         "version": _VERSION,
         "step": step,
         "optimizer": _name(optimizer),
-        "state": state,
-        "group_steps": groups,
+        "state": {
+            name: encode(dict(_kept(optimizer, weight)), f"{_STATE}{name}", tensors)
+            for name, weight in parameters.items()
+        },
+        "group_steps": [] if optimizer is None else [_group_step(group) for group in optimizer.param_groups],
     }
-    return bytes(save(tensors, {_METADATA: json.dumps(about)}))
+    return dump_tensors(tensors, {_METADATA: json.dumps(about)})
 
 
 def read_dense(data: bytes) -> DenseState:
@@ -244,14 +230,9 @@ def read_dense(data: bytes) -> DenseState:
     Raises:
         RestoreError: These bytes are something else.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
-        tensors = load(data)
-        (length,) = _LENGTH.unpack_from(data)
-        header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
-        about = json.loads(header["__metadata__"][_METADATA])
+        tensors, metadata = load_tensors(data, "dense weights")
+        about = json.loads(metadata[_METADATA])
         if about["version"] != _VERSION:
             raise ValueError(f"version {about['version']!r} is not {_VERSION}")
         return DenseState(
@@ -262,16 +243,10 @@ def read_dense(data: bytes) -> DenseState:
                 for name, tensor in tensors.items()
                 if name.startswith(_WEIGHT)
             },
-            state={
-                name: {
-                    key: tensors[value["tensor"]] if isinstance(value, dict) else value
-                    for key, value in kept.items()
-                }
-                for name, kept in about["state"].items()
-            },
+            state={name: decode(kept, tensors) for name, kept in about["state"].items()},
             group_steps=about["group_steps"],
         )
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, struct.error) as cause:
+    except (RestoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise RestoreError(f"these {len(data)} bytes hold no dense weights: {cause}") from cause
 
 
@@ -343,10 +318,6 @@ def _placed(key: str, value: Any, weight: Tensor) -> Any:
 def _group_step(group: Mapping[str, Any]) -> int | None:
     step = group.get("step")
     return step if isinstance(step, int) else None
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
 
 
 def _size(tensor: Tensor) -> int:

@@ -242,11 +242,11 @@ def dump_changes(
     )
     removed = cut.removed()
     none = torch.empty(len(removed), 0)
+    gone_rows = Rows(removed, torch.zeros_like(removed), none, none)
 
     def ids(_shard: int, limit: int) -> Iterator[Rows]:
         for at in range(0, len(removed), limit):
-            part = slice(at, at + limit)
-            yield Rows(removed[part], torch.zeros_like(removed[part]), none[part], none[part])
+            yield gone_rows.slice(at, at + limit)
 
     gone = _write(
         removed_basename(basename),
@@ -464,7 +464,7 @@ def _load(
         with ShardReader(paths[shard]) as reader:
             _check_belongs(reader.info, manifest, shard)
             for rows in stop.chunks(reader):
-                mine = rows if chosen is None else select(rows, chosen(rows.ids))
+                mine = rows if chosen is None else rows.keep(chosen(rows.ids))
                 skipped[shard] += len(rows) - len(mine)
                 if len(mine):
                     table.restore(mine if with_state else without_state(mine))
@@ -625,13 +625,6 @@ def clean_slate(table: Table, clear: bool, expect_rows: int = 0) -> Iterator[Non
         raise
 
 
-def select(rows: Rows, mask: Tensor) -> Rows:
-    """Return the rows under a bool mask."""
-    if bool(mask.all()):
-        return rows
-    return Rows(rows.ids[mask], rows.event_times[mask], rows.values[mask], rows.state[mask])
-
-
 def without_state(rows: Rows) -> Rows:
     """Return rows that start with fresh optimizer state where they are restored."""
     return replace(rows, state=torch.empty(len(rows), 0))
@@ -640,7 +633,7 @@ def without_state(rows: Rows) -> Rows:
 def without_expired(rows: Rows, config: TableConfig, now: int) -> Rows:
     """Return the rows that have not expired by `now`."""
     expired = config.expiry.expired(rows.ids.numpy(), rows.event_times.numpy(), now)
-    return select(rows, torch.from_numpy(~expired))
+    return rows.keep(torch.from_numpy(~expired))
 
 
 def basenames(basename: str, config: TableConfig) -> list[str]:
@@ -701,12 +694,12 @@ def _restore_scales(table: DumpableTable, description: Description) -> None:
 def kept_ids(keep: Keep | None) -> Callable[[Tensor], Tensor] | None:
     if not isinstance(keep, tuple):
         return keep
-    shard, num_shards = keep
-    if not 0 <= shard < num_shards:
-        raise TableArgumentError(f"keep must be (shard, num_shards) with shard below num_shards, got {keep}")
+    number, total = keep
+    if not 0 <= number < total:
+        raise TableArgumentError(f"keep must be a share (k, n) with k from 0 to n - 1, got {keep}")
 
     def mine(ids: Tensor) -> Tensor:
-        return torch.from_numpy(ids.numpy().view(np.uint64) % np.uint64(num_shards) == np.uint64(shard))
+        return torch.from_numpy(ids.numpy().view(np.uint64) % np.uint64(total) == np.uint64(number))
 
     return mine
 

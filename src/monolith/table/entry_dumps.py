@@ -33,7 +33,6 @@ from monolith.table.dumps import (
     clean_slate,
     default_num_shards,
     kept_ids,
-    select,
     without_expired,
     without_state,
 )
@@ -61,7 +60,7 @@ def entry_dumps_of(table: Table, ids: Tensor) -> list[bytes]:
     """Return one EntryDump message per id, without the id in it; empty where the table has no row."""
     _check_has_state(table.config, "entry_dumps_of")
     found, rows = table.lookup_rows(ids)
-    messages = iter(_codec(table.config).encode_messages(None, *_columns(select(rows, found))))
+    messages = iter(_codec(table.config).encode_messages(None, *_columns(rows.keep(found))))
     return [next(messages) if there else b"" for there in found.tolist()]
 
 
@@ -195,8 +194,8 @@ def import_entry_dumps(
         for rows, state_missing, size in stop.chunks(_read(codec, path, config)):  # noqa: B007
             mask = torch.ones(len(rows), dtype=torch.bool) if chosen is None else chosen(rows.ids)
             for part in (
-                select(rows, mask & ~state_missing),
-                without_state(select(rows, mask & state_missing)),
+                rows.keep(mask & ~state_missing),
+                without_state(rows.keep(mask & state_missing)),
             ):
                 if len(part):
                     table.restore(part)

@@ -1,13 +1,18 @@
 """Row streams: the rows of dumps in the order of their hashes, with no table to hold them.
 
 A shard is a range of hashes, and in its file the rows lie in the order of their hashes. So
-a dump is one sorted stream, and a dump with the changes that follow it is several. They
-are walked side by side, range after range; memory goes to one block of each, however many
-rows there are.
+a dump is one sorted stream, a dump with the changes that follow it is several, and so are
+dumps of which each holds a share of the ids. They are walked side by side, range after
+range; memory goes to one block of each, however many rows there are.
+
+Of each share of the ids the history is a list of dumps: at every moment the one that this
+share is in. So another number of dumps may follow, and a share that was cleared takes
+nothing from the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +22,7 @@ from numpy.typing import NDArray
 
 from monolith.errors import CorruptFileError, RestoreError
 from monolith.front_door import module_when_used
-from monolith.table.dumps import inspect_dump, removed_ids, select
+from monolith.table.dumps import inspect_dump, kept_ids, removed_ids
 from monolith.table.hashing import mix, mix_one
 from monolith.table.shard_files import Description, ShardInfo, ShardReader
 from monolith.table.table import Rows
@@ -33,12 +38,17 @@ HASHES = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class DumpStep:
-    """A dump of a table, or of its changes since the step before. A list of them is its history."""
+    """A dump of a table or of a share of it: of all rows, or of those changed since the moment before."""
 
     basename: str
     changes: bool = False
     cleared: bool = False
     """Of changes: whether the table was cleared before them."""
+
+
+History = Sequence[Sequence[DumpStep]]
+"""A table at several moments, oldest first. At each of them it is one dump, or several of which number k of n
+has the ids that are, as unsigned numbers, k modulo n."""
 
 
 class _Block(NamedTuple):
@@ -51,20 +61,25 @@ class _Block(NamedTuple):
     def last(self) -> int:
         return int(self.hashes[-1])
 
+    def slice(self, begin: int, end: int) -> _Block:
+        return _Block(self.hashes[begin:end], self.rows.slice(begin, end))
+
 
 def shard_range(shard: int, num_shards: int) -> tuple[int, int]:
     """Return the hashes [begin, end) of a shard."""
     return (shard << 64) // num_shards, (shard + 1 << 64) // num_shards
 
 
-def newest_rows(steps: Sequence[DumpStep], begin: int = 0, end: int = HASHES) -> Iterator[Rows]:
-    """Yield the rows after the last step whose hashes are in [begin, end), in the order of their hashes.
+def newest_rows(history: History, begin: int = 0, end: int = HASHES) -> Iterator[Rows]:
+    """Yield the rows after the last moment whose hashes are in [begin, end), in the order of their hashes.
+
+    Where the number of dumps differs along the history, files are read several times.
 
     Raises:
         RestoreError: A dump is missing or incomplete, or the history does not begin with a whole one.
         CorruptFileError: A file is damaged. Rows yielded before were good.
     """
-    for block in _merged(steps, begin, end):
+    for block in _blocks(history, begin, end):
         yield block.rows
 
 
@@ -80,11 +95,11 @@ class Beside:
     after: Rows
 
 
-def side_by_side(before: Sequence[DumpStep], after: Sequence[DumpStep]) -> Iterator[Beside]:
+def side_by_side(before: History, after: History) -> Iterator[Beside]:
     """Yield what two histories hold, one range of hashes after another."""
     nobody = torch.empty(0, dtype=torch.int64)
     none = Rows(nobody, nobody, torch.empty(0, 0), torch.empty(0, 0))
-    for old, new in _windows([_merged(before, 0, HASHES), _merged(after, 0, HASHES)]):
+    for old, new in _windows([_blocks(before, 0, HASHES), _blocks(after, 0, HASHES)]):
         if old is None or new is None:
             yield Beside(0 if old is None else len(old.rows), 0 if new is None else len(new.rows), none, none)
             continue
@@ -94,8 +109,8 @@ def side_by_side(before: Sequence[DumpStep], after: Sequence[DumpStep]) -> Itera
         yield Beside(
             len(old.rows) - many,
             len(new.rows) - many,
-            select(old.rows, torch.from_numpy(both)),
-            new.rows if many == len(new.rows) else _picked(new.rows, at[both]),
+            old.rows.keep(torch.from_numpy(both)),
+            new.rows if many == len(new.rows) else new.rows.take(torch.from_numpy(at[both])),
         )
 
 
@@ -120,14 +135,14 @@ def in_chunks(source: Iterable[Rows], limit: int) -> Iterator[Rows]:
         count += len(rows)
         if count < limit:
             continue
-        joined = _joined(held)
+        joined = Rows.concat(held)
         whole = count - count % limit
         for at in range(0, whole, limit):
-            yield _slice(joined, at, at + limit)
+            yield joined.slice(at, at + limit)
         count -= whole
-        held = [_slice(joined, whole, whole + count)] if count else []
+        held = [joined.slice(whole, whole + count)] if count else []
     if held:
-        yield _joined(held)
+        yield Rows.concat(held)
 
 
 # One dump
@@ -154,7 +169,7 @@ def _of_shard(info: ShardInfo, begin: int, end: int) -> Iterator[_Block]:
             low = 0 if int(hashes[0]) >= begin else _place(hashes, begin)
             high = len(hashes) if seen < end else _place(hashes, end)
             if low < high:
-                yield _Block(hashes[low:high], _slice(rows, low, high))
+                yield _Block(hashes, rows).slice(low, high)
             if seen >= end:
                 return
 
@@ -178,6 +193,32 @@ def _place(hashes: NDArray[np.uint64], wanted: int) -> int:
 
 
 # Several
+
+
+def _blocks(history: History, begin: int, end: int) -> Iterator[_Block]:
+    total = math.lcm(*(len(dumps) for dumps in history))
+    streams = [_of_share(history, (number, total), begin, end) for number in range(total)]
+    if total == 1:
+        yield from streams[0]
+        return
+    for window in _windows(streams):
+        found = _newest(window, [False] * total)
+        assert found is not None  # nobody's rows are removed, and a window is not empty
+        yield found
+
+
+def _of_share(history: History, share: tuple[int, int], begin: int, end: int) -> Iterator[_Block]:
+    number, total = share
+    blocks = _merged([dumps[number % len(dumps)] for dumps in history], begin, end)
+    if all(len(dumps) == total for dumps in history):
+        yield from blocks
+        return
+    in_share = kept_ids(share)
+    assert in_share is not None
+    for block in blocks:
+        mine = in_share(block.rows.ids)
+        if bool(mine.any()):
+            yield _Block(block.hashes[mine.numpy()], block.rows.keep(mine))
 
 
 def _merged(steps: Sequence[DumpStep], begin: int, end: int) -> Iterator[_Block]:
@@ -222,14 +263,9 @@ def _windows(streams: Sequence[Iterator[_Block]]) -> Iterator[list[_Block | None
             if head is None or int(head.hashes[0]) > upto:
                 window.append(None)
                 continue
-            at = int(np.searchsorted(head.hashes, np.uint64(upto), side="right"))
-            window.append(_Block(head.hashes[:at], _slice(head.rows, 0, at)))
-            size = len(head.hashes)
-            heads[number] = (
-                _Block(head.hashes[at:], _slice(head.rows, at, size))
-                if at < size
-                else next(streams[number], None)
-            )
+            at, size = int(np.searchsorted(head.hashes, np.uint64(upto), side="right")), len(head.hashes)
+            window.append(head.slice(0, at))
+            heads[number] = head.slice(at, size) if at < size else next(streams[number], None)
         yield window
 
 
@@ -248,30 +284,4 @@ def _newest(window: Sequence[_Block | None], removals: Sequence[bool]) -> _Block
     chosen = chosen[kept[chosen]]
     if not len(chosen):
         return None
-    return _Block(hashes[chosen], _picked(_joined(rows), row_at[chosen]))
-
-
-def _picked(rows: Rows, places: NDArray[np.int64]) -> Rows:
-    at = torch.from_numpy(places)
-    return Rows(
-        rows.ids.index_select(0, at),
-        rows.event_times.index_select(0, at),
-        rows.values.index_select(0, at),
-        rows.state.index_select(0, at),
-    )
-
-
-def _slice(rows: Rows, begin: int, end: int) -> Rows:
-    part = slice(begin, end)
-    return Rows(rows.ids[part], rows.event_times[part], rows.values[part], rows.state[part])
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        torch.cat([part.ids for part in parts]),
-        torch.cat([part.event_times for part in parts]),
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.state for part in parts]),
-    )
+    return _Block(hashes[chosen], Rows.concat(rows).take(torch.from_numpy(row_at[chosen])))

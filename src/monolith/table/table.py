@@ -11,13 +11,14 @@ whole, a batch does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+if TYPE_CHECKING:
     from monolith.table.config import TableConfig
 
 
@@ -36,6 +37,38 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
+
+    def slice(self, begin: int, end: int) -> Rows:
+        """Return rows [begin, end), over the same memory."""
+        if begin <= 0 and end >= len(self):
+            return self
+        span = slice(begin, end)
+        return Rows(self.ids[span], self.event_times[span], self.values[span], self.state[span])
+
+    def take(self, places: Tensor) -> Rows:
+        """Return the rows at these places, int64, in any order and as often as they are given."""
+        return Rows(
+            self.ids.index_select(0, places),
+            self.event_times.index_select(0, places),
+            self.values.index_select(0, places),
+            self.state.index_select(0, places),
+        )
+
+    def keep(self, mask: Tensor) -> Rows:
+        """Return the rows where the bool `mask` is True."""
+        return self if bool(mask.all()) else self.take(mask.nonzero().squeeze(1))
+
+    @staticmethod
+    def concat(several: Sequence[Rows]) -> Rows:
+        """Lay rows of one layout end to end; there must be some."""
+        if len(several) == 1:
+            return several[0]
+        return Rows(
+            torch.cat([rows.ids for rows in several]),
+            torch.cat([rows.event_times for rows in several]),
+            torch.cat([rows.values for rows in several]),
+            torch.cat([rows.state for rows in several]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

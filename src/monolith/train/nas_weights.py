@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.dense.files import read_tensors
 from monolith.checkpoint.folder.state_files import read_checkpoint_state
 from monolith.errors import FileMissingError
 from monolith.observe.summaries import nas_weight_json
+from monolith.tensors.files import read_tensors
 
 
 def get_nas_weight_json(checkpoint: str, prefix: str) -> list[str]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from monolith.checkpoint.dense.plain_state import decode, encode
 from monolith.checkpoint.dense.random_state import capture_random, restore_random
 from monolith.errors import RestoreError
+from monolith.tensors.plain_state import decode, encode
 
 
 def draws() -> tuple[Any, ...]:

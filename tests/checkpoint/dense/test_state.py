@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.dense.files import record_of, write_tensors
 from monolith.checkpoint.dense.names import dense_path, optimizer_path
 from monolith.checkpoint.dense.state import capture_dense, restore_dense
 from monolith.errors import ConfigError, CorruptFileError, FilesystemError, RestoreError, SaveError
 from monolith.filesystem import backends
+from monolith.tensors.files import record_of, write_tensors
 
 DEVICES = [
     "cpu",

@@ -30,18 +30,8 @@ from monolith.checkpoint.dense.custom_restore import (
     parts_by_whole,
     path_of,
 )
-from monolith.checkpoint.dense.files import (
-    DenseHeader,
-    FileRecord,
-    TensorInfo,
-    memory_of,
-    read_header,
-    read_tensors,
-    write_tensors,
-)
 from monolith.checkpoint.dense.model_variables import ModelVariables, Variables
 from monolith.checkpoint.dense.names import dense_path, optimizer_path
-from monolith.checkpoint.dense.plain_state import Json, decode, encode
 from monolith.checkpoint.dense.training_state import (
     KEYS,
     LoadedVariables,
@@ -53,6 +43,16 @@ from monolith.checkpoint.dense.training_state import (
 )
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import CorruptFileError, FileMissingError, RestoreError, SaveError
+from monolith.tensors.files import (
+    DenseHeader,
+    FileRecord,
+    TensorInfo,
+    memory_of,
+    read_header,
+    read_tensors,
+    write_tensors,
+)
+from monolith.tensors.plain_state import Json, decode, encode
 
 _KINDS = {"dense": frozenset({"extra"}), "optimizer": KEYS}
 """Kind of file -> what its JSON is made of, besides version and global step."""

@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint.dense.custom_restore import Origin
 from monolith.checkpoint.dense.model_variables import ModelVariables
-from monolith.checkpoint.dense.plain_state import Json, decode, encode
 from monolith.checkpoint.dense.random_state import capture_random, restore_random
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import MonolithError, RestoreError
 from monolith.nn.optimizers import rule_of
+from monolith.tensors.plain_state import Json, decode, encode
 
 Optimizers: TypeAlias = Mapping[str, Optimizer] | Sequence[Optimizer]
 """By name; those in a sequence are called "0", "1", ..."""

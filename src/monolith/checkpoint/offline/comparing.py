@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import filesystem
-from monolith.checkpoint.dense.files import DenseHeader, FileRecord, read_header, read_tensors
 from monolith.checkpoint.dense.names import dense_path
 from monolith.checkpoint.folder.manifest import Link, read_chain
 from monolith.checkpoint.offline.reading import SavedTables, readable
-from monolith.checkpoint.offline.table_rows import History, describe_table, side_by_side, table_rows
+from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.errors import UnknownTableError
 from monolith.observe import Progress
 from monolith.table import Rows
+from monolith.table.row_streams import newest_rows, side_by_side
+from monolith.tensors.files import DenseHeader, FileRecord, read_header, read_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,11 @@ def compare(
 
 
 def _compare_table(
-    name: str, old: History, new: History, top: int, progress: Progress | None
+    name: str, old: SavedHistory, new: SavedHistory, top: int, progress: Progress | None
 ) -> TableDifference:
     found = TableDifference(name=name)
     if not old or not new:
-        for rows in table_rows(old or new):
+        for rows in newest_rows(dumps_of(old or new)):
             found.added += 0 if old else len(rows)
             found.removed += len(rows) if old else 0
             _advance(progress, len(rows))
@@ -152,7 +153,7 @@ def _compare_table(
     if layouts[0] != layouts[1]:
         found.layout = str(layouts[0]), str(layouts[1])
     furthest = _Furthest(top)
-    for beside in side_by_side(old, new):
+    for beside in side_by_side(dumps_of(old), dumps_of(new)):
         both = len(beside.before)
         found.rows_before += both + beside.only_before
         found.rows_after += both + beside.only_after

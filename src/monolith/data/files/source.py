@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
+from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.files.discovery import Watch
 from monolith.data.files.order import Files, ListedPaths, Queued, Spot, Step, Watched
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
-from monolith.data.records import Records, concat, known_columns
+from monolith.data.records import Records, known_columns
 from monolith.data.share import share_of
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
@@ -62,57 +63,6 @@ class _Read:
     spot: Spot
     chunk: Chunk | None = None
     waits: bool = False
-
-
-@dataclass(slots=True)
-class _Block:
-    """Records that are yielded before any after them."""
-
-    begin: Spot
-    end: Spot
-    records: Records
-    first: int
-    """Of `records`; those before it were yielded earlier."""
-    shuffled: bool = False
-
-    def spot(self, done: int) -> Spot:
-        """Return the place before record `done`."""
-        if done == len(self.records):
-            return self.end
-        if not self.shuffled:
-            return replace(self.begin, skip=done)
-        return replace(self.begin, length=len(self.records), taken=done)
-
-
-class _Stretch:
-    """Records that will be put into another order together.
-
-    One that was begun before a restart has the length it had then, however much is there now.
-    """
-
-    def __init__(self, begin: Spot, buffer: int, resumed: int, taken: int) -> None:
-        self.begin = begin
-        self.missing = resumed or buffer
-        self._resumed = resumed
-        self._taken = taken if resumed else 0
-        self._parts: list[Records] = []
-
-    def add(self, records: Records) -> None:
-        self._parts.append(records)
-        self.missing -= len(records)
-
-    def block(self, end: Spot, seed: int) -> _Block:
-        begin = self.begin
-        if self._resumed and self.missing:
-            raise DataError(
-                f"file source: {begin.file} has fewer records than when its position was saved; "
-                "it was replaced since. Begin anew."
-            )
-        assert begin.file is not None
-        records = concat(self._parts)
-        name = zlib.crc32(begin.file.encode())
-        order = permutation(len(records), seed, begin.round, name, begin.place, begin.skip)
-        return _Block(begin, end, records.take(order), self._taken, shuffled=True)
 
 
 class FileSource:
@@ -202,35 +152,25 @@ class FileSource:
         if self._closed:
             raise DataError("file source: cannot read, it was closed")
         self._files.rewind(self._spot)
-        pending: list[Records] = []
-        missing = self._batch_size
+        batcher: Batcher[Spot] = Batcher(self._batch_size)
         with closed_after(self._blocks(self._spot)) as blocks:
             for block in blocks:
                 if isinstance(block, Spot):  # there is nothing more for now
-                    if pending and self._drop_remainder:
+                    if batcher.holds_some and self._drop_remainder:
                         continue
                     self._spot = block
-                    if pending:
-                        yield concat(pending)
-                        pending, missing = [], self._batch_size
+                    if (rest := batcher.rest()) is not None:
+                        yield rest
                     self._files.taken(self._spot, ended=True)
                     continue
-                done = block.first
-                while done < len(block.records):
-                    count = min(missing, len(block.records) - done)
-                    pending.append(block.records.slice(done, done + count))
-                    done += count
-                    missing -= count
-                    if not missing:
-                        self._spot = block.spot(done)
-                        yield concat(pending)
-                        self._files.taken(self._spot, ended=False)
-                        pending, missing = [], self._batch_size
+                for batch, self._spot in batcher.add(block):
+                    yield batch
+                    self._files.taken(self._spot, ended=False)
         self._judge(self._reading, at_end=True)
         self._check_any()
         self._spot = self._reading
-        if pending and not self._drop_remainder:
-            yield concat(pending)
+        if (rest := batcher.rest()) is not None and not self._drop_remainder:
+            yield rest
         self._files.taken(self._spot, ended=True)
 
     def position(self) -> Position:
@@ -285,43 +225,37 @@ class FileSource:
 
     # Reading
 
-    def _blocks(self, spot: Spot) -> Iterator[_Block | Spot]:
+    def _blocks(self, spot: Spot) -> Iterator[Block[Spot] | Spot]:
         """Yield what is read together and yielded in one order; a place where there is nothing for now."""
-        if self._shuffle is None:
-            for read in self._chunks(spot):
-                if read.chunk is None:
-                    if read.waits:
-                        yield read.spot
-                else:
-                    yield _Block(read.spot, read.spot.past(read.chunk), read.chunk.records, read.spot.skip)
-            return
-        stretch: _Stretch | None = None
+        reads: Iterator[Block[Spot] | _Read] = (
+            self._chunks(spot) if self._shuffle is None else self._shuffled(self._shuffle, spot)
+        )
+        for read in reads:
+            if isinstance(read, Block):
+                yield read
+            elif read.chunk is not None:
+                yield _block(read.spot, read.chunk)
+            elif read.waits:
+                yield read.spot
+
+    def _shuffled(self, config: ShuffleConfig, spot: Spot) -> Iterator[Block[Spot] | _Read]:
+        """Yield stretches in their order, and a sign whenever there is nothing yet."""
+        shuffler: Shuffler[Spot] = Shuffler(
+            config.buffer,
+            lambda begin, size: permutation(size, config.seed, *_numbers(begin)),
+            lambda begin: f"file source: {begin.file}",
+        )
         for read in self._chunks(spot):
-            if stretch is not None:
-                ends = read.chunk is None and (read.waits or not self._files.mixes)
-                if ends or read.spot.round != stretch.begin.round:
-                    yield stretch.block(read.spot, self._shuffle.seed)
-                    stretch = None
+            begun = shuffler.begin
+            ends = read.chunk is None and (read.waits or not self._files.mixes)
+            if begun is not None and (ends or read.spot.round != begun.round):
+                yield from _in_order(shuffler.end(read.spot))
             if read.chunk is None:
-                if read.waits:
-                    yield read.spot
+                yield read
                 continue
-            here, size = read.spot.skip, len(read.chunk.records)
-            while here < size:
-                if stretch is None:
-                    # Only the first stretch of what is being resumed has a length already.
-                    begin = replace(read.spot, skip=here, length=0, taken=0)
-                    resumed = read.spot.length if here == read.spot.skip else 0
-                    stretch = _Stretch(begin, self._shuffle.buffer, resumed, read.spot.taken)
-                before, here = here, min(here + stretch.missing, size)
-                stretch.add(read.chunk.records.slice(before, here))
-                if not stretch.missing:
-                    rest = replace(read.spot, skip=here, length=0, taken=0)
-                    end = read.spot.past(read.chunk) if here == size else rest
-                    yield stretch.block(end, self._shuffle.seed)
-                    stretch = None
-        if stretch is not None:
-            yield stretch.block(self._reading, self._shuffle.seed)
+            for stretch in shuffler.add(_block(read.spot, read.chunk)):
+                yield from _in_order(stretch)
+        yield from _in_order(shuffler.end(self._reading))
 
     def _chunks(self, spot: Spot) -> Iterator[_Read]:
         """Yield chunks from a place on, the end of each file, and a sign whenever there is nothing yet."""
@@ -412,6 +346,35 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
+
+
+def _block(spot: Spot, chunk: Chunk) -> Block[Spot]:
+    """Return a chunk that begins at a spot, of which the records before the spot were yielded earlier."""
+
+    def place(number: int) -> Spot:
+        if number == len(chunk.records):
+            return spot.past(chunk)
+        return replace(spot, skip=number, length=0, taken=0)
+
+    return Block(chunk.records, place, spot.skip, spot.length, spot.taken)
+
+
+def _in_order(stretch: Stretch[Spot] | None) -> Iterator[Block[Spot]]:
+    """Yield a stretch, with the places between its records as they are now."""
+    if stretch is None:
+        return
+    begin, end, size = stretch.begin, stretch.end, len(stretch.records)
+
+    def place(number: int) -> Spot:
+        return end if number == size else replace(begin, length=size, taken=number)
+
+    yield Block(stretch.records, place, stretch.first)
+
+
+def _numbers(begin: Spot) -> tuple[int, int, int, int]:
+    """Return what the order of a stretch follows from, besides the seed."""
+    assert begin.file is not None
+    return begin.round, zlib.crc32(begin.file.encode()), begin.place, begin.skip
 
 
 def _quarantine(folder: str, path: str, place: int, bad: Sequence[BadRecord]) -> None:

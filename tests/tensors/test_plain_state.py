@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monolith.checkpoint.dense.plain_state import decode, encode
 from monolith.errors import RestoreError, SaveError
+from monolith.tensors.plain_state import decode, encode
 
 
 def there_and_back(value: Any) -> Any:

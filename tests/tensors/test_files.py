@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from monolith import filesystem, native
-from monolith.checkpoint.dense.files import (
+from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError, SaveError
+from monolith.tensors.files import (
     CHECKSUMS,
     SHARED,
     FileRecord,
@@ -25,7 +26,6 @@ from monolith.checkpoint.dense.files import (
     record_of,
     write_tensors,
 )
-from monolith.errors import CorruptFileError, FileMissingError, FilesystemError, RestoreError, SaveError
 
 SMALL = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.tensor([True, False, True])}
 

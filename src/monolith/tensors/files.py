@@ -1,6 +1,7 @@
 """Dense files: named tensors in one safetensors file, every byte of it under a checksum.
 
-Any tool that reads safetensors reads these files:
+Checkpoints are written so, and what processes send each other around a save. Any tool that
+reads safetensors reads it:
 
     length      of the header, uint64, little-endian
     header      JSON: the dtype, shape and place of each tensor, and under `__metadata__` text;
@@ -21,6 +22,7 @@ CRC is CRC-32C.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -119,20 +121,35 @@ def write_tensors(path: str, tensors: Mapping[str, Tensor], metadata: Mapping[st
         SaveError: A tensor is of a kind that safetensors has no word for. Nothing was written.
         FilesystemError: It could not be written; what had the name before is still there.
     """
-    kept, shared = _without_shared(tensors)
-    for name, tensor in kept.items():
-        _check_writable(name, tensor)
-    for key, text in metadata.items():
-        if key == SHARED or not isinstance(key, str) or not isinstance(text, str):
-            raise SaveError(f"cannot write {path}: metadata must be text other than {SHARED!r}, got {key!r}")
-    order = sorted(kept, key=lambda name: (-kept[name].itemsize, name))
-    head = _head({name: kept[name] for name in order}, dict(metadata), shared)
+    plan = _FilePlan.of(path, tensors, metadata)
     with filesystem.atomic_write(path) as file:
-        summed = _SummedFile(file)
-        sums = [summed.write(memoryview(head))]
-        sums += [summed.write(_bytes_of(kept[name])) for name in order]
-        summed.write(memoryview(_seal(sums)))
-        return FileRecord(summed.bytes, summed.crc)
+        return plan.write(file)
+
+
+def dump_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of such a file.
+
+    Raises:
+        SaveError: A tensor is of a kind that safetensors has no word for.
+    """
+    file = io.BytesIO()
+    _FilePlan.of("a message", tensors, metadata).write(file)
+    return file.getvalue()
+
+
+def load_tensors(data: bytes, name: str) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """Return the tensors of what `dump_tensors` returned, each checked, and the metadata.
+
+    Args:
+        name: What to call the bytes in an error.
+
+    Raises:
+        CorruptFileError: Where and why the bytes are not as they were written.
+        RestoreError: They carry no checksums.
+    """
+    reader = _Reader(name, io.BytesIO(data))
+    reader.check_head()
+    return reader.read(None, lambda _: True), reader.header.metadata
 
 
 def read_header(path: str) -> DenseHeader:
@@ -218,6 +235,35 @@ class _SummedFile:
             self.crc = native.crc32c(piece, self.crc)
         self.bytes += len(data)
         return own
+
+
+@dataclass(frozen=True, slots=True)
+class _FilePlan:
+    """A file that can be written: its head, and its tensors in the order they will lie."""
+
+    head: bytes
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> _FilePlan:
+        kept, shared = _without_shared(tensors)
+        for name, tensor in kept.items():
+            _check_writable(name, tensor)
+        for key, text in metadata.items():
+            if key == SHARED or not isinstance(key, str) or not isinstance(text, str):
+                raise SaveError(
+                    f"cannot write {path}: metadata must be text other than {SHARED!r}, got {key!r}"
+                )
+        order = sorted(kept, key=lambda name: (-kept[name].itemsize, name))
+        head = _head({name: kept[name] for name in order}, dict(metadata), shared)
+        return cls(head, [kept[name] for name in order])
+
+    def write(self, file: BinaryIO) -> FileRecord:
+        summed = _SummedFile(file)
+        sums = [summed.write(memoryview(self.head))]
+        sums += [summed.write(_bytes_of(tensor)) for tensor in self.tensors]
+        summed.write(memoryview(_seal(sums)))
+        return FileRecord(summed.bytes, summed.crc)
 
 
 def _without_shared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
