@@ -15,11 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from monolith.front_door import module_when_used
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from monolith.table.config import TableConfig
+else:
+    torch = module_when_used("torch")
 
 
 @dataclass(frozen=True, slots=True)

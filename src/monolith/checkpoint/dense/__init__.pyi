@@ -7,8 +7,6 @@ from monolith.checkpoint.dense.random_state import capture_random, restore_rando
 from monolith.checkpoint.dense.state import (
     DenseSnapshot,
     capture_dense,
-    dense_path,
-    optimizer_path,
     restore_dense,
 )
 
