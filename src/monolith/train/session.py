@@ -36,7 +36,7 @@ from monolith.model import (
     apply_gradients,
 )
 from monolith.observe import Metrics, Resting
-from monolith.store import LocalStore, MakeStore, Store, default_stores
+from monolith.store import LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.config import TrainConfig
 from monolith.train.every import Every
@@ -72,13 +72,16 @@ class Model:
         make_store: Where its rows live; by default in this process.
     """
 
-    def __init__(self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore | None = None) -> None:
+    def __init__(
+        self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore = LocalStore.from_configs
+    ) -> None:
         torch.manual_seed(seed)
         self.task = task
         self._mode = mode
-        with nullcontext() if make_store is None else default_stores(make_store):
-            self.module = task.model()
+        self.module = task.model()
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
+        for collection in self.collections:
+            collection.bind(make_store)
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
         self.sparse: EmbeddingOptimizer | None = None
         self.dense: torch.optim.Optimizer | None = None

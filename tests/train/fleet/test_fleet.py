@@ -405,7 +405,7 @@ def test_workers_that_would_all_read_the_same_are_refused(tmp_path: Path) -> Non
 class OwnStore(Tallied):
     def model(self) -> nn.Module:
         model = TalliedModel(0, None)
-        model.tally.store = LocalStore.from_configs(model.tally.slot_tables.configs)
+        model.tally.bind(LocalStore.from_configs)
         return model
 
 

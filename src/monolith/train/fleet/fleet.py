@@ -220,7 +220,7 @@ class Fleet:
         return self.group.processes
 
     def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
-        """Return the next store of the model that is being built; see `default_stores`."""
+        """Return the next store of the model that is being bound; see `MakeStore`."""
         number, self._stores = self._stores, self._stores + 1
         return ParameterServerStore(self.group, number, configs)
 
