@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Share, Stream, reading_share
+from monolith.data import Share, Stream, share_out
 from monolith.data.source import Position, commit_to
-from monolith.errors import ConfigError, RetryableError
+from monolith.errors import ConfigError, NotShareableError, RetryableError
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer
 from monolith.observe import Metrics
@@ -185,15 +185,21 @@ class FleetSession(Session):
 
     def _open_data(self) -> Stream[Batch]:
         share = Share(self._fleet.index, self._fleet.num_workers)
-        with reading_share(share) as asked:
-            data = self.task.dataset(Mode.TRAIN)
-        if share.workers > 1 and not asked.by_anyone:
+        data = self.task.dataset(Mode.TRAIN)
+        if share.workers == 1:
+            return data
+        try:
+            share_out(data, share)
+        except NotShareableError as cause:
             data.close()
             raise ConfigError(
                 f"task {self.task.name!r}: its data is not shared out, so {share.workers} workers would each "
-                "train on all of it. Its source must read the share that monolith.data.my_share() says, as "
-                "FileSource, KafkaSource and the others of monolith.data do when they are made in dataset()."
-            )
+                f"train on all of it: {cause}. Give it one, or read from FileSource, KafkaSource or another "
+                "source of monolith.data, which have it."
+            ) from cause
+        except BaseException:
+            data.close()
+            raise
         return data
 
     def _expiry_time(self) -> int | None:
