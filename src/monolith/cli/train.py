@@ -390,7 +390,7 @@ def control_hooks(run: LocalRun, settings: RunSettings) -> list[Hook]:
         limits=settings.run.limits,
     )
     return [
-        BarrierHook(run.barrier, 0, idle=[run.save.before_step]),
+        BarrierHook(run.barrier, idle=[run.save.before_step]),
         controller,
         ActionFileHook(controller),
         server,

@@ -209,7 +209,7 @@ def test_an_operator_halts_everybody_saves_and_lets_them_go_on(tmp_path: Path) -
             seen["after"] = barrier.blocked_indices()
 
     def hooks(run: Any) -> list[Hook]:
-        return [BarrierHook(run.barrier, 0, idle=[run.save.before_step], poll=0.01), Operator(run)]
+        return [BarrierHook(run.barrier, idle=[run.save.before_step], poll=0.01), Operator(run)]
 
     outcome = run_fleet(TASK, tmp_path, hooks=lambda worker: hooks if worker == 0 else [])
     assert outcome.chief.step == TASK.batches
