@@ -307,6 +307,20 @@ def test_a_schedule_follows_the_global_step() -> None:
     assert rows(embeddings, 1) == [[-5]]  # rates 2 and 3
 
 
+def test_who_counts_steps_elsewhere_says_which_this_is() -> None:
+    slot = FeatureSlot(SlotConfig(name="item", optimizer=Sgd(), learning_rate=float))
+    embeddings = EmbeddingCollection(
+        [Layout("v", CONCAT, [FeatureColumn(slot, "item").lookup(slot.add_slice(1))])]
+    )
+    optimizer = EmbeddingOptimizer(embeddings)
+    fill(embeddings, {1: [0]})
+    for step in (3, 9):
+        embeddings({"item": torch.tensor([1])})["v"].sum().backward()
+        optimizer.take(step)()
+        assert optimizer.global_step == step
+    assert rows(embeddings, 1) == [[-10]]  # rates 2 and 8: of the steps that were taken before
+
+
 def test_rows_remember_when_they_were_trained() -> None:
     embeddings = collection()
     optimizer = EmbeddingOptimizer(embeddings)

@@ -31,6 +31,8 @@ from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
     AlertConfig,
     ExpiryConfig,
+    Fleet,
+    FleetPeers,
     Hook,
     KeepConfig,
     Mode,
@@ -47,6 +49,13 @@ from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 from monolith.train.hooks import BarrierHook
 
 TASK = Tallied()
+
+
+def fleet_of(run: Any) -> Fleet:
+    """A worker's place, which a run of its own keeps to itself."""
+    peers = run.session._peers
+    assert isinstance(peers, FleetPeers)
+    return peers._fleet
 
 
 class Fail(Hook):
@@ -200,9 +209,9 @@ def test_an_operator_halts_everybody_saves_and_lets_them_go_on(tmp_path: Path) -
             barrier = self._run.barrier
             while barrier.blocked_indices() != [0, 1]:
                 threading.Event().wait(0.01)
-            step = self._run.session._fleet.group.read_step()
+            step = fleet_of(self._run).group.read_step()
             seen["saved"] = self._run.save.trigger_save().result(PATIENT)
-            seen["still"] = (barrier.blocked_indices(), self._run.session._fleet.group.read_step() - step)
+            seen["still"] = (barrier.blocked_indices(), fleet_of(self._run).group.read_step() - step)
             with pytest.raises(BarrierAlreadyPlacedError):
                 barrier.place()
             barrier.remove()
@@ -307,7 +316,7 @@ class InStep:
             self._taken[worker] += 1
             self._changed.notify_all()
             for _ in range(int(PATIENT / 0.01)):
-                if self._taken[1 - worker] >= self._taken[worker] - 1 or run.session._fleet.is_halted:
+                if self._taken[1 - worker] >= self._taken[worker] - 1 or fleet_of(run).is_halted:
                     return
                 self._changed.wait(0.01)
 
@@ -412,7 +421,7 @@ class OwnStore(Tallied):
 
 
 def test_a_model_that_brings_a_store_of_its_own_is_refused(tmp_path: Path) -> None:
-    refused(run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore()), "worker would train rows of its own")
+    refused(run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore()), "would train its own copy of the rows")
 
 
 def test_servers_of_another_task_are_refused(tmp_path: Path) -> None:
@@ -447,7 +456,7 @@ class Slow(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         for _ in range(int(PATIENT / 0.01)):
-            if self._run.session._fleet.stop_reason is not None or self._run.session._fleet.is_halted:
+            if fleet_of(self._run).stop_reason is not None or fleet_of(self._run).is_halted:
                 return
             threading.Event().wait(0.01)
 
@@ -500,7 +509,7 @@ def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> Non
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=1, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, fleet=fleet)
+        trainer = Trainer(TASK, config, peers=FleetPeers(fleet))
         threading.Timer(0.5, trainer.stop, ["SIGTERM"]).start()
         report = trainer.train()
     assert (report.stop_reason, report.steps, report.finished) == ("SIGTERM", 0, False)
@@ -525,7 +534,7 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=0, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, fleet=fleet, hooks=[Ask()])
+        trainer = Trainer(TASK, config, peers=FleetPeers(fleet), hooks=[Ask()])
         with pytest.raises(UnavailableError, match="workers 1 never joined"):
             trainer.train()
     stop.set()
@@ -596,7 +605,7 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
                 group.call(0, "server.begin", run="r")
                 group.call(0, "server.attend", run="r", wait=0)
         setting = "timeouts.abandoned" if began else "timeouts.start"
-        with pytest.raises(DeadlineExceededError, match=rf"server 0 has been without a chief .*{setting}"):
+        with pytest.raises(DeadlineExceededError, match=rf"server 0 has had no chief .*{setting}"):
             share.wait(
                 threading.Event(),
                 start_timeout=timedelta(hours=1) if began else timedelta(),
@@ -611,7 +620,7 @@ class Gone(Hook):
         self._run, self._noticed = run, noticed
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        self._run.session._fleet._close_listener()
+        fleet_of(self._run)._close_listener()
         assert self._noticed.wait(PATIENT)
 
 
