@@ -7,7 +7,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── UnknownParamError   no parameter of that name, or the name is taken      (also AttributeError)
     │   ├── InvalidParamError   a parameter's name, path or class makes no sense     (also AssertionError)
     │   ├── FrozenParamsError   the parameters were frozen                           (also TypeError)
-    │   └── UnknownTaskError    no task of that name can be found or imported        (also LookupError)
+    │   ├── UnknownTaskError    no task of that name can be found or imported        (also LookupError)
+    │   └── NotShareableError   several workers would each read all of the data
     ├── MissingExtraError       an optional package is needed; names the extra       (also ImportError)
     ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
     │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
@@ -77,6 +78,10 @@ class FrozenParamsError(ConfigError, TypeError):
 
 class UnknownTaskError(ConfigError, LookupError):
     """No task of that name: no such module, file or name, or it cannot be imported."""
+
+
+class NotShareableError(ConfigError):
+    """A source cannot be shared out among workers, so that each would read all of its data."""
 
 
 class MissingExtraError(MonolithError, ImportError):

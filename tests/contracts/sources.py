@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -76,6 +76,9 @@ class Case:
     """What comes out, in whatever order."""
     options: frozenset[str] = frozenset()
     """Which of worker (with num_workers), epochs and seed it takes, besides batch_size."""
+    shares: Mapping[str, Any] | None = field(default_factory=dict)
+    """Options with which several workers can share it out; None where what comes out depends on how many
+    there are, or nothing can be shared."""
     service: str | None = None
     """The fixture of a server that `make` is given as `service`."""
 
@@ -176,7 +179,10 @@ def _payloads() -> list[bytes]:
     return PayloadWriter("example", ids=())(some_records())
 
 
-def _kafka(folder: Path, *, service: Any, batch_size: int = 4) -> Source:
+ALONE = ByWorker(worker=0, num_workers=1)
+
+
+def _kafka(folder: Path, *, service: Any, batch_size: int = 4, assignment: ByWorker | None = ALONE) -> Source:
     """A topic that is filled the first time, and read by offset."""
     topic = folder / "topic"
     if not topic.exists():
@@ -189,7 +195,7 @@ def _kafka(folder: Path, *, service: Any, batch_size: int = 4) -> Source:
         servers=(service.address,),
         topics=(topic.read_text(),),
         group="contract",
-        assignment=ByWorker(worker=0, num_workers=1),
+        assignment=assignment,
         poll_batch=batch_size,
         poll_timeout=timedelta(milliseconds=200),
         stream_timeout=timedelta(milliseconds=200),
@@ -307,13 +313,13 @@ SOURCES: dict[str, Case] = {
     "example": Case(_files(TfRecordFormat("example", ids=())), options=ALL),
     "example_batch": Case(_files(TfRecordFormat("example_batch", ids=())), options=ALL),
     "watched files": Case(_watched, options=frozenset({"worker"})),
-    "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"})),
-    "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"})),
-    "kafka": Case(_kafka, service="kafka"),
+    "queue, committing by itself": Case(_queued(True), options=frozenset({"seed"}), shares=None),
+    "queue, committed by the caller": Case(_queued(False), options=frozenset({"seed"}), shares=None),
+    "kafka": Case(_kafka, service="kafka", shares={"assignment": None}),
     "data service": Case(_served, service="data_service"),
     "joined": Case(_joined),
     "joined, with snapshots": Case(_joined_often),
-    "merged flows": Case(_merged, [*IDS[:10], *IDS[10::2]]),
+    "merged flows": Case(_merged, [*IDS[:10], *IDS[10::2]], shares=None),
     "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
@@ -322,7 +328,7 @@ SOURCES: dict[str, Case] = {
     "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),
     "pipeline: shuffle": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(seed=3, buffer=9)))),
     "pipeline: shuffle in one go": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(buffer=1000)))),
-    "pipeline: take": Case(_pipeline(lambda p: p.take(10)), IDS[:10]),
+    "pipeline: take": Case(_pipeline(lambda p: p.take(10)), IDS[:10], shares=None),
     "pipeline: take more than there is": Case(_pipeline(lambda p: p.take(1000))),
     "pipeline: prefetch": Case(_pipeline(lambda p: p.prefetch(2))),
     "pipeline: prefetch of nothing": Case(_pipeline(lambda p: p.prefetch(0))),
@@ -340,6 +346,7 @@ SOURCES: dict[str, Case] = {
             )
         ),
         [one for one in IDS if one % 2][:10],
+        shares=None,
     ),
 }
 """By name. Whoever adds a source adds a line here."""

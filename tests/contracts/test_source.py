@@ -12,9 +12,9 @@ import pytest
 from contracts import sources
 from contracts.sources import SOURCES, Case, ids_of
 
-from monolith.data import Records, Source
+from monolith.data import Records, Share, Source, share_out
 from monolith.data.service import Dispatcher
-from monolith.errors import MonolithError, RestoreError
+from monolith.errors import ConfigError, MonolithError, RestoreError
 
 
 class Maker:
@@ -230,6 +230,64 @@ def test_closing_twice_does_nothing(make: Maker) -> None:
     again = make()
     again.restore(position)
     assert len(ids_of(again)) < len(make.case.ids)  # what was taken stays taken
+
+
+# Where several workers can share it out
+
+
+SHARED = [name for name, case in SOURCES.items() if case.shares is not None]
+
+
+@pytest.fixture(params=SHARED)
+def make_shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Maker]:
+    maker = Maker(SOURCES[request.param], tmp_path, request)
+    yield maker
+    maker.close()
+
+
+def shared(make: Maker, share: Share) -> Source:
+    source = make(**make.case.shares or {})
+    share_out(source, share)
+    return source
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_the_shares_of_all_workers_are_the_whole_and_none_comes_twice(
+    make_shared: Maker, workers: int
+) -> None:
+    ids = [one for worker in range(workers) for one in ids_of(shared(make_shared, Share(worker, workers)))]
+    assert sorted(ids) == sorted(make_shared.case.ids)
+
+
+def test_a_share_goes_on_at_any_batch(make_shared: Maker) -> None:
+    source, whole, positions = shared(make_shared, Share(0, 2)), list[int](), list[Any]()
+    for batch in source:
+        whole += ids_of([batch])
+        positions.append((len(whole), json.loads(json.dumps(source.position()))))
+    assert positions
+    for count, position in positions:
+        again = shared(make_shared, Share(0, 2))
+        again.restore(position)
+        assert ids_of(again) == whole[count:]
+
+
+@pytest.mark.parametrize("use", ["read", "position", "restore"])
+def test_once_it_was_used_it_is_too_late_for_a_share(make_shared: Maker, use: str) -> None:
+    source = make_shared()
+    if use == "read":
+        some(source, 1)
+    elif use == "position":
+        source.position()
+    else:
+        source.restore(make_shared().position())
+    with pytest.raises(ConfigError, match="call read_share\\(\\) first"):
+        share_out(source, Share(1, 2))
+
+
+@pytest.mark.parametrize("share", [Share(2, 2), Share(-1, 2), Share(0, 0)])
+def test_there_must_be_such_a_share(make_shared: Maker, share: Share) -> None:
+    with pytest.raises(ConfigError, match="there is no worker"):
+        share_out(make_shared(), share)
 
 
 # Where it takes the option

@@ -43,7 +43,8 @@ CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
 LOOKUP = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
 APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1}
 
-WRITE = {"cut": "c", "prefix": "PREFIX", "full": True}
+STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
+WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
 
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
     "dispatcher": {
@@ -70,30 +71,35 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "step": {},
         "set_step": {"step": 3},
         "meeting.begin": {"run": "r", "num_workers": 2},
-        "meeting.open": {"run": "r", "start": {"step": 1, "workers": []}},
-        "meeting.join": {"worker": 1, "wait": 0.0},
+        "meeting.open": {"run": "r", "start": {"step": 1, "positions": [PLACE]}},
+        "meeting.join": {"worker": 1, "member": "m", "wait": 0.0},
         "meeting.news": {"run": "r", "worker": 1, "seen": -1, "wait": 0.0},
         "meeting.halt": {"run": "r"},
-        "meeting.arrive": {"run": "r", "worker": 1, "halt": 1, "state": {"examples": 1}},
+        "meeting.arrive": {"run": "r", "worker": 1, "halt": 1, "state": STATE},
         "meeting.gathered": {"run": "r", "wait": 0.0, "left": False},
         "meeting.release": {"run": "r"},
         "meeting.saved": {"run": "r", "halt": 1},
         "meeting.over": {"run": "r", "wait": 0.0},
-        "meeting.leave": {"run": "r", "worker": 1, "state": {}},
+        "meeting.leave": {"run": "r", "worker": 1, "state": STATE},
         "meeting.stop": {"run": "r", "reason": "x"},
         "server.end": {"run": "r"},
-        "tables.cut": {"cut": "c"},
-        "tables.close": {"cut": "c", "saved": False},
+        "tables.cut": {"run": "r", "cut": "c"},
+        "tables.close": {"run": "r", "cut": "c", "saved": False},
         "job.start": {
             "work": "tables.write",
-            "body": {"cut": "c", "prefix": "PREFIX", "full": True},
+            "body": WRITE,
             "job": "b",
         },
         "job.wait": {"job": "b", "wait": 0.0},
     },
     "guarded": {"describe": {}, "hello": {}},
 }
-RESTORE = {"chain": [["PREFIX", {"tables": {}, "pieces": 1}]], "optimizer_state": "keep", "strict": True}
+RESTORE = {
+    "run": "r",
+    "chain": [["PREFIX", {"tables": {}, "pieces": 1}]],
+    "optimizer_state": "keep",
+    "strict": True,
+}
 EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "lookup": (LOOKUP, 16),
     "apply_gradients": (APPLY, 8 + 16),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from monolith.feature import (
     Sum,
 )
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer
-from monolith.store import LocalStore
+from monolith.store import LocalStore, Store
 from monolith.table import Ones, Segment, Sgd, TableConfig
 from monolith.tensors import RaggedTensor, prefetch
 
@@ -116,6 +117,69 @@ def test_it_says_what_it_reads_and_makes() -> None:
     assert embeddings.features == ("clicks", "item")
     assert embeddings.shapes == {"bias": (1,), "vectors": (4,)}
     assert "features=2, tables=1" in repr(embeddings)
+
+
+# Where rows live
+
+
+class Maker:
+    """Makes local stores, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[Store] = []
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, configs: Mapping[str, TableConfig], /, **options: Any) -> Store:
+        self.asked.append({"configs": configs, **options})
+        self.made.append(LocalStore.from_configs(configs, **options))
+        return self.made[-1]
+
+
+def test_whoever_runs_a_model_says_where_its_rows_live() -> None:
+    embeddings, make = collection(threads=1), Maker()
+    embeddings.bind(make)
+    assert embeddings.store is make.made[0]
+    tables = embeddings.slot_tables
+    assert make.asked == [{"configs": tables.configs, "thresholds": tables.thresholds, "threads": 1}]
+
+
+@pytest.mark.parametrize("use", ["look rows up", "ask for the store", "train"])
+def test_rows_that_nobody_bound_live_here_from_their_first_use_on(use: str) -> None:
+    embeddings, late = collection(), Maker()
+    if use == "look rows up":
+        embeddings(BATCH)
+    elif use == "ask for the store":
+        assert embeddings.store.tables == {"item": 3}
+    else:
+        EmbeddingOptimizer(embeddings).zero_below({"item": 1.0})
+    embeddings.bind(late)
+    assert isinstance(embeddings.store, LocalStore)
+    assert not late.made
+
+
+def test_what_it_reads_and_makes_is_known_before_it_is_bound() -> None:
+    embeddings, make = collection(), Maker()
+    assert embeddings.features == ("clicks", "item")
+    assert embeddings.shapes == {"bias": (1,), "vectors": (4,)}
+    assert "tables=1" in repr(embeddings)
+    embeddings.bind(make)
+    assert make.made, "none of that was a use"
+
+
+def test_a_store_that_was_given_stays() -> None:
+    own, make = LocalStore.from_configs(collection().slot_tables.configs), Maker()
+    embeddings = collection(store=own)
+    embeddings.bind(make)
+    assert embeddings.store is own
+    assert not make.made
+
+
+def test_a_store_that_does_not_fit_is_refused_when_it_is_bound() -> None:
+    def wrong(configs: Mapping[str, TableConfig], /, **_: Any) -> Store:
+        return LocalStore.from_configs({f"{n}s": replace(c, name=f"{n}s") for n, c in configs.items()})
+
+    with pytest.raises(FeatureError, match="the store does not fit"):
+        collection().bind(wrong)
 
 
 def test_looking_does_not_make_rows() -> None:
@@ -241,6 +305,20 @@ def test_a_schedule_follows_the_global_step() -> None:
         embeddings({"item": torch.tensor([1])})["v"].sum().backward()
         optimizer.step()
     assert rows(embeddings, 1) == [[-5]]  # rates 2 and 3
+
+
+def test_who_counts_steps_elsewhere_says_which_this_is() -> None:
+    slot = FeatureSlot(SlotConfig(name="item", optimizer=Sgd(), learning_rate=float))
+    embeddings = EmbeddingCollection(
+        [Layout("v", CONCAT, [FeatureColumn(slot, "item").lookup(slot.add_slice(1))])]
+    )
+    optimizer = EmbeddingOptimizer(embeddings)
+    fill(embeddings, {1: [0]})
+    for step in (3, 9):
+        embeddings({"item": torch.tensor([1])})["v"].sum().backward()
+        optimizer.take(step)()
+        assert optimizer.global_step == step
+    assert rows(embeddings, 1) == [[-10]]  # rates 2 and 8: of the steps that were taken before
 
 
 def test_rows_remember_when_they_were_trained() -> None:

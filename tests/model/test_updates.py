@@ -53,6 +53,20 @@ def test_without_settings_it_is_a_plain_step() -> None:
     assert (setting.sparse.global_step, setting.weight.grad) == (1, None)
 
 
+def test_where_others_take_steps_too_the_rows_are_told_which_this_was() -> None:
+    """In between: the weights were updated when it is asked, and the rows were not."""
+    setting, asked = Setting(), []
+
+    def count() -> int:
+        asked.append((setting.weight.item(), setting.row))
+        return 7
+
+    row = setting.embeddings({"f": torch.tensor([1])})["f"][0]
+    apply_gradients(row[:3].sum() + setting.weight, setting.sparse, setting.dense, count=count)
+    assert asked == [(0.0, [1, 1, 1, 1])]
+    assert (setting.row, setting.sparse.global_step) == ([0, 0, 0, 1], 7)
+
+
 def test_one_norm_holds_for_dense_and_sparse_gradients() -> None:
     setting = Setting()
     assert setting.run(clip_norm=1.0).item() == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
+from monolith.store import ServerGroup
 from monolith.table import Sgd, Zeros, iterate
 from monolith.train import (
     Hook,
@@ -35,15 +36,19 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
-from monolith.train.fleet.fleet import NEWS_EVERY
+from monolith.train.fleet.fleet import NEWS_EVERY, Fleet
 from monolith.train.fleet.meeting import LOST_AFTER
-from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServerEnd
+from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServedShare, ServerEnd
+from monolith.train.fleet.peers import FleetPeers
 from monolith.train.keeping import newest_checkpoint
-from monolith.train.session import Model as TrainedModel
+from monolith.train.model import Model as TrainedModel
+from monolith.train.peers import Start, WorkerState
 
 RECORD = "record"
 TALLY = "tally"
 PATIENT = 60.0
+SOON = timedelta(seconds=0.2)
+"""How long a question for news may still be under way when its fleet is closed."""
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +200,10 @@ def run_fleet(
             news_every=news_every,
         ) as fleet:
             trainer = Trainer(
-                task if task_of is None else task_of(index), settings, hooks=hooks(index), fleet=fleet
+                task if task_of is None else task_of(index),
+                settings,
+                hooks=hooks(index),
+                peers=FleetPeers(fleet),
             )
             trainers(index, trainer)
             return trainer.train()
@@ -213,6 +221,41 @@ def run_fleet(
         thread.join(PATIENT)
         assert not thread.is_alive(), "a server hangs"
     return outcome
+
+
+def worker_state(number: int) -> WorkerState:
+    """What worker `number` may say of itself."""
+    return WorkerState(position={"next": number}, examples=10 * number, skipped=number, event_time=None)
+
+
+@contextlib.contextmanager
+def serving(task: Task, *, num_ps: int = 1, num_workers: int, config: TrainConfig) -> Iterator[list[str]]:
+    """Servers that are told nothing yet; their addresses."""
+    with contextlib.ExitStack() as stack:
+        shares = [
+            ServedShare(task, config, index=index, num_ps=num_ps, num_workers=num_workers)
+            for index in range(num_ps)
+        ]
+        yield [stack.enter_context(share.serve("127.0.0.1", 0, None)).address for share in shares]
+
+
+@contextlib.contextmanager
+def begun_fleets(num_workers: int) -> Iterator[list[Fleet]]:
+    """The places of all workers in a run that has begun, without anything to train."""
+    with contextlib.ExitStack() as stack:
+        task = Tallied()
+        addresses = stack.enter_context(serving(task, num_workers=num_workers, config=TrainConfig()))
+        fleets = [
+            stack.enter_context(Fleet(ServerGroup(addresses), index, num_workers, news_every=SOON))
+            for index in range(num_workers)
+        ]
+        for fleet in fleets:
+            fleet.group.describe()
+        fleets[0].begin()
+        fleets[0].open(Start(step=0))
+        for fleet in fleets[1:]:
+            assert fleet.join() is not None
+        yield fleets
 
 
 def _start(run: Callable[[int], Any], index: int, outcomes: dict[int, Any]) -> threading.Thread:

@@ -183,7 +183,7 @@ def test_updates_that_are_given_up_are_reported(caplog: pytest.LogCaptureFixture
     assert entered.wait(10)
     threading.Timer(0.05, hold.set).start()
     lane.close()
-    assert "1 updates of rows were given up" in caplog.text
+    assert "1 row updates were dropped" in caplog.text
 
 
 def test_no_thread_is_left_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.errors import RequestError
-from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, checked, read_body, typed
+from monolith.wire.bodies import (
+    Bounds,
+    Count,
+    Json,
+    Name,
+    Nothing,
+    Seconds,
+    read_body,
+    typed,
+    typed_calls,
+    typed_polls,
+    write_body,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +133,37 @@ def test_a_typed_call_gets_the_body_as_declared_and_may_answer_with_nothing() ->
     assert len(seen) == 1
 
 
-def test_checked_calls_get_plain_values_and_each_needs_a_declared_body() -> None:
-    calls = checked({"a": Nothing, "b": Body}, {"a": lambda body: {"got": body}})
-    assert calls["a"]({}) == {"got": {}}
-    with pytest.raises(RequestError):
-        calls["a"]({"x": 1})
-    whole = checked({"b": Body}, {"b": lambda body: body}, longest=5.0)["b"]
-    assert whole({**FEWEST, "wait": 1e9}) | {"wait": 5.0, "how": "keep", "job": None} == whole(
-        {**FEWEST, "wait": 7}
+def test_what_is_written_is_plain_and_read_as_it_was() -> None:
+    place = Inner({"file": [1, None]}, 2)
+    body = Body("w", 1, 3.0, True, "j", [1, 2], {"t": -1}, place, (("p", {"a": (1,)}),), "reset")
+    plain = write_body(body)
+    assert plain["place"] == {"position": {"file": [1, None]}, "skip": 2}
+    assert plain["chain"] == [["p", {"a": [1]}]]
+    assert read_body(Body, json.loads(json.dumps(write_body(Body("w", 1, place=place))))) == Body(
+        "w", 1, place=place
     )
+
+
+def test_calls_of_a_table_get_and_answer_what_was_declared() -> None:
+    calls = typed_calls({"a": Inner, "b": Nothing}, {"a": lambda body: body, "b": lambda _: None})
+    assert calls["a"]({"position": 3}) == {"position": 3, "skip": 0}
+    assert calls["b"]({}) == {}
+    with pytest.raises(RequestError):
+        calls["b"]({"x": 1})
+
+
+def test_a_poll_of_a_table_can_look_whether_its_caller_is_gone() -> None:
+    polls = typed_polls({"a": Inner}, {"a": lambda body, gone: Inner([body.position, gone()])})
+    assert polls["a"]({"position": 3}, lambda: True) == {"position": [3, True], "skip": 0}
+
+
+def test_nobody_waits_longer_than_the_table_allows() -> None:
+    calls = typed_calls({"a": Body}, {"a": lambda body: Inner(body.wait)}, longest=5.0)
+    assert [calls["a"]({**FEWEST, "wait": wait})["position"] for wait in (1, 1e9)] == [1.0, 5.0]
+
+
+def test_a_call_without_a_declared_body_is_not_served() -> None:
     with pytest.raises(KeyError):
-        checked({}, {"a": lambda body: body})
+        typed_calls({}, {"a": lambda body: body})
+    with pytest.raises(KeyError):
+        typed_polls({}, {"a": lambda body, _: body})

@@ -33,7 +33,7 @@ from monolith.errors import ConfigError
 from monolith.observe import Resting, yield_to_others
 from monolith.store import LocalStore
 from monolith.table import Adagrad, NativeTable, Rows, Segment, TableConfig
-from monolith.train.session import SHARE
+from monolith.train.model import SHARE
 
 FEATURES = 26
 HIDDEN = (128, 64)

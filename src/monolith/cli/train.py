@@ -36,7 +36,7 @@ from monolith.observe import Metrics
 from monolith.observe.logs import logs_json
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
-from monolith.train import Fleet, Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
+from monolith.train import Fleet, FleetPeers, Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
 from monolith.train.hooks import (
     ActionFileHook,
     BarrierHook,
@@ -234,7 +234,8 @@ def train(
         signals = open_things.enter_context(StopSignals(stopper, say))
 
         def attempt(fleet: Fleet | None = None) -> TrainReport:
-            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, fleet=fleet)
+            peers = None if fleet is None else FleetPeers(fleet)
+            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers)
             stopper.use(trainer)
             return trainer.train()
 
@@ -390,7 +391,7 @@ def control_hooks(run: LocalRun, settings: RunSettings) -> list[Hook]:
         limits=settings.run.limits,
     )
     return [
-        BarrierHook(run.barrier, 0, idle=[run.save.before_step]),
+        BarrierHook(run.barrier, idle=[run.save.before_step]),
         controller,
         ActionFileHook(controller),
         server,

@@ -12,9 +12,9 @@ from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
-from monolith.data.share import Share, my_share, reading_share
+from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, Source
+from monolith.data.source import Position, SharedSource, Source
 from monolith.data.synthetic.click_log import ClickLog, ClickLogConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 
@@ -44,6 +44,7 @@ __all__ = [
     "RecordWriter",
     "Records",
     "Share",
+    "SharedSource",
     "ShuffleConfig",
     "Source",
     "Stream",
@@ -51,6 +52,5 @@ __all__ = [
     "concat",
     "format_of",
     "make_batch",
-    "my_share",
-    "reading_share",
+    "share_out",
 ]

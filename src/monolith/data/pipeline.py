@@ -35,6 +35,7 @@ from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
+from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position, Source, commit_to
 from monolith.errors import ConfigError, DataError, RestoreError
@@ -121,6 +122,10 @@ class Pipeline:
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
 
+    def read_share(self, share: Share) -> None:
+        """Have the source read one share of its data; see `SharedSource`."""
+        share_out(self._source, share)
+
     def position(self) -> Position:
         return self._source.position()
 
@@ -155,6 +160,10 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         return iter(self._batches)
 
+    def read_share(self, share: Share) -> None:
+        """Have the source read one share of its data; see `SharedSource`."""
+        share_out(self._batches, share)
+
     def position(self) -> Position:
         return self._batches.position()
 
@@ -174,6 +183,9 @@ class _Passing:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+
+    def read_share(self, share: Share) -> None:
+        share_out(self._source, share)
 
     def position(self) -> Position:
         return self._source.position()
@@ -306,6 +318,9 @@ class _Holding:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._mark: _Mark | None = None  # None: where the source stands
+
+    def read_share(self, share: Share) -> None:
+        share_out(self._source, share)
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
@@ -514,6 +529,9 @@ class _Ahead(Generic[Item]):
                 raise DataError("pipeline: restored or closed while it was being read")
         self._running = None
         self._position = None
+
+    def read_share(self, share: Share) -> None:
+        share_out(self._source, share)
 
     def position(self) -> Position:
         return self._source.position() if self._position is None else self._position

@@ -3,7 +3,12 @@
 A trainer that is killed must go on with the very record it had not yet trained on.
 So a source says at any time where it stands, and a new one of the same kind, restored to
 that position, yields exactly the records that were left, whatever the number of threads
-or the size of buffers. Every implementation passes `tests/contracts/test_source.py`.
+or the size of buffers.
+
+Whoever trains with several workers has each read one share of the data. A source that can be
+shared out says so by a method `read_share(share)`, which is called before anything else, or not at
+all: then it reads everything. So a constructor looks at no file, broker or queue yet; the first
+read, position or restore does. Every implementation passes `tests/contracts/test_source.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from monolith.data.records import Records
+from monolith.data.share import Share
 
 Position = dict[str, Any]
 """Where a source stands: plain values that survive JSON, for a source of the same kind to go on from."""
 
 
 class Source(Protocol):
-    """Yields records. One thread reads it at a time."""
+    """Yields records. One thread reads it at a time. One that can be shared out is a `SharedSource`."""
 
     def __iter__(self) -> Iterator[Records]:
         """Yield records from where the source stands to the end of the data, if it has one.
@@ -50,6 +56,21 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of files, threads and connections. Closing again does nothing."""
+
+
+class SharedSource(Source, Protocol):
+    """A source of which several workers can each read a share."""
+
+    def read_share(self, share: Share) -> None:
+        """Read one share from now on: those of all workers together are the whole, and no record is in two.
+
+        Arguments of the source that name a share win over it. A source that stands on others passes it on,
+        by `share_out`.
+
+        Raises:
+            ConfigError: There is no such share; or the source was read, restored or asked for its position.
+            NotShareableError: It stands on a source that cannot be shared out.
+        """
 
 
 def commit_to(source: object, position: Position) -> None:

@@ -41,7 +41,7 @@ from monolith.feature import (
     collect_tables,
     plan_layouts,
 )
-from monolith.store import Store, TableIds, make_store
+from monolith.store import LocalStore, MakeStore, Store, TableIds
 from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class EmbeddingCollection(nn.Module):
 
     Args:
         layouts: The tensors to make, over slices of features.
-        store: Where rows live, with the tables the slots need; by default a `LocalStore` made here, or what
-            `default_stores` says.
+        store: Where rows live, with the tables the slots need. Without it, whoever runs the model says by
+            `bind`; if nobody does, they live in a `LocalStore` from their first use on.
         device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
             pinned memory and combined there.
         seed: For random initializers.
@@ -123,19 +123,46 @@ class EmbeddingCollection(nn.Module):
         super().__init__()
         columns = _columns(layouts)
         self.slot_tables: SlotTables = collect_tables((column.slot for column in columns.values()), seed=seed)
-        threads = torch.get_num_threads() if threads is None else threads
-        self.store: Store = store or make_store(
-            self.slot_tables.configs, thresholds=self.slot_tables.thresholds, threads=threads
-        )
-        _check_store(self.store, self.slot_tables)
-        self._gatherer = Gatherer(
-            plan_layouts(dict(self.store.tables), _features(columns, self.slot_tables), _specs(layouts)),
-            native.Workers(threads),
-        )
+        self._threads = torch.get_num_threads() if threads is None else threads
+        self._features = _features(columns, self.slot_tables)
+        self._layouts = _specs(layouts)
+        self._workers = native.Workers(self._threads)
+        self._gatherer = self._make_gatherer({name: c.dim for name, c in self.slot_tables.configs.items()})
+        self._store: Store | None = None
+        if store is not None:
+            self._use(store)
         self.device = torch.device(device)
         self._watchers: list[Watcher] = []
         self._held: _Held | None = None
         self._said_twice = False
+
+    @property
+    def store(self) -> Store:
+        """Where its rows live. One that nobody has bound makes a `LocalStore` when it is first asked."""
+        if self._store is None:
+            self.bind(LocalStore.from_configs)
+        assert self._store is not None
+        return self._store
+
+    def bind(self, make: MakeStore) -> None:
+        """Let `make` decide where rows live: called by whoever runs the model, before it is used.
+
+        A collection that has a store keeps it.
+
+        Raises:
+            FeatureError: The store that was made lacks a table, or has it with rows of another length.
+        """
+        if self._store is None:
+            tables = self.slot_tables
+            self._use(make(tables.configs, thresholds=tables.thresholds, threads=self._threads))
+
+    def _use(self, store: Store) -> None:
+        _check_store(store, self.slot_tables)
+        self._gatherer = self._make_gatherer(dict(store.tables))  # it may have more tables than are needed
+        self._store = store
+
+    def _make_gatherer(self, tables: dict[str, int]) -> Gatherer:
+        return Gatherer(plan_layouts(tables, self._features, self._layouts), self._workers)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -156,10 +183,10 @@ class EmbeddingCollection(nn.Module):
 
         `forward` takes the result in place of the batch. Rows that change in between are not seen.
         """
-        ids = _ids(batch)
+        ids, store = _ids(batch), self.store
         gathered = self._gatherer.read(ids)
         keys = TableIds(gathered.ids, gathered.sizes, gathered.counts)
-        rows = self.store.lookup(keys)
+        rows = store.lookup(keys)
         if self.device.type == "cuda":
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         elif self.device.type != "cpu":
@@ -231,7 +258,8 @@ class EmbeddingCollection(nn.Module):
         self._watchers.append(watcher)
 
     def extra_repr(self) -> str:
-        return f"features={len(self.features)}, tables={len(self.store.tables)}, layouts={self.shapes}"
+        tables = self.slot_tables.configs if self._store is None else self._store.tables
+        return f"features={len(self.features)}, tables={len(tables)}, layouts={self.shapes}"
 
 
 def _ids(batch: Input) -> FeatureIds:

@@ -92,11 +92,17 @@ class EmbeddingOptimizer(EagerOptimizer):
         self.take()()
         return loss
 
-    def take(self) -> Callable[[], None]:
+    def take(self, step: int | None = None) -> Callable[[], None]:
         """Do as `step`, but leave the writing to the function returned, which any thread may call later.
 
         So rows can be updated while the next batch is computed. Their gradients are gone from here.
+
+        Args:
+            step: Which step of the model this is, from 1, where somebody else counts; by default the one
+                after the last. Learning rates are those of the steps before it.
         """
+        if step is not None:
+            self.global_step = step - 1
         work = []
         for collection, pending in self._pending.items():
             trained = [one for one in pending if one.rows.grad is not None]

@@ -74,6 +74,7 @@ def apply_gradients(
     *,
     average: Callable[[list[Tensor]], None] | None = None,
     push: Callable[[Callable[[], None]], None] | None = None,
+    count: Callable[[], int] | None = None,
 ) -> Tensor | None:
     """Differentiate `loss` and take one step of everything; the global step counts up last.
 
@@ -83,6 +84,8 @@ def apply_gradients(
     Args:
         average: Averages dense gradients over the ranks that train together, in place.
         push: Given a function that updates the rows, to be called in time; by default it is called here.
+        count: Called between dense weights and rows; returns which step of the model this is, from 1, where
+            others take steps too. By default `sparse` counts.
 
     Returns:
         The common norm of all gradients before clipping, where it was needed; else None.
@@ -130,10 +133,11 @@ def apply_gradients(
     if dense is not None:
         dense.step()
         dense.zero_grad()
+    update = sparse.take(None if count is None else count())
     if push is None:
-        sparse.step()
+        update()
     else:
-        push(sparse.take())
+        push(update)
     return clipped.dense_norm
 
 

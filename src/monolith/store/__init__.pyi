@@ -3,13 +3,12 @@
 In this process, or on parameter servers; pyarrow is imported when a server or a group is made.
 """
 
-from monolith.store.defaults import MakeStore, default_stores, make_store
 from monolith.store.dense import DenseShare, share_of_weights
 from monolith.store.group import ServerGroup
 from monolith.store.local import LocalStore
 from monolith.store.remote import ParameterServerStore
 from monolith.store.servers import ParameterServer
-from monolith.store.store import Store, TableIds
+from monolith.store.store import MakeStore, Store, TableIds
 
 __all__ = [
     "DenseShare",
@@ -20,7 +19,5 @@ __all__ = [
     "ServerGroup",
     "Store",
     "TableIds",
-    "default_stores",
-    "make_store",
     "share_of_weights",
 ]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from monolith.table import TableStats
+from monolith.table import SlotThresholds, TableConfig, TableStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,3 +98,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of everything. Closing again does nothing."""
+
+
+class MakeStore(Protocol):
+    """Makes the store of one collection of features, wherever whoever runs the model wants its rows."""
+
+    def __call__(
+        self,
+        configs: Mapping[str, TableConfig],
+        /,
+        *,
+        thresholds: Mapping[str, SlotThresholds] | None,
+        threads: int | None,
+    ) -> Store: ...

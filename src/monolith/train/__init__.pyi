@@ -4,10 +4,12 @@ from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.expiring import ExpiryConfig
 from monolith.train.fleet.fleet import Fleet, join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
+from monolith.train.fleet.peers import FleetPeers
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
+from monolith.train.peers import Alone, Peers
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
@@ -16,8 +18,10 @@ from monolith.train.trainer import LocalRun, Trainer, TrainReport
 __all__ = [
     "METRICS",
     "AlertConfig",
+    "Alone",
     "ExpiryConfig",
     "Fleet",
+    "FleetPeers",
     "Hook",
     "KeepConfig",
     "Lane",
@@ -26,6 +30,7 @@ __all__ = [
     "MetricSet",
     "Mode",
     "Outputs",
+    "Peers",
     "RestoreConfig",
     "Run",
     "SaveConfig",

@@ -28,6 +28,9 @@ from monolith.feature import Batch
 
 _log = logging.getLogger(__name__)
 
+DATA_ENDED = "the data ended"
+"""Why a run stops that has read everything."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
@@ -107,7 +110,7 @@ def drive(
                 hook.before_step(run)
             result = step()
             if result is None:
-                run.request_stop("the data ended")
+                run.request_stop(DATA_ENDED)
                 break
             for hook in everyone:
                 hook.after_step(run, result)

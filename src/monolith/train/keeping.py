@@ -47,11 +47,11 @@ def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predi
     for prefix in dict.fromkeys(listed):
         if checkpoint_exists(prefix):
             return prefix
-        _log.warning("checkpoint %s is listed and not there; trying the one before", prefix)
+        _log.warning("checkpoint %s is listed but missing; trying the previous one", prefix)
     names = ", ".join(map(filesystem.base_name, listed))
     raise RestoreError(
-        f"cannot go on in {config.model_dir}: its checkpoints ({names}) "
-        "are all gone. Bring one back; or, to start over, remove the file `checkpoint` there."
+        f"cannot resume in {config.model_dir}: all of its checkpoints are missing ({names}). Copy one back; "
+        "or, to start over, delete the file `checkpoint` there."
     )
 
 

@@ -144,11 +144,11 @@ class Lane(Generic[Item, Rows]):
             self._todo.clear()
             self._changed.notify_all()
         if lost:
-            _log.warning("%d updates of rows were given up, because the run did not end well", lost)
+            _log.warning("%d row updates were dropped, because the run failed", lost)
         if self._thread is not None and self._begun:
             self._thread.join(30)
             if self._thread.is_alive():
-                _log.warning("a source is still being read; its thread ends when that returns")
+                _log.warning("the source is still being read after 30 s; its thread ends when that returns")
                 return
         close = getattr(self._items, "close", None)
         if close is not None:

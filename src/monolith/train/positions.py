@@ -26,9 +26,8 @@ def split_position(position: Position, workers: int) -> list[Position]:
     found: list[Position] = list(position[WORKERS]) if several else [position]
     if len(found) != workers:
         raise RestoreError(
-            f"cannot go on with the data: the checkpoint was saved by {len(found)} workers, each with a "
-            f"position of its own, and this run has {workers}. Train with {len(found)} workers; or, to begin "
-            "with the data anew, start another model_dir from this one with restore.dir and "
-            "restore.restart_data."
+            f"cannot resume the data: the checkpoint was saved by {len(found)} workers, each with its own "
+            f"position, and this run has {workers}. Train with {len(found)} workers; or, to read the data "
+            "from its start, start a new model_dir from this one with restore.dir and restore.restart_data."
         )
     return found

@@ -42,10 +42,10 @@ class Skipping:
             many = "1 batch" if self._in_a_row == 1 else f"{self._in_a_row} batches"
             self._in_a_row = 0
             raise DivergedError(
-                f"training ended at step {step}, before it saved: {many} in a row could not be trained on; "
-                f"of the last, {cause}. Lower the learning rate or clip gradients; look for NaN in the data "
-                "with `monolith data validate`; or, if the model is spoiled, go back to an earlier "
-                "checkpoint with --restore-checkpoint. Up to max_skipped_in_a_row in a row are skipped."
+                f"stopped at step {step} without saving: {many} in a row could not be trained on; in the "
+                f"last one, {cause}. Lower the learning rate or clip gradients; look for NaN in the data "
+                "with `monolith data validate`; or, if the weights are NaN, go back to an earlier checkpoint "
+                "with --restore-checkpoint. max_skipped_in_a_row sets how many are skipped."
             ) from cause
         if self.batches <= LINES or self.batches % 100 == 0:
             _log.warning(

@@ -1,4 +1,4 @@
-"""Trainer: runs a task from data to checkpoint and back, in one process or as a worker of a fleet.
+"""Trainer: runs a task from data to checkpoint and back, in one process or together with its peers.
 
     trainer = Trainer(Clicks(), TrainConfig(model_dir="runs/1", max_steps=10_000))
     trainer.train()
@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,15 +40,12 @@ from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
+from monolith.store import LocalStore
 from monolith.train.config import TrainConfig
-from monolith.train.fleet.barrier import FleetBarrier
-from monolith.train.fleet.fleet import Fleet
-from monolith.train.fleet.session import EndHook, FleetHook, FleetSession
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
     FeatureInsightHook,
-    LocalBarrier,
     SaveHook,
     SummaryHook,
     TableInfoHook,
@@ -56,9 +54,12 @@ from monolith.train.hooks import (
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
+from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
+from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
-from monolith.train.session import HeadMetrics, Model, Session
+from monolith.train.peers import Alone, Peers
+from monolith.train.session import Session, open_data
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -73,32 +74,32 @@ class TrainReport:
     step: int
     """The global step at its end."""
     steps: int
-    """Taken in this run."""
+    """Steps taken in this run, by everybody."""
     examples: int
-    """Trained on in this run."""
+    """Examples trained on in this run, by everybody."""
     skipped: int = 0
-    """Batches of this run that were not trained on, because their loss or a gradient is not finite."""
+    """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
     seconds: float
     stop_reason: str
     finished: bool
-    """Whether it came to its end; False where it was stopped with more to do, here or in another process."""
+    """Whether the run completed; False if it was stopped with more to do, here or in another process."""
     restored_from: str | None
     windows: Mapping[str, Sequence[WindowRow]]
     """By "head/metric": the rows of the windows that ended in this run."""
     checkpoint: str | None
-    """The last one that was saved."""
+    """The last checkpoint that was saved."""
     refused: Mapping[str, int] = field(default_factory=dict)
-    """By table: ids that it had no room for, in this process; a server logs its own."""
+    """By table: ids refused because the table is full, in this process; a server logs its own."""
     overdue: Mapping[str, int] = field(default_factory=dict)
-    """By table: rows that were kept although they have expired, because too many had at once."""
+    """By table: expired rows that were kept, because too many expired at once."""
 
 
 class LocalRun:
     """What hooks see of a run in this process."""
 
-    def __init__(self, session: Session, model_dir: str, barrier: Barrier | None = None) -> None:
+    def __init__(self, session: Session, model_dir: str, barrier: Barrier) -> None:
         self.session = session
-        self.barrier: Barrier = LocalBarrier(1) if barrier is None else barrier
+        self.barrier = barrier
         """Holds everybody who trains this model between their steps."""
         self.save: SaveHook | None = None
         """Saves on demand; None where nothing is kept."""
@@ -145,7 +146,7 @@ class Trainer:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
             for those that look at its session or ask it to save.
         metrics: Where counters of the run go.
-        fleet: The processes to train with, of which this is a worker; None trains in this one alone.
+        peers: Whom to train with; None trains in this process alone. They serve one run.
         clock: Unix seconds.
     """
 
@@ -156,11 +157,11 @@ class Trainer:
         *,
         hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
         metrics: Metrics | None = None,
-        fleet: Fleet | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.task = task
-        self._fleet = fleet
+        self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
@@ -198,8 +199,8 @@ class Trainer:
             if report is not None:
                 report(name, row)
 
-        fleet = self._fleet
-        model_dir = config.model_dir if fleet is None or fleet.is_chief else ""  # the chief keeps it
+        peers = self._peers
+        model_dir = config.model_dir if peers.leads else ""  # who leads keeps it
         with contextlib.ExitStack() as open_things:
             if model_dir:
                 filesystem.make_dirs(config.model_dir)
@@ -211,15 +212,9 @@ class Trainer:
                     go_back(model_dir, restore.checkpoint)
             random.seed(config.seed)
             np.random.seed(config.seed % (1 << 32))
-            session = (
-                Session(self.task, config, report=tell, clock=self._clock, metrics=self._metrics)
-                if fleet is None
-                else FleetSession(
-                    self.task, config, fleet, report=tell, clock=self._clock, metrics=self._metrics
-                )
-            )
+            session = self._open_session(tell)
             open_things.callback(session.close)
-            self._run = run = LocalRun(session, model_dir, None if fleet is None else FleetBarrier(fleet))
+            self._run = run = LocalRun(session, model_dir, peers.barrier)
             open_things.callback(self._forget_run)
             keeper = Keeper(session, config, self._clock) if model_dir else None
             own = self._own_hooks(run, keeper, began)
@@ -250,13 +245,12 @@ class Trainer:
                     keeper.alert.go_on_after(error, run)
                     return session.take_step()
 
-            chief = fleet is None or fleet.is_chief
             drive(
                 run,
-                [*own, *given, *self.task.hooks(Mode.TRAIN), *self._last_hooks(run)],
+                [*own, *given, *self.task.hooks(Mode.TRAIN), _LeaveHook(session, peers)],
                 step=step,
                 create=create,
-                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if chief else (),
+                chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
             )
             return TrainReport(
                 step=session.step,
@@ -265,11 +259,11 @@ class Trainer:
                 skipped=session.total_skipped - first_skipped,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
-                finished=not run.interrupted and (fleet is None or fleet.finished),
+                finished=not run.interrupted and peers.finished,
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
-                refused={} if fleet is not None else _refused(session),
+                refused=_refused(session),
                 overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
             )
 
@@ -320,7 +314,7 @@ class Trainer:
             steps: Batches to write; by default all there are.
         """
         if not self.config.model_dir:
-            raise ConfigError("there is nowhere to write features to: set model_dir")
+            raise ConfigError("cannot write features: needs model_dir, the folder to write them to")
         dump = FeatureDump(self.config.model_dir, cap=batches_per_file, skip_first=False)
         written = 0
         with contextlib.closing(self.task.dataset(Mode.TRAIN)) as data:
@@ -334,12 +328,26 @@ class Trainer:
 
     # Inside
 
+    def _open_session(self, report: Report) -> Session:
+        config, peers = self.config, self._peers
+        peers.check(config)
+        with contextlib.ExitStack() as made:
+            model = Model(self.task, Mode.TRAIN, seed=config.seed, make_store=peers.make_store)
+            made.callback(model.close)
+            data = open_data(self.task, peers.share)
+            made.callback(data.close)
+            session = Session(
+                model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
+            )
+            made.pop_all()
+            return session
+
     def _outputs(
         self, mode: Mode, steps: int | None, checkpoint: str | None
     ) -> Iterator[tuple[Batch, Outputs]]:
         config = self.config
         if not config.model_dir:
-            raise ConfigError("there is no model to read: set model_dir to where a run left its checkpoints")
+            raise ConfigError("cannot read a model: needs model_dir, the folder with its checkpoints")
         prefix = checkpoint or newest_checkpoint(config, "eval" if mode is Mode.EVALUATE else "predict")
         if prefix is None:
             raise RestoreError(
@@ -376,9 +384,7 @@ class Trainer:
         if keeper is not None:
             kept = keeper.hooks(self._metrics)
             run.save = keeper.save
-        if self._fleet is not None:
-            assert isinstance(run.session, FleetSession)
-            hooks.append(FleetHook(run.session, self._fleet, None if run.save is None else run.save.look))
+        hooks.append(_PeersHook(run.session, run.save))
         if keeper is not None:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
@@ -386,18 +392,12 @@ class Trainer:
             hooks += kept
         return hooks
 
-    def _last_hooks(self, run: LocalRun) -> list[Hook]:
-        if self._fleet is None:
-            return []
-        assert isinstance(run.session, FleetSession)
-        return [EndHook(run.session, self._fleet)]
-
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:
         every = self.config.summary_every_steps
         if every is None:
             return []
         if find_spec("tensorboard") is None:
-            _log.info("no summaries: pip install 'monolith-recsys[tensorboard]' for them")
+            _log.info("no TensorBoard summaries: they need pip install 'monolith-recsys[tensorboard]'")
             return []
         session = run.session
         return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats)]
@@ -416,16 +416,18 @@ class Trainer:
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps
         if limit is not None and run.step >= limit:
-            run.request_stop(f"the model has taken {run.step} steps already, and max_steps is {limit}")
+            run.request_stop(f"max_steps is {limit}, and the model has already taken {run.step} steps")
         if self.config.steps == 0:
-            run.request_stop("no steps were asked for")
+            run.request_stop("steps is 0, so there is nothing to do")
 
     def _forget_run(self) -> None:
         self._run = None
 
 
 def _refused(session: Session) -> dict[str, int]:
-    return {name: stats.refused for name, stats in session.model.stats().items() if stats.refused}
+    """By table of this process; a server logs its own, and may be gone."""
+    here = [store for store in session.model.stores if isinstance(store, LocalStore)]
+    return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
 
 
 class _SessionHook(Hook):
@@ -453,3 +455,38 @@ class _SessionHook(Hook):
     def end(self, run: Run) -> None:  # noqa: ARG002
         self._session.drain()
         self._session.metrics.end()
+
+
+class _PeersHook(Hook):
+    """Keeps this process together with the others that train the model; before the hook that saves."""
+
+    def __init__(self, session: Session, save: SaveHook | None) -> None:
+        self._session = session
+        self._save = save
+
+    def before_step(self, run: Run) -> None:
+        self._session.meet(run)
+
+    def end(self, run: Run) -> None:
+        def look() -> None:
+            if self._save is not None:
+                self._save.look(run)
+
+        self._session.gather(run, look)
+
+
+class _LeaveHook(Hook):
+    """Ends this process's part; the very last hook, since the rows may be gone when it is done."""
+
+    def __init__(self, session: Session, peers: Peers) -> None:
+        self._session = session
+        self._peers = peers
+        self._left = False
+
+    def end(self, run: Run) -> None:
+        self._session.leave(run)
+        self._left = True
+
+    def close(self) -> None:
+        if not self._left:
+            self._peers.fail(sys.exc_info()[1])

@@ -33,7 +33,9 @@ Gone = Callable[[], bool]
 """Whether the caller of a call is gone: it was killed, or lost the connection."""
 Poll = Callable[[dict[str, Any], Gone], dict[str, Any]]
 """A call that waits, and looks meanwhile whether anybody still waits for its answer."""
-AnyCall = TypeVar("AnyCall", Call, Poll)
+Answer = Callable[[Any], object]
+"""From a dataclass, the body of a call, to the one that answers it, or None."""
+PollAnswer = Callable[[Any, Gone], object]
 
 _LARGEST = (1 << 63) - 1
 _SHOWN = 60
@@ -82,12 +84,28 @@ def typed(kind: type[B], answer: Callable[[B], dict[str, Any] | None]) -> Call:
     return call
 
 
-def checked(
-    kinds: Mapping[str, type], calls: Mapping[str, AnyCall], *, longest: float = math.inf
-) -> dict[str, AnyCall]:
-    """Return calls that are handed only bodies of the kind that stands under their name, as plain values.
+def write_body(message: object) -> dict[str, Json]:
+    """Return a dataclass as plain values, from which `read_body` makes an equal one."""
+    assert dataclasses.is_dataclass(message)
+    return {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
 
-    What a body leaves out has its default.
+
+def _plain(value: object) -> Json:
+    if dataclasses.is_dataclass(value):
+        return write_body(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
+
+
+def typed_calls(
+    kinds: Mapping[str, type], calls: Mapping[str, Answer], *, longest: float = math.inf
+) -> dict[str, Call]:
+    """Return calls of which each is handed a body of the kind that stands under its name.
+
+    What it answers, a dataclass or None, is sent as plain values.
 
     Args:
         longest: The most seconds that a body can ask to `wait`; more counts as so many.
@@ -96,18 +114,29 @@ def checked(
         KeyError: A call has no kind.
     """
 
-    def check(kind: type, call: Any) -> Any:
-        def checking(body: dict[str, Any], *gone: Gone) -> dict[str, Any]:
-            read: Any = read_body(kind, body)
-            values = {field.name: getattr(read, field.name) for field in dataclasses.fields(kind)}
-            if "wait" in values:
-                values["wait"] = min(values["wait"], longest)
-            answer: dict[str, Any] = call(values, *gone)
-            return answer
+    def call_of(kind: type, answer: Answer) -> Call:
+        return lambda body: _answer(answer(_within(read_body(kind, body), longest)))
 
-        return checking
+    return {name: call_of(kinds[name], answer) for name, answer in calls.items()}
 
-    return {name: check(kinds[name], call) for name, call in calls.items()}
+
+def typed_polls(
+    kinds: Mapping[str, type], polls: Mapping[str, PollAnswer], *, longest: float = math.inf
+) -> dict[str, Poll]:
+    """As `typed_calls`, for calls that look whether their caller is gone."""
+
+    def poll_of(kind: type, answer: PollAnswer) -> Poll:
+        return lambda body, gone: _answer(answer(_within(read_body(kind, body), longest), gone))
+
+    return {name: poll_of(kinds[name], answer) for name, answer in polls.items()}
+
+
+def _within(body: Any, longest: float) -> Any:
+    return dataclasses.replace(body, wait=min(body.wait, longest)) if hasattr(body, "wait") else body
+
+
+def _answer(message: object) -> dict[str, Json]:
+    return {} if message is None else write_body(message)
 
 
 _Read = Callable[[object, str], Any]

@@ -80,7 +80,7 @@ def test_no_records_for_ever_is_nothing() -> None:
     assert list(MemorySource({"id": []}, batch_size=2, epochs=None)) == []
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 0}, {"worker": 1}, {"epochs": 0}, {"num_workers": 0}])
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"worker": -1}, {"epochs": 0}, {"num_workers": 0}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         MemorySource({"id": [1]}, **{"batch_size": 1, **options})

@@ -15,7 +15,7 @@ from torch import nn
 from train.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedModel, read_model, run_fleet
 
 from monolith.cluster import MemoryDiscovery, Waiting
-from monolith.data import ClickLog, ClickLogConfig, Stream
+from monolith.data import ClickLog, ClickLogConfig, Share, Stream, share_out
 from monolith.errors import (
     BarrierAlreadyPlacedError,
     ClusterError,
@@ -31,6 +31,8 @@ from monolith.store import LocalStore, ServerGroup
 from monolith.train import (
     AlertConfig,
     ExpiryConfig,
+    Fleet,
+    FleetPeers,
     Hook,
     KeepConfig,
     Mode,
@@ -47,6 +49,13 @@ from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 from monolith.train.hooks import BarrierHook
 
 TASK = Tallied()
+
+
+def fleet_of(run: Any) -> Fleet:
+    """A worker's place, which a run of its own keeps to itself."""
+    peers = run.session._peers
+    assert isinstance(peers, FleetPeers)
+    return peers._fleet
 
 
 class Fail(Hook):
@@ -200,16 +209,16 @@ def test_an_operator_halts_everybody_saves_and_lets_them_go_on(tmp_path: Path) -
             barrier = self._run.barrier
             while barrier.blocked_indices() != [0, 1]:
                 threading.Event().wait(0.01)
-            step = self._run.session._fleet.group.read_step()
+            step = fleet_of(self._run).group.read_step()
             seen["saved"] = self._run.save.trigger_save().result(PATIENT)
-            seen["still"] = (barrier.blocked_indices(), self._run.session._fleet.group.read_step() - step)
+            seen["still"] = (barrier.blocked_indices(), fleet_of(self._run).group.read_step() - step)
             with pytest.raises(BarrierAlreadyPlacedError):
                 barrier.place()
             barrier.remove()
             seen["after"] = barrier.blocked_indices()
 
     def hooks(run: Any) -> list[Hook]:
-        return [BarrierHook(run.barrier, 0, idle=[run.save.before_step], poll=0.01), Operator(run)]
+        return [BarrierHook(run.barrier, idle=[run.save.before_step], poll=0.01), Operator(run)]
 
     outcome = run_fleet(TASK, tmp_path, hooks=lambda worker: hooks if worker == 0 else [])
     assert outcome.chief.step == TASK.batches
@@ -225,22 +234,24 @@ class Quiet(Tallied):
     released = threading.Event()
 
     def dataset(self, mode: Mode) -> Any:
-        from monolith.data import my_share
-
-        inner = super().dataset(mode)
-        return _Waiting(inner, self.released) if my_share().worker == 1 else inner
+        return _Waiting(super().dataset(mode), self.released)
 
 
 class _Waiting:
     def __init__(self, inner: Stream[Batch], released: threading.Event) -> None:
         self._inner, self._released = inner, released
+        self._waits = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def read_share(self, share: Share) -> None:
+        share_out(self._inner, share)
+        self._waits = share.worker == 1
+
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self._inner):
-            if number == 2:
+            if number == 2 and self._waits:
                 assert self._released.wait(PATIENT)
             yield batch
 
@@ -305,7 +316,7 @@ class InStep:
             self._taken[worker] += 1
             self._changed.notify_all()
             for _ in range(int(PATIENT / 0.01)):
-                if self._taken[1 - worker] >= self._taken[worker] - 1 or run.session._fleet.is_halted:
+                if self._taken[1 - worker] >= self._taken[worker] - 1 or fleet_of(run).is_halted:
                     return
                 self._changed.wait(0.01)
 
@@ -397,7 +408,7 @@ class Alone(Task):
 
 
 def test_workers_that_would_all_read_the_same_are_refused(tmp_path: Path) -> None:
-    refused(run_fleet(Alone(), tmp_path), "2 workers would each train on all of it.*my_share")
+    refused(run_fleet(Alone(), tmp_path), "2 workers would each train on all of it.*read_share")
     outcome = run_fleet(Alone(), tmp_path, num_workers=1)
     assert outcome.chief.steps == 1
 
@@ -405,12 +416,12 @@ def test_workers_that_would_all_read_the_same_are_refused(tmp_path: Path) -> Non
 class OwnStore(Tallied):
     def model(self) -> nn.Module:
         model = TalliedModel(0, None)
-        model.tally.store = LocalStore.from_configs(model.tally.slot_tables.configs)
+        model.tally.bind(LocalStore.from_configs)
         return model
 
 
 def test_a_model_that_brings_a_store_of_its_own_is_refused(tmp_path: Path) -> None:
-    refused(run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore()), "worker would train rows of its own")
+    refused(run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore()), "would train its own copy of the rows")
 
 
 def test_servers_of_another_task_are_refused(tmp_path: Path) -> None:
@@ -445,7 +456,7 @@ class Slow(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         for _ in range(int(PATIENT / 0.01)):
-            if self._run.session._fleet.stop_reason is not None or self._run.session._fleet.is_halted:
+            if fleet_of(self._run).stop_reason is not None or fleet_of(self._run).is_halted:
                 return
             threading.Event().wait(0.01)
 
@@ -498,7 +509,7 @@ def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> Non
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=1, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, fleet=fleet)
+        trainer = Trainer(TASK, config, peers=FleetPeers(fleet))
         threading.Timer(0.5, trainer.stop, ["SIGTERM"]).start()
         report = trainer.train()
     assert (report.stop_reason, report.steps, report.finished) == ("SIGTERM", 0, False)
@@ -523,7 +534,7 @@ def test_a_chief_that_is_stopped_does_not_wait_for_workers_that_never_came(tmp_p
     serving.start()
     patient = timedelta(seconds=PATIENT)
     with join_fleet(discovery, index=0, num_ps=1, num_workers=2, start_timeout=patient) as fleet:
-        trainer = Trainer(TASK, config, fleet=fleet, hooks=[Ask()])
+        trainer = Trainer(TASK, config, peers=FleetPeers(fleet), hooks=[Ask()])
         with pytest.raises(UnavailableError, match="workers 1 never joined"):
             trainer.train()
     stop.set()
@@ -594,7 +605,7 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
                 group.call(0, "server.begin", run="r")
                 group.call(0, "server.attend", run="r", wait=0)
         setting = "timeouts.abandoned" if began else "timeouts.start"
-        with pytest.raises(DeadlineExceededError, match=rf"server 0 has been without a chief .*{setting}"):
+        with pytest.raises(DeadlineExceededError, match=rf"server 0 has had no chief .*{setting}"):
             share.wait(
                 threading.Event(),
                 start_timeout=timedelta(hours=1) if began else timedelta(),
@@ -609,7 +620,7 @@ class Gone(Hook):
         self._run, self._noticed = run, noticed
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        self._run.session._fleet._close_listener()
+        fleet_of(self._run)._close_listener()
         assert self._noticed.wait(PATIENT)
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from monolith.errors import ClusterError, SaveError
+from monolith.train.fleet.bodies import CALLS
 from monolith.train.fleet.jobs import KEPT, Jobs
+from monolith.wire.bodies import Call, typed_calls
 
 PATIENT = 10.0
+
+
+def served(jobs: Jobs) -> Mapping[str, Call]:
+    """Its calls, as a server answers them."""
+    return typed_calls(CALLS, jobs.calls)
 
 
 def test_work_is_started_once_and_waited_for() -> None:
@@ -22,10 +30,10 @@ def test_work_is_started_once_and_waited_for() -> None:
         done.append(body)
         return {"twice": 2 * body["n"]}
 
-    calls = Jobs({"double": double}).calls
-    started = {"work": "double", "body": {"n": 4}, "job": "a"}
+    calls = served(Jobs({"tables.write": double}))
+    started = {"work": "tables.write", "body": {"n": 4}, "job": "a"}
     assert calls["job.start"](started) == {"job": "a"}
-    assert calls["job.wait"]({"job": "a", "wait": 0.01}) == {"done": False}
+    assert calls["job.wait"]({"job": "a", "wait": 0.01}) == {"done": False, "answer": {}}
     calls["job.start"](started)  # the first answer was lost on the way
     go.set()
     assert calls["job.wait"]({"job": "a", "wait": PATIENT}) == {"done": True, "answer": {"twice": 8}}
@@ -36,8 +44,8 @@ def test_what_the_work_raises_is_raised_to_whoever_waits_also_to_who_asks_again(
     def fail(_: dict[str, Any]) -> dict[str, Any]:
         raise SaveError("no room")
 
-    calls = Jobs({"fail": fail}).calls
-    job = calls["job.start"]({"work": "fail", "body": {}})
+    calls = served(Jobs({"tables.write": fail}))
+    job = calls["job.start"]({"work": "tables.write", "body": {}})
     for _ in range(2):
         with pytest.raises(SaveError, match="no room"):
             calls["job.wait"]({**job, "wait": PATIENT})
@@ -47,8 +55,8 @@ def test_a_job_that_timed_out_inside_is_not_one_that_is_not_done() -> None:
     def late(_: dict[str, Any]) -> dict[str, Any]:
         raise TimeoutError("the disk did not answer")
 
-    calls = Jobs({"late": late}).calls
-    job = calls["job.start"]({"work": "late", "body": {}})
+    calls = served(Jobs({"tables.write": late}))
+    job = calls["job.start"]({"work": "tables.write", "body": {}})
     with pytest.raises(TimeoutError, match="the disk"):
         calls["job.wait"]({**job, "wait": PATIENT})
 
@@ -68,8 +76,8 @@ def test_work_that_is_done_as_its_wait_ends_has_not_failed(monkeypatch: pytest.M
                 raise
 
     monkeypatch.setattr("monolith.train.fleet.jobs.Future", JustInTime)
-    calls = Jobs({"save": lambda _: {"saved": go.wait(PATIENT)}}).calls
-    job = calls["job.start"]({"work": "save", "body": {}})
+    calls = served(Jobs({"tables.write": lambda _: {"saved": go.wait(PATIENT)}}))
+    job = calls["job.start"]({"work": "tables.write", "body": {}})
     answer = calls["job.wait"]({**job, "wait": 0.01})
     go.set()
     if not answer["done"]:
@@ -78,9 +86,9 @@ def test_work_that_is_done_as_its_wait_ends_has_not_failed(monkeypatch: pytest.M
 
 
 def test_old_answers_are_forgotten_and_asking_for_them_is_an_error() -> None:
-    calls = Jobs({"nothing": lambda _: {}}).calls
+    calls = served(Jobs({"tables.write": lambda _: {}}))
     for number in range(KEPT + 2):
-        calls["job.start"]({"work": "nothing", "body": {}, "job": str(number)})
+        calls["job.start"]({"work": "tables.write", "body": {}, "job": str(number)})
         calls["job.wait"]({"job": str(number), "wait": PATIENT})
     with pytest.raises(ClusterError, match="there is no job 0"):
         calls["job.wait"]({"job": "0", "wait": 0})

@@ -1,4 +1,4 @@
-"""Workers agree on when to begin, halt and end, by calls of plain values."""
+"""Workers agree on when to begin, halt and end, by calls that come over a network."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from monolith.errors import ClusterError, ConfigError
+from monolith.errors import ClusterError, ConfigError, RequestError
+from monolith.train.fleet.bodies import CALLS, Joined
 from monolith.train.fleet.meeting import Meeting
+from monolith.wire.bodies import typed_calls, typed_polls, write_body
 
 PATIENT = 10.0
+START = {"step": 7, "positions": [{"next": 3}]}
+NOT_YET = write_body(Joined())
+
+
+def state(number: int = 0) -> dict[str, Any]:
+    return {"position": {"next": number}, "examples": number, "skipped": 0, "event_time": None}
 
 
 class Clock:
@@ -27,8 +35,8 @@ class Caller:
     """Calls as over a network: what goes in and comes out is JSON."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self._calls = meeting.calls
-        self._polls = meeting.polls
+        self._calls = typed_calls(CALLS, meeting.calls)
+        self._polls = typed_polls(CALLS, meeting.polls)
         self.gone: set[int] = set()
         """Workers whose connections are broken."""
 
@@ -58,7 +66,7 @@ def call(clock: Clock) -> Caller:
 @pytest.fixture
 def running(call: Caller) -> Caller:
     call("begin", run="r", num_workers=3)
-    call("open", run="r", start={"step": 7})
+    call("open", run="r", start=START)
     return call
 
 
@@ -70,13 +78,13 @@ def in_thread(call: Caller, name: str, **body: Any) -> tuple[threading.Thread, l
 
 
 def test_a_worker_begins_when_the_chief_has_restored(call: Caller) -> None:
-    assert call.join(1) == {"run": None}
+    assert call.join(1) == NOT_YET
     call("begin", run="r", num_workers=3)
-    assert call.join(1) == {"run": None}
+    assert call.join(1) == NOT_YET
     thread, answers = in_thread(call, "join", worker=1, member="process", known="", wait=PATIENT)
-    call("open", run="r", start={"step": 7})
+    call("open", run="r", start=START)
     thread.join(PATIENT)
-    assert answers == [{"run": "r", "start": {"step": 7}}]
+    assert answers == [{**NOT_YET, "run": "r", "start": START}]
 
 
 @pytest.mark.parametrize("final", [True, False])
@@ -87,15 +95,15 @@ def test_a_worker_that_waits_to_begin_hears_that_the_chief_failed(
     call("leave", run="r", worker=0, failure="no checkpoint", final=final)
     clock.now += 3
     why = {"run": "r", "why": "worker 0 failed: no checkpoint", "final": final, "ago": 3.0}
-    assert call.join(1, wait=PATIENT) == {"run": None, "failed": why}
+    assert call.join(1, wait=PATIENT) == {**NOT_YET, "failed": why}
 
 
 def test_who_knows_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
     running("leave", run="r", worker=2, failure="no memory")
-    assert running.join(1, known="r") == {"run": None}
+    assert running.join(1, known="r") == NOT_YET
     running("begin", run="next", num_workers=3)
-    running("open", run="next", start={"step": 3})
-    assert running.join(1, known="r") == {"run": "next", "start": {"step": 3}}
+    running("open", run="next", start={"step": 3, "positions": []})
+    assert running.join(1, known="r") == {**NOT_YET, "run": "next", "start": {"step": 3, "positions": []}}
 
 
 def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Caller) -> None:
@@ -107,11 +115,11 @@ def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Cal
 
 def test_a_worker_that_restarts_when_its_work_is_done_waits_for_the_end(running: Caller) -> None:
     running.join(1, "first process")
-    running("leave", run="r", worker=1, state={})
-    assert running.join(1, "second process") == {"run": None}
+    running("leave", run="r", worker=1, state=state())
+    assert running.join(1, "second process") == NOT_YET
     assert running.news(0)["failure"] is None
     running("over", run="r", wait=0)
-    assert running.join(1, "second process") == {"run": None, "over": True, "unfinished": False}
+    assert running.join(1, "second process") == {**NOT_YET, "over": True}
 
 
 def test_everybody_counts_the_same_workers(call: Caller) -> None:
@@ -136,7 +144,7 @@ def test_a_halt_is_news_and_lasts_until_it_is_released(running: Caller) -> None:
 
 def test_a_halt_in_force_is_not_another_one(running: Caller) -> None:
     first = running("halt", run="r")["halt"]
-    running("arrive", run="r", worker=1, halt=first, state={})
+    running("arrive", run="r", worker=1, halt=first, state=state())
     assert running("halt", run="r")["halt"] == first
     assert running("gathered", run="r", wait=0)["missing"] == [2]
 
@@ -144,11 +152,11 @@ def test_a_halt_in_force_is_not_another_one(running: Caller) -> None:
 def test_the_chief_gathers_the_states_of_those_who_arrived_or_left(running: Caller) -> None:
     halt = running("halt", run="r")["halt"]
     thread, answers = in_thread(running, "gathered", run="r", wait=PATIENT)
-    running("leave", run="r", worker=2, state={"position": 2})
-    running("arrive", run="r", worker=1, halt=halt, state={"position": 1})
+    running("leave", run="r", worker=2, state=state(2))
+    running("arrive", run="r", worker=1, halt=halt, state=state(1))
     thread.join(PATIENT)
     assert answers[0]["missing"] == []
-    assert answers[0]["states"] == {"1": {"position": 1}, "2": {"position": 2}}
+    assert answers[0]["states"] == {"1": state(1), "2": state(2)}
     assert running("gathered", run="r", wait=0, left=True)["missing"] == [1]
 
 
@@ -156,7 +164,7 @@ def test_whoever_arrives_late_at_a_halt_that_was_released_is_not_waited_for(runn
     old = running("halt", run="r")["halt"]
     running("release", run="r")
     running("halt", run="r")
-    running("arrive", run="r", worker=1, halt=old, state={})
+    running("arrive", run="r", worker=1, halt=old, state=state())
     assert running("gathered", run="r", wait=0)["missing"] == [1, 2]
 
 
@@ -224,7 +232,7 @@ def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, 
 
 def test_who_has_left_may_be_silent(running: Caller, clock: Clock) -> None:
     running.news(1)
-    running("leave", run="r", worker=1, state={})
+    running("leave", run="r", worker=1, state=state())
     assert failure(running, clock, 14) is None
 
 
@@ -266,19 +274,38 @@ def test_the_chief_knows_who_has_not_heard_of_the_end(running: Caller) -> None:
     [
         ("news", {"worker": 1, "seen": -1, "wait": 0}),
         ("halt", {}),
-        ("arrive", {"worker": 1, "halt": 1, "state": {}}),
-        ("leave", {"worker": 1, "state": {}}),
+        ("arrive", {"worker": 1, "halt": 1, "state": state()}),
+        ("leave", {"worker": 1, "state": state()}),
         ("gathered", {"wait": 0}),
         ("release", {}),
         ("stop", {"reason": "x", "unfinished": False}),
         ("saved", {"halt": 1}),
         ("over", {"wait": 0}),
-        ("open", {"start": {}}),
+        ("open", {"start": START}),
     ],
 )
 def test_of_an_earlier_run_nothing_is_taken(running: Caller, name: str, body: dict[str, Any]) -> None:
     running("begin", run="another", num_workers=3)
     with pytest.raises(ClusterError, match="this run is over"):
+        running(name, run="r", **body)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "message"),
+    [
+        ("open", {"start": {"step": 7, "place": 1}}, "start.place: there is no such key"),
+        ("open", {"start": {"positions": []}}, "start.step: it is missing"),
+        ("open", {"start": {"step": 7, "positions": [3]}}, r"start.positions\[0\] must be a table"),
+        ("arrive", {"worker": 1, "halt": 1, "state": {"examples": 1}}, "state.event_time: it is missing"),
+        ("arrive", {"worker": 1, "halt": 1, "state": {**state(), "examples": -1}}, "state.examples must be"),
+        ("leave", {"worker": 1}, "state: it is missing"),
+        ("halt", {"worker": 1}, "worker: there is no such key"),
+    ],
+)
+def test_what_a_worker_says_is_looked_at_before_anybody_hears_it(
+    running: Caller, name: str, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
         running(name, run="r", **body)
 
 

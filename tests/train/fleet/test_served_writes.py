@@ -9,7 +9,9 @@ from train.tasks import Clicks
 
 from monolith.errors import RequestError, SaveError
 from monolith.train import TrainConfig
+from monolith.train.fleet.bodies import CALLS
 from monolith.train.fleet.parameter_server import ServedShare
+from monolith.wire.bodies import typed_calls
 
 
 def test_a_server_writes_only_below_the_model_dir_of_its_run(
@@ -22,11 +24,11 @@ def test_a_server_writes_only_below_the_model_dir_of_its_run(
     share = ServedShare(Clicks(), TrainConfig(model_dir=str(model_dir)), index=0, num_ps=1, num_workers=1)
     server = share.serve("127.0.0.1", 0, None)
     request.addfinalizer(server.close)
-    share.calls["server.begin"]({"run": "r"})
-    share.calls["tables.cut"]({"run": "r", "cut": "c"})
+    calls = typed_calls(CALLS, {**share.calls, **share._jobs.calls})
+    calls["server.begin"]({"run": "r"})
+    calls["tables.cut"]({"run": "r", "cut": "c"})
 
     def write(prefix: object) -> object:
-        calls = share._jobs.calls
         job = calls["job.start"](
             {"work": "tables.write", "body": {"run": "r", "cut": "c", "prefix": prefix, "full": True}}
         )

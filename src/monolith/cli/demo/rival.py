@@ -17,7 +17,7 @@ from monolith.cli.demo.task import HEAD, DemoJob, DriftingClicks
 from monolith.data import DriftingStream
 from monolith.nn import auc
 from monolith.train import Mode
-from monolith.train.session import Model
+from monolith.train.model import Model
 
 SAMPLE = 20_000
 """Examples of a window that the best possible AUC is measured on."""

@@ -19,6 +19,7 @@ from typing import Protocol
 from monolith.data.files.discovery import Watch
 from monolith.data.files.work_queue import FileQueue, Lease, Progress
 from monolith.data.format import Chunk
+from monolith.data.share import Share
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import DataError, RestoreError
@@ -75,6 +76,9 @@ class Files(Protocol):
     mixes: bool
     """Whether a stretch that is shuffled may go on in the next file: only if the next is always the same."""
 
+    def deal(self, share: Share) -> None:
+        """Hear which of the workers this is; once, before anything else."""
+
     def after(self, spot: Spot) -> Spot | Step:
         """Return the beginning of the file after the one of `spot`; of the first, if that has none."""
 
@@ -106,32 +110,35 @@ class ListedPaths:
     def __init__(
         self,
         paths: Sequence[str],
-        worker: int,
-        num_workers: int,
         epochs: int | None,
         shuffle: ShuffleConfig | None,
     ) -> None:
-        ordered = sorted(paths)
-        if twice := {one for one, next_one in pairwise(ordered) if one == next_one}:
+        self._all = sorted(paths)
+        if twice := {one for one, next_one in pairwise(self._all) if one == next_one}:
             raise DataError(f"file source: listed more than once: {', '.join(sorted(twice)[:5])}")
-        if not ordered:
+        if not self._all:
             raise DataError(
                 "file source: the list of files is empty; find_files() says what a pattern matches"
             )
-        self._paths = ordered[worker::num_workers]
-        if len(ordered) < num_workers and (worker == 0 or not self._paths):
+        self._paths: list[str] = []
+        self._epochs = epochs
+        self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
+        self._digest = 0
+        self._ordered = (-1, list[str]())
+
+    def deal(self, share: Share) -> None:
+        files = len(self._all)
+        self._paths = self._all[share.worker :: share.workers]
+        self._digest = zlib.crc32("\n".join(self._paths).encode())
+        if files < share.workers and (share.worker == 0 or not self._paths):
             _log.warning(
                 "file source: fewer files than workers, %d for %d: there is no data for worker %s; cut the "
                 "files into %d or more, or run fewer workers",
-                len(ordered),
-                num_workers,
-                ", ".join(map(str, range(len(ordered), num_workers))),
-                num_workers,
+                files,
+                share.workers,
+                ", ".join(map(str, range(files, share.workers))),
+                share.workers,
             )
-        self._epochs = epochs
-        self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
-        self._digest = zlib.crc32("\n".join(self._paths).encode())
-        self._ordered = (-1, list[str]())
 
     def after(self, spot: Spot) -> Spot | Step:
         if not self._paths:
@@ -196,11 +203,14 @@ class Watched:
 
     mixes = True
 
-    def __init__(self, watch: Watch, worker: int, num_workers: int) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._worker, self._num_workers = worker, num_workers
+        self._share = Share()
         self._seen: list[str] = []
         self._known: set[str] = set()
+
+    def deal(self, share: Share) -> None:
+        self._share = share
 
     def after(self, spot: Spot) -> Spot | Step:
         number = 0 if spot.file is None else self._seen.index(spot.file) + 1
@@ -215,7 +225,7 @@ class Watched:
         return Step.END if self._watch.is_over() else Step.WAIT
 
     def _is_mine(self, path: str) -> bool:
-        return zlib.crc32(path.encode()) % self._num_workers == self._worker
+        return zlib.crc32(path.encode()) % self._share.workers == self._share.worker
 
     def wait(self) -> None:
         self._watch.wait()
@@ -254,14 +264,23 @@ class Queued:
 
     def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
         self._queue = queue
-        self._named = worker is not None
-        self._worker = f"worker {worker}" if self._named else f"unnamed {secrets.token_hex(8)}"
+        self._named = False
+        self._worker = f"unnamed {secrets.token_hex(8)}"
+        if worker is not None:
+            self._call(worker)
         self._begun = False
         self._auto_commit = auto_commit
         self._lock = threading.RLock()  # guards all below: who reads is not always who commits
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
         self._ended = False
+
+    def deal(self, share: Share) -> None:
+        if not self._named and share.workers > 1:
+            self._call(share.worker)
+
+    def _call(self, worker: int) -> None:
+        self._named, self._worker = True, f"worker {worker}"
 
     def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
         with self._lock:

@@ -26,7 +26,7 @@ from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
 from monolith.data.records import Records, known_columns
-from monolith.data.share import share_of
+from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError, TooManyBadRecordsError
@@ -73,7 +73,7 @@ class FileSource:
             modulo `num_workers`. A watch deals out by a hash of the name, since nobody knows how many
             there will be.
         columns: To read; None for all. One that a table does not have is named in a warning.
-        worker: Which of `num_workers` this is; by default the share of this process, see `reading_share`.
+        worker: Which of `num_workers` this is; by default what `read_share` says.
             A queue takes it for a name: whoever begins under a name gets what was leased to that name
             before, so give it only where it is one of a kind, such as the rank. Without it, the leases of
             a process that died run out by themselves.
@@ -104,21 +104,20 @@ class FileSource:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"file source: batch_size must be at least 1, got {batch_size}")
-        share = share_of("file source", worker, num_workers)
+        self._share = ShareChoice("file source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"file source: epochs must be at least 1, or None for ever, got {epochs}")
         if isinstance(files, str):
             files = [files]
         self._files: Files
         if isinstance(files, Sequence):
-            self._files = ListedPaths(files, *share, epochs, shuffle)
+            self._files = ListedPaths(files, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
         elif isinstance(files, Watch):
-            self._files = Watched(files, *share)
+            self._files = Watched(files)
         else:
-            name = share.worker if worker is None and share.workers > 1 else worker
-            self._files = Queued(files, name, auto_commit=auto_commit)
+            self._files = Queued(files, worker, auto_commit=auto_commit)
         self._format = format
         self._columns = None if columns is None else list(columns)
         self._batch_size = batch_size
@@ -126,15 +125,11 @@ class FileSource:
         self._drop_remainder = drop_remainder
         self._policy = BadRecordPolicy() if bad is None else bad
         self._metrics = metrics
-        self._settings: Position = {
-            "source": "files",
-            "shuffle": None if shuffle is None else [shuffle.seed, shuffle.buffer, shuffle.files],
-            "shard": list(share),
-        }
+        self._settings: Position = {}  # until the share is settled
         self._spot = Spot()
         self._reading = Spot()
         self._closed = False
-        self._alone = share.workers == 1
+        self._alone = True
         self._empty = 0
         self._columns_seen = columns is None
 
@@ -148,9 +143,15 @@ class FileSource:
         """How many were malformed, likewise."""
         return self._reading.bad
 
+    def read_share(self, share: Share) -> None:
+        """Read one share: of a list or a watch, the files that are dealt to it; of a queue, whatever is left,
+        under the number of the worker."""
+        self._share.tell(share)
+
     def __iter__(self) -> Iterator[Records]:
         if self._closed:
             raise DataError("file source: cannot read, it was closed")
+        self._settle()
         self._files.rewind(self._spot)
         batcher: Batcher[Spot] = Batcher(self._batch_size)
         with closed_after(self._blocks(self._spot)) as blocks:
@@ -174,12 +175,14 @@ class FileSource:
         self._files.taken(self._spot, ended=True)
 
     def position(self) -> Position:
+        self._settle()
         spot = {field.name: getattr(self._spot, field.name) for field in fields(self._spot)}
         return {**self._settings, **spot, **self._files.save(self._spot)}
 
     def restore(self, position: Position) -> None:
         if not isinstance(position, Mapping) or position.get("source") != "files":
             raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
+        self._settle()
         for name, value in self._settings.items():
             if name not in position or position[name] != value:
                 raise RestoreError(
@@ -224,6 +227,18 @@ class FileSource:
             self._files.close()
 
     # Reading
+
+    def _settle(self) -> None:
+        """See to it that files are dealt out to this worker."""
+        if not self._settings:
+            share, shuffle = self._share.settle(), self._shuffle
+            self._files.deal(share)
+            self._alone = share.workers == 1
+            self._settings = {
+                "source": "files",
+                "shuffle": None if shuffle is None else [shuffle.seed, shuffle.buffer, shuffle.files],
+                "shard": list(share),
+            }
 
     def _blocks(self, spot: Spot) -> Iterator[Block[Spot] | Spot]:
         """Yield what is read together and yielded in one order; a place where there is nothing for now."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monolith.data.records import Records
-from monolith.data.share import share_of
+from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import permutation
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError, TensorArgumentError
@@ -33,7 +33,7 @@ class MemorySource:
     Args:
         data: Records, or columns by name: a dict, a DataFrame.
         worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
-            the share of this process, see `reading_share`.
+            what `read_share` says.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle_seed: Puts each epoch into an order of its own; None leaves the order.
         drop_remainder: Leave out the last batch if it is shorter.
@@ -52,25 +52,25 @@ class MemorySource:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"memory source: batch_size must be at least 1, got {batch_size}")
-        share = share_of("memory source", worker, num_workers)
+        self._share = ShareChoice("memory source", worker, num_workers)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"memory source: epochs must be at least 1, or None for ever, got {epochs}")
-        records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
-        self._records = records.take(torch.arange(share.worker, len(records), share.workers))
+        self._records = replace(data, complete=True) if isinstance(data, Records) else to_records(data)
         self._batch_size = batch_size
-        self._total = None if epochs is None and len(self._records) else len(self._records) * (epochs or 1)
+        self._epochs = epochs
+        self._total: int | None = 0
         self._seed = shuffle_seed
         self._drop_remainder = drop_remainder
         self._next = 0
         self._ordered: tuple[int, Tensor] | None = None
-        self._settings: Position = {
-            "source": "memory",
-            "records": len(self._records),
-            "shard": list(share),
-            "seed": shuffle_seed,
-        }
+        self._settings: Position = {}  # until the share is settled
+
+    def read_share(self, share: Share) -> None:
+        """Read every so manieth record."""
+        self._share.tell(share)
 
     def __iter__(self) -> Iterator[Records]:
+        self._settle()
         while self._total is None or self._next < self._total:
             begin, end = self._next, self._next + self._batch_size
             if self._total is not None and end > self._total:
@@ -82,11 +82,13 @@ class MemorySource:
             yield self._records.take(self._rows(begin, end))
 
     def position(self) -> Position:
+        self._settle()
         return {**self._settings, "next": self._next}
 
     def restore(self, position: Position) -> None:
         if not isinstance(position, Mapping) or position.get("source") != "memory":
             raise RestoreError(f"cannot restore a memory source from {position!r:.200}: of another kind")
+        self._settle()
         for name, value in self._settings.items():
             if name not in position or position[name] != value:
                 raise RestoreError(
@@ -103,6 +105,16 @@ class MemorySource:
 
     def close(self) -> None:
         """Do nothing: there is nothing to let go of."""
+
+    def _settle(self) -> None:
+        """Keep the records of this worker alone."""
+        if self._settings:
+            return
+        share = self._share.settle()
+        self._records = self._records.take(torch.arange(share.worker, len(self._records), share.workers))
+        size, epochs = len(self._records), self._epochs
+        self._total = None if epochs is None and size else size * (epochs or 1)
+        self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}
 
     def _rows(self, begin: int, end: int) -> Tensor:
         size = len(self._records)

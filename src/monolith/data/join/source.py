@@ -20,15 +20,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from monolith import filesystem
 from monolith.data.join.joiner import NOTHING_JOINED, Joiner, JoinerConfig
 from monolith.data.records import Records, concat
+from monolith.data.share import Share, share_out
 from monolith.data.source import Position, Source, commit_to
-from monolith.errors import ConfigError, FilesystemError, RestoreError
+from monolith.errors import ConfigError, FilesystemError, NotShareableError, RestoreError
 from monolith.observe import Metrics
 
 _IMPRESSIONS, _ACTIONS = "impressions", "actions"
@@ -73,11 +76,29 @@ class JoinedSource:
         self._inputs = {_IMPRESSIONS: _Input(impressions), _ACTIONS: _Input(actions)}
         self._close_at_end = close_at_end
         self._lock = threading.Lock()  # guards the joiner and what follows: commits come from any thread
+        self._config = config
+        self._metrics = metrics
         self.joiner = Joiner(config, metrics=metrics)
         self._base: _Base | None = None
         """None before anything was read or asked: where the sources then stand."""
         self._taken: list[int] = []
         """Since the base, in order: so many impressions, less than 0 so many actions."""
+
+    def read_share(self, share: Share) -> None:
+        """Have both sources read one share, and join it in a folder of its own below the one given.
+
+        The impressions and actions of a key must be in the same share: files that were cut alike, partitions
+        by key. Actions that cannot be shared out are read whole by everybody.
+        """
+        share_out(self._inputs[_IMPRESSIONS].source, share)
+        with suppress(NotShareableError):
+            share_out(self._inputs[_ACTIONS].source, share)
+        if share.workers > 1:
+            assert self._config.folder is not None
+            folder = filesystem.join(self._config.folder, f"worker-{share.worker}-of-{share.workers}")
+            with self._lock:
+                self.joiner.close()
+                self.joiner = Joiner(replace(self._config, folder=folder), metrics=self._metrics)
 
     def __iter__(self) -> Iterator[Records]:
         self._begin()

@@ -53,7 +53,7 @@ class KafkaConfig:
     group: str
     """The consumer group: who shares out partitions, and under whose name offsets are committed."""
     assignment: ByWorker | None = None
-    """None lets the group share out partitions; where several workers train together, see `reading_share`,
+    """None lets the group share out partitions; where several workers train together, see `read_share`,
     each has fixed ones all the same, so that a checkpoint can hold their offsets."""
     run: str = ""
     """Names one start of the job, the same for all its workers. It tells an offset that another worker handed

@@ -20,7 +20,7 @@ from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kaf
 from monolith.data.kafka.positions import Offsets, Partition, make_position, read_position
 from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
-from monolith.data.share import my_share
+from monolith.data.share import Share, ShareChoice
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -84,10 +84,11 @@ class KafkaSource:
         Raises:
             MissingExtraError: confluent-kafka is not installed.
         """
-        share = my_share()
-        if share.workers > 1 and config.assignment is None:
-            config = replace(config, assignment=ByWorker(worker=share.worker, num_workers=share.workers))
         self.config = config
+        given = config.assignment
+        self._share = (
+            ShareChoice("kafka") if given is None else ShareChoice("kafka", given.worker, given.num_workers)
+        )
         self._kafka = import_kafka()
         self._decode = decode
         self._on_bad = on_bad
@@ -132,6 +133,10 @@ class KafkaSource:
                 "kafka_bad_messages", "Messages that could not be read.", ("topic",)
             )
 
+    def read_share(self, share: Share) -> None:
+        """Read the partitions that are fixed for one worker; those that `assignment` names, if it does."""
+        self._share.tell(share)
+
     def __iter__(self) -> Iterator[Records]:
         """Yield records until the stream timeout, or for ever.
 
@@ -159,6 +164,7 @@ class KafkaSource:
 
         Connects if need be: "latest" must mean the same message now and after a restart.
         """
+        self._settle()
         if self.config.assignment is not None and not self._closed:
             self._start()
         return make_position(self._partitions or self._known, {**self._restored, **self._next})
@@ -246,12 +252,20 @@ class KafkaSource:
 
     # Connecting
 
+    def _settle(self) -> None:
+        """See to it that this worker has fixed partitions, where there are others."""
+        share = self._share.settle()
+        if share.workers > 1 and self.config.assignment is None:
+            assignment = ByWorker(worker=share.worker, num_workers=share.workers)
+            self.config = replace(self.config, assignment=assignment)
+
     def _connect(self) -> Consumer:
         """Return the client, once a broker has answered and all topics are known."""
         if self._consumer is not None:
             return self._consumer
         if self._closed:
             raise DataError(f"kafka: the source of {self._who()} was closed")
+        self._settle()
         settings: dict[str, Any] = {
             **self.config.settings,
             "bootstrap.servers": ",".join(self.config.servers),

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ from monolith.data.service.flight import (
     StoppedError,
     UnreachableError,
 )
-from monolith.data.share import my_share
+from monolith.data.share import Share, ShareChoice
 from monolith.data.source import Position
 from monolith.errors import ConfigError, DataError, RestoreError
 
@@ -51,8 +51,8 @@ class DataServiceSource:
 
     Args:
         dispatcher: host:port, or a function that finds it.
-        trainer: Its name, the same after a restart. No two trainers of a job have the same; to those of
-            `reading_share`, "-" and their number are added.
+        trainer: Its name, the same after a restart. No two trainers of a job have the same; where
+            there are several, see `read_share`, "-" and their number are added.
         guard: What dispatcher and data workers want to be shown, if they do.
         prefetch: Chunks to fetch ahead; so many may still be with a slow trainer when others are done.
         patience: How long the dispatcher, or every data worker, may be away.
@@ -70,9 +70,8 @@ class DataServiceSource:
     ) -> None:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
-        share = my_share()
-        if share.workers > 1:
-            trainer = f"{trainer}-{share.worker}"
+        self._share = ShareChoice("data service")
+        self._named = False
         self._settings = _Settings(
             address=dispatcher,
             trainer=trainer,
@@ -81,11 +80,15 @@ class DataServiceSource:
             patience=patience,
             clock=clock,
         )
-        self._trainer = trainer
         self._job: str | None = None
         self._turn = 0
 
+    def read_share(self, share: Share) -> None:
+        """Be one of several trainers, who together are given all chunks."""
+        self._share.tell(share)
+
     def __iter__(self) -> Iterator[Records]:
+        self._settle()
         share = _Share(self._settings, self._job, self._turn)
         try:
             self._job = share.job
@@ -96,6 +99,7 @@ class DataServiceSource:
             share.close()
 
     def position(self) -> Position:
+        self._settle()
         return {"kind": _KIND, "job": self._job, "trainer": self._trainer, "turn": self._turn}
 
     def restore(self, position: Position) -> None:
@@ -106,6 +110,7 @@ class DataServiceSource:
         turn, job = position.get("turn"), position.get("job", "")
         if not isinstance(turn, int) or turn < 0 or "trainer" not in position or job == "":
             raise RestoreError(f"cannot restore a data service source: {position!r:.200} makes no sense")
+        self._settle()
         if position["trainer"] != self._trainer:
             raise RestoreError(
                 f"cannot restore trainer {self._trainer!r}: the position is of {position['trainer']!r}. "
@@ -125,6 +130,7 @@ class DataServiceSource:
         """
         if position["job"] is None:
             return
+        self._settle()
         caller = self._settings.caller(self._settings.address, None, self._settings.patience)
         try:
             with caller:
@@ -134,6 +140,19 @@ class DataServiceSource:
 
     def close(self) -> None:
         """Does nothing: connections live as long as an iteration."""
+
+    @property
+    def _trainer(self) -> str:
+        return self._settings.trainer
+
+    def _settle(self) -> None:
+        """Take the name of this trainer among several; once."""
+        if self._named:
+            return
+        self._named, share = True, self._share.settle()
+        if share.workers > 1:
+            trainer = f"{self._settings.trainer}-{share.worker}"
+            self._settings = replace(self._settings, trainer=trainer)
 
 
 class _Share:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.data.records import LABEL, LINE_ID, BatchSpec, Records, make_batch
-from monolith.data.share import my_share
+from monolith.data.share import Share, ShareChoice
 from monolith.data.source import Position
 from monolith.data.synthetic.drawing import Draws, ranks, sigmoid
 from monolith.errors import ConfigError, FeatureError, RestoreError
@@ -132,26 +132,30 @@ class _Examples(NamedTuple):
 class DriftingStream:
     """A source of examples in the order of their event time. Its position is the number of the next one.
 
-    Of several workers (see `reading_share`) each has every so manieth batch.
+    Of several workers (see `read_share`) each has every so manieth batch.
     """
 
     def __init__(self, config: DriftConfig | None = None) -> None:
         self.config = DriftConfig() if config is None else config
         self._draws = Draws(self.config.seed)
-        self._share = my_share()
-        self._next = self._share.worker * self.config.batch_size
+        self._choice = ShareChoice("drifting stream")
+        self._next: int | None = None
+        """None where it begins."""
 
     # A source
 
+    def read_share(self, share: Share) -> None:
+        self._choice.tell(share)
+
     def __iter__(self) -> Iterator[Records]:
-        size = self.config.batch_size
-        if self._share.workers > 1:
-            yield from self._every(self._share.workers * size)
+        size, share = self.config.batch_size, self._choice.settle()
+        if share.workers > 1:
+            yield from self._every(share.workers * size)
             return
         # Several batches are drawn at a time: numpy's calls cost more than the work of a small one.
         together = max(1, _AT_A_TIME // size) * size
         while True:
-            first = self._next
+            first = self._number()
             many = together if self.config.examples is None else min(together, self.config.examples - first)
             if many <= 0:
                 return
@@ -162,9 +166,10 @@ class DriftingStream:
                 yield _pack({name: column[begin:end] for name, column in columns.items()})
 
     def position(self) -> Position:
-        found: Position = {"source": "drift", "seed": self.config.seed, "next": self._next}
-        if self._share.workers > 1:
-            found["shard"] = list(self._share)
+        found: Position = {"source": "drift", "seed": self.config.seed, "next": self._number()}
+        share = self._choice.settle()
+        if share.workers > 1:
+            found["shard"] = list(share)
         return found
 
     def restore(self, position: Position) -> None:
@@ -176,10 +181,11 @@ class DriftingStream:
                 f"this one has seed {self.config.seed}"
             )
         shard = position.get("shard", [0, 1])
-        if shard != list(self._share):
+        share = self._choice.settle()
+        if shard != list(share):
             raise RestoreError(
                 f"cannot restore a drifting stream: the position is of worker and workers {shard!r}, "
-                f"this one has {list(self._share)}"
+                f"this one has {list(share)}"
             )
         number = position.get("next")
         if not isinstance(number, int) or number < 0:
@@ -196,10 +202,16 @@ class DriftingStream:
 
     def _every(self, stride: int) -> Iterator[Records]:
         size, end = self.config.batch_size, self.config.examples
-        while (many := size if end is None else min(size, end - self._next)) > 0:
-            columns = self._columns(self._next, many)
-            self._next += stride
+        while (many := size if end is None else min(size, end - self._number())) > 0:
+            columns = self._columns(self._number(), many)
+            self._next = self._number() + stride
             yield _pack(columns)
+
+    def _number(self) -> int:
+        """Return the number of the next example."""
+        if self._next is None:
+            self._next = self._choice.settle().worker * self.config.batch_size
+        return self._next
 
     # Any stretch of it
 

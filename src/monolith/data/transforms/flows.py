@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from monolith.data.records import Records, concat
+from monolith.data.share import Share, share_out
 from monolith.data.source import Position, Source, commit_to
 from monolith.data.transforms.columns import (
     DATA_SOURCE_KEY,
@@ -129,6 +130,10 @@ class SplitFlow:
                 self._reader.resume()
             self._changed.notify_all()
             return found
+
+    def read_share(self, share: Share) -> None:
+        """Have the source read one share of its data."""
+        share_out(self._reader.source, share)
 
     def position(self) -> Position:
         """Return the place before the first record that is in no queue yet.
@@ -272,6 +277,10 @@ class MergeFlow:
             if len(merged):
                 yield merged
 
+    def read_share(self, share: Share) -> None:
+        """Have every flow read one share of its data."""
+        self._inputs.read_share(share)
+
     def position(self) -> Position:
         states = {name: transform.state() for name, transform in self._stateful().items()}
         return {"flows": self._inputs.position(), "transforms": states}
@@ -342,6 +351,10 @@ class _Sources:
             missing -= len(parts[-1])
             reader.advance(len(parts[-1]))
         return concat(parts) if parts else Records(0, {})
+
+    def read_share(self, share: Share) -> None:
+        for reader in self._readers.values():
+            share_out(reader.source, share)
 
     def position(self) -> Position:
         return {name: reader.position() for name, reader in self._readers.items()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from monolith.errors import BarrierAlreadyPlacedError, ConfigError
+from monolith.errors import BarrierAlreadyPlacedError
 from monolith.train.fleet.fleet import Fleet
-from monolith.train.hooks.control.barrier import KeepWaiting, Placement
+from monolith.train.hooks.control.barrier import Placement
 
 
 class FleetBarrier:
-    """A `Barrier` that the chief places. The others meet it by their `FleetHook`. Thread-safe."""
+    """A `Barrier` that the chief places. The others stand still between their steps. Thread-safe."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -40,14 +40,6 @@ class FleetBarrier:
     def placement(self) -> Placement | None:
         with self._lock:
             return self._placed
-
-    def wait_until_removed(
-        self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
-    ) -> None:
-        raise ConfigError(
-            f"barrier: worker {index} waits for its chief by a FleetHook, not here "
-            f"(keep_waiting={keep_waiting}, poll={poll})"
-        )
 
     def blocked_indices(self) -> list[int]:
         with self._lock:

@@ -1,15 +1,20 @@
-"""What the calls of a parameter server of a run take, beside those of the store: see `monolith.wire.bodies`.
+"""What the processes of a fleet say to each other, beside the calls of the store: see `monolith.wire.bodies`.
 
-A call that is not in one of these tables is not served.
+Each call takes one of the requests here, and is answered by one of the answers, or by nothing. A call
+that is not in one of the tables is not served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from monolith.checkpoint.report import RestoreReport
+from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import Count, Json, Name, Seconds, Text
+
+# Where workers meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +31,68 @@ class BeginMeeting:
 @dataclass(frozen=True, slots=True)
 class OpenMeeting:
     run: Name
-    start: dict[str, Json]
+    start: Start
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
     worker: Count
     member: Name
+    """Names the process."""
     known: Text = ""
+    """A run of which it knows that it has failed."""
+    wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRun:
+    run: Name
+    why: Text
+    final: bool
+    """Whether the chief will not begin again by itself."""
+    ago: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Answers `Join`: a run to take part in, or one that is over or has failed, or nothing yet."""
+
+    run: Name | None = None
+    start: Start | None = None
+    over: bool = False
+    unfinished: bool = False
+    failed: FailedRun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskNews:
+    run: Name
+    worker: Count
+    seen: int
+    """The version that the worker knows."""
     wait: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    run: Name
-    worker: Count
-    seen: int
-    wait: Seconds = 0.0
+    """Answers `AskNews`: all that a worker wants to hear of while it trains."""
+
+    version: Count
+    """Counts what there was to hear."""
+    halt: Count | None
+    stop: Text | None
+    unfinished: bool
+    failure: Text | None
+    saved: Count
+    over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HaltNumber:
+    """Answers a halt."""
+
+    halt: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +100,27 @@ class Arrive:
     run: Name
     worker: Count
     halt: Count
-    state: Json
+    state: WorkerState
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class AskGathered:
     run: Name
     wait: Seconds = 0.0
     left: bool = False
+    """Whether only those count who have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStates:
+    """Answers `AskGathered`."""
+
+    missing: tuple[Count, ...]
+    absent: tuple[Count, ...]
+    """Those of the missing who never joined."""
+    states: dict[str, WorkerState]
+    """By worker: of those who stand still, or left."""
+    failure: Text | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +130,26 @@ class HaltSaved:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class SayOver:
     run: Name
     wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """Answers `SayOver`."""
+
+    untold: tuple[Count, ...]
+    """Workers who have not heard it yet, and may still."""
+    unfinished: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
     run: Name
     worker: Count
-    state: Json = None
+    state: WorkerState | None = None
+    """None for one that failed."""
     failure: Text | None = None
     final: bool = False
 
@@ -86,6 +159,9 @@ class Stop:
     run: Name
     reason: Text
     unfinished: bool = False
+
+
+# What the chief asks of each server
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +193,30 @@ class CloseCut:
 class StartJob:
     work: Literal["tables.write", "tables.restore"]
     body: dict[str, Json]
+    """What the work takes; it looks at it itself."""
     job: Name | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    """Answers `StartJob`."""
+
+    job: Name
 
 
 @dataclass(frozen=True, slots=True)
 class WaitForJob:
     job: Name
     wait: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """Answers `WaitForJob`."""
+
+    done: bool
+    answer: dict[str, Json] = field(default_factory=dict)
+    """Of the work, when it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,24 +228,68 @@ class WriteTables:
 
 
 @dataclass(frozen=True, slots=True)
+class TablesWritten:
+    """Answers `WriteTables`."""
+
+    entry: dict[str, Json]
+    """What the manifest says of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreTables:
     run: Name
     chain: tuple[tuple[Name, dict[str, Json]], ...]
+    """Of each checkpoint: its prefix, and what its manifest says of the tables."""
     optimizer_state: Literal["keep", "reset", "auto"]
     strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TablesRestored:
+    """Answers `RestoreTables`: a `RestoreReport`, as JSON has it, and the rows that are there now."""
+
+    loaded: dict[str, str]
+    reset: dict[str, str]
+    renamed: dict[str, str]
+    skipped: dict[str, str]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+    rows: dict[str, Count]
+
+    @classmethod
+    def of(cls, report: RestoreReport, rows: Mapping[str, int]) -> TablesRestored:
+        return cls(
+            loaded=dict(report.loaded),
+            reset=dict(report.reset),
+            renamed=dict(report.renamed),
+            skipped=dict(report.skipped),
+            missing=report.missing,
+            unused=report.unused,
+            rows=dict(rows),
+        )
+
+    def report(self) -> RestoreReport:
+        """Return what was restored, but for how many rows: others have some, too."""
+        return RestoreReport(
+            reset=self.reset,
+            renamed=self.renamed,
+            skipped=self.skipped,
+            missing=self.missing,
+            unused=self.unused,
+        )
 
 
 CALLS: Mapping[str, type] = {
     "meeting.begin": BeginMeeting,
     "meeting.open": OpenMeeting,
     "meeting.join": Join,
-    "meeting.news": News,
+    "meeting.news": AskNews,
     "meeting.halt": OfRun,
     "meeting.arrive": Arrive,
-    "meeting.gathered": Gathered,
+    "meeting.gathered": AskGathered,
     "meeting.release": OfRun,
     "meeting.saved": HaltSaved,
-    "meeting.over": Over,
+    "meeting.over": SayOver,
     "meeting.leave": Leave,
     "meeting.stop": Stop,
     "server.begin": OfRun,

@@ -19,18 +19,51 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Literal, NamedTuple, Self, TypeVar
 
+from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
 from monolith.store import ParameterServerStore, ServerGroup, Store
-from monolith.table import TableConfig
+from monolith.table import SlotThresholds, TableConfig
+from monolith.train.fleet.bodies import (
+    Arrive,
+    AskGathered,
+    BeginMeeting,
+    CloseCut,
+    EndRun,
+    Farewell,
+    GatheredStates,
+    HaltNumber,
+    HaltSaved,
+    JobResult,
+    Join,
+    Joined,
+    Leave,
+    OfCut,
+    OfRun,
+    OpenMeeting,
+    RestoreTables,
+    SayOver,
+    StartJob,
+    Stop,
+    TablesRestored,
+    TablesWritten,
+    WaitForJob,
+    WriteTables,
+)
 from monolith.train.fleet.news import FleetNews
+from monolith.train.peers import Start, WorkerState
+from monolith.wire.bodies import read_body, write_body
 
 _log = logging.getLogger(__name__)
+
+A = TypeVar("A")
+WorkName = Literal["tables.write", "tables.restore"]
 
 PATIENCE = timedelta(seconds=1)
 """How long to try a server where nobody answers: one that restarted holds nothing of this run."""
@@ -49,15 +82,12 @@ OLD_NEWS = 60.0
 """Seconds after which the failure of a chief is no reason to give up for who comes now."""
 _ASK_EVERY = 0.5
 
-State = dict[str, Any]
-"""What a worker has to say of itself: plain values."""
-
 
 class Halt(NamedTuple):
     """Nobody but the chief trains."""
 
     number: int
-    states: list[State]
+    states: list[WorkerState]
     """Of workers 1, 2, ..."""
 
 
@@ -96,8 +126,8 @@ def join_fleet(
     """
     if num_redundant_ps:
         raise ConfigError(
-            "num_redundant_ps: training cannot choose among its servers yet, since each is told its share "
-            "when it starts; set it to 0"
+            "num_redundant_ps is not supported yet: each server is given its share when it starts, so none "
+            "can take over another's; set it to 0"
         )
     manager = ClusterManager(
         discovery,
@@ -219,8 +249,15 @@ class Fleet:
         """Names the processes of the servers: one that restarted has another name."""
         return self.group.processes
 
-    def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
-        """Return the next store of the model that is being built; see `default_stores`."""
+    def make_store(
+        self,
+        configs: Mapping[str, TableConfig],
+        /,
+        *,
+        thresholds: Mapping[str, SlotThresholds] | None,  # noqa: ARG002  the servers know them
+        threads: int | None,  # noqa: ARG002
+    ) -> Store:
+        """Return the next store of the model that is being bound; see `MakeStore`."""
         number, self._stores = self._stores, self._stores + 1
         return ParameterServerStore(self.group, number, configs)
 
@@ -229,23 +266,23 @@ class Fleet:
     def begin(self) -> None:
         """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
         self._run = secrets.token_hex(8)
-        self.group.call_all("server.begin", run=self._run)
+        self._tell_servers("server.begin", OfRun(self._run))
         self.group.expect(self._run)
-        self.group.call(0, "meeting.begin", run=self._run, num_workers=self.num_workers)
+        self._tell("meeting.begin", BeginMeeting(self._run, self.num_workers))
         self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
         self._listener.attend()
 
-    def open(self, start: Mapping[str, Any]) -> None:
+    def open(self, start: Start) -> None:
         """Let the others begin, as the chief. They are told `start`."""
         self.check()
-        self.group.call(0, "meeting.open", run=self._run, start=dict(start))
+        self._tell("meeting.open", OpenMeeting(self._run, start))
 
     @property
     def joined(self) -> bool:
         """Whether this worker takes part in a run."""
         return bool(self._run)
 
-    def join(self, stopped: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+    def join(self, stopped: Callable[[], bool] = lambda: False) -> Start | None:
         """Wait until the chief has restored everything; return what it says of where to go on.
 
         A run that failed long before this worker came is waited out: somebody may start the chief again.
@@ -263,27 +300,25 @@ class Fleet:
         limit, said = self._clock() + self._start_timeout.total_seconds(), self._clock()
         known, first = "", True
         while not stopped():
-            answer = self.group.call(
-                0, "meeting.join", worker=self.index, member=self._member, known=known, wait=1.0
-            )
-            if answer["run"] is not None:
-                self._run = answer["run"]
+            answer = self._ask("meeting.join", Join(self.index, self._member, known, 1.0), Joined)
+            if answer.run is not None:
+                self._run = answer.run
                 self.group.expect(self._run)
                 self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
-                return dict(answer["start"])
-            if answer.get("over"):
-                self.finished = not answer["unfinished"]
+                return answer.start
+            if answer.over:
+                self.finished = not answer.unfinished
                 return None
-            if failed := answer.get("failed"):
-                if failed["final"] and not (first and failed["ago"] > OLD_NEWS):
-                    raise ClusterError(failed["why"])
-                known = failed["run"]
+            if (failed := answer.failed) is not None:
+                if failed.final and not (first and failed.ago > OLD_NEWS):
+                    raise ClusterError(failed.why)
+                known = failed.run
             first = False
             now = self._clock()
             if now >= limit:
                 raise DeadlineExceededError(
                     f"worker {self.index} waited {self._start_timeout} for the chief to restore the model; "
-                    "see its log"
+                    "see the chief's log"
                 )
             if now - said >= SAY_EVERY:
                 said = now
@@ -307,7 +342,7 @@ class Fleet:
         """Whether the chief wants nobody to train."""
         return self._listener is not None and self._listener.halt is not None
 
-    def wait_at_halt(self, state: State) -> int:
+    def wait_at_halt(self, state: WorkerState) -> int:
         """Arrive with this worker's state, all its updates done, and wait until everybody may go on.
 
         Returns:
@@ -318,7 +353,7 @@ class Fleet:
         halt = listener.halt
         if halt is None:
             return 0
-        self.group.call(0, "meeting.arrive", run=self._run, worker=self.index, halt=halt, state=state)
+        self._tell("meeting.arrive", Arrive(self._run, self.index, halt, state))
         listener.wait_for_release(halt)
         return halt
 
@@ -348,12 +383,12 @@ class Fleet:
 
     def standing_still(self) -> list[int]:
         """Return the other workers who have arrived at the halt in force, or have left, as the chief."""
-        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
-        return sorted(int(worker) for worker in answer["states"])
+        answer = self._ask("meeting.gathered", AskGathered(self._run), GatheredStates)
+        return sorted(int(worker) for worker in answer.states)
 
     def note_saved(self, halt: int) -> None:
         """Tell the others, as the chief, that the checkpoint of a halt is on disk."""
-        self.group.call(0, "meeting.saved", run=self._run, halt=halt)
+        self._tell("meeting.saved", HaltSaved(self._run, halt))
 
     @property
     def saved_halt(self) -> int:
@@ -366,13 +401,13 @@ class Fleet:
         Args:
             unfinished: Whether there is more to do: the run is then not done, however well it ends.
         """
-        self.group.call(0, "meeting.stop", run=self._run, reason=reason, unfinished=unfinished)
+        self._tell("meeting.stop", Stop(self._run, reason, unfinished))
 
     # Ending
 
-    def leave(self, state: State) -> None:
+    def leave(self, state: WorkerState) -> None:
         """Say that this worker is done, all its updates too."""
-        self.group.call(0, "meeting.leave", run=self._run, worker=self.index, state=state)
+        self._tell("meeting.leave", Leave(self._run, self.index, state))
 
     def fail(self, why: str, *, final: bool) -> None:
         """Say that this worker cannot go on, which ends the run; if anybody hears it.
@@ -384,16 +419,10 @@ class Fleet:
         if not self._run:
             return
         with contextlib.suppress(ClusterError, ConfigError):
-            self.group.call(
-                0,
-                "meeting.leave",
-                run=self._run,
-                worker=self.index,
-                failure=why,
-                final=final and self.is_chief,
-            )
+            final = final and self.is_chief
+            self._tell("meeting.leave", Leave(self._run, self.index, failure=why, final=final))
 
-    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[State]:
+    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[WorkerState]:
         """Wait, as the chief, until all others have left; return their last states, in order.
 
         After `finish_timeout` they are asked to stop where they are.
@@ -415,13 +444,13 @@ class Fleet:
             idle()
             now, who = self._clock(), ", ".join(map(str, missing))
             if asked_at is None and now >= limit:
-                _log.warning("workers %s still train; asking them to stop", who)
+                _log.warning("workers %s are still training; asking them to stop", who)
                 self.stop(f"the chief has waited {self._finish_timeout} for this worker", unfinished=True)
                 asked_at = now
             elif asked_at is not None and now - asked_at > STOP_WITHIN:
                 raise DeadlineExceededError(
-                    f"workers {who} were asked to stop and did not in {STOP_WITHIN:g} s; "
-                    "what was trained since the last checkpoint is lost"
+                    f"workers {who} were asked to stop and did not within {STOP_WITHIN:g} s; "
+                    "all steps since the last checkpoint are lost"
                 )
         return self._states()
 
@@ -440,20 +469,19 @@ class Fleet:
         limit = self._clock() + FAREWELL.total_seconds()
         with _passed_over("server 0"):
             while True:
-                answer = self.group.call(0, "meeting.over", run=self._run, wait=1.0)
-                self.finished = not answer["unfinished"]
-                if not answer["untold"]:
+                answer = self._ask("meeting.over", SayOver(self._run, 1.0), Farewell)
+                self.finished = not answer.unfinished
+                if not answer.untold:
                     break
                 if self._clock() >= limit:
-                    _log.warning("workers %s were not told that the run is over", answer["untold"])
+                    _log.warning("workers %s were not told that the run is over", list(answer.untold))
                     break
 
-        def tell(server: int, _: Mapping[str, Any]) -> dict[str, Any]:
+        def tell(server: int) -> None:
             with _passed_over(f"server {server}"):
-                return self.group.call(server, "server.end", run=self._run, finished=self.finished)
-            return {}
+                self._tell("server.end", EndRun(self._run, self.finished), server)
 
-        self._on_each(tell, [{}] * len(self.group))
+        self._on_each(tell)
 
     def close(self) -> None:
         """Let go of the servers. Closing again does nothing."""
@@ -470,63 +498,80 @@ class Fleet:
 
     # Work on servers that takes its time
 
-    def call_servers(self, name: str, /, **body: Any) -> None:
-        """Have each server do something of this run, and nothing if it is another by now."""
-        self.group.call_all(name, run=self._run, **body)
+    def cut_tables(self, cut: str) -> None:
+        """Have each server hold its tables fast as they are now."""
+        self._tell_servers("tables.cut", OfCut(self._run, cut))
 
-    def work(self, name: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Have each server do some work of this run, all at a time, and return the answers in order.
+    def close_cut(self, cut: str, *, saved: bool) -> None:
+        """Have each server let go of the tables it held fast."""
+        self._tell_servers("tables.close", CloseCut(self._run, cut, saved))
+
+    def write_tables(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:
+        """Have each server write the tables it held fast, all at a time; return the answers in order.
 
         Raises:
             MonolithError: What one of them raised.
         """
-        whole = {"run": self._run, **body}
-        return self._on_each(
-            lambda server, body: self._work(server, name, dict(body)), [whole] * len(self.group)
-        )
+        return self._work("tables.write", WriteTables(self._run, cut, prefix, full), TablesWritten)
 
-    def _on_each(
-        self, call: Callable[[int, Mapping[str, Any]], dict[str, Any]], bodies: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def restore_tables(self, chain: Sequence[SavedPart], options: RestoreOptions) -> list[TablesRestored]:
+        """Have each server restore its share of the tables; see `write_tables`."""
+        saved = tuple((one.prefix, one.entry) for one in chain)
+        body = RestoreTables(self._run, saved, options.optimizer_state, options.strict)
+        return self._work("tables.restore", body, TablesRestored)
+
+    def _work(self, name: WorkName, body: WriteTables | RestoreTables, kind: type[A]) -> list[A]:
+        def work(server: int) -> A:
+            job = secrets.token_hex(8)
+            self._tell("job.start", StartJob(name, write_body(body), job), server)
+            while True:
+                result = self._ask("job.wait", WaitForJob(job, POLL), JobResult, server)
+                if result.done:
+                    return read_body(kind, result.answer)
+
+        return self._on_each(work)
+
+    def _on_each(self, call: Callable[[int], A]) -> list[A]:
         """Call all servers at a time; return their answers in order, or raise the first error."""
-        answers: list[dict[str, Any] | BaseException | None] = [None] * len(bodies)
+        asked = [Future[A]() for _ in range(len(self.group))]
 
-        def ask(server: int, body: Mapping[str, Any]) -> None:
+        def ask(server: int) -> None:
             try:
-                answers[server] = call(server, body)
+                asked[server].set_result(call(server))
             except BaseException as error:
-                answers[server] = error
+                asked[server].set_exception(error)
 
-        threads = [threading.Thread(target=ask, args=one, daemon=True) for one in enumerate(bodies)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        done = []
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-            assert answer is not None
-            done.append(answer)
-        return done
-
-    def _work(self, server: int, name: str, body: dict[str, Any]) -> dict[str, Any]:
-        job = secrets.token_hex(8)
-        self.group.call(server, "job.start", work=name, body=body, job=job)
-        while True:
-            answer = self.group.call(server, "job.wait", job=job, wait=POLL)
-            if answer["done"]:
-                return dict(answer["answer"])
+        # Threads of a pool would keep a process from ending that no longer waits for them.
+        for server in range(len(self.group)):
+            threading.Thread(target=ask, args=(server,), name="fleet-work", daemon=True).start()
+        wait(asked)
+        return [future.result() for future in asked]
 
     # Inside
 
+    def _ask(self, name: str, request: object, kind: type[A], server: int = 0) -> A:
+        """Return a server's answer to a call.
+
+        Raises:
+            MonolithError: What the server raised.
+            RequestError: The answer is of another kind.
+        """
+        return read_body(kind, self.group.call(server, name, **write_body(request)))
+
+    def _tell(self, name: str, request: object, server: int = 0) -> None:
+        """Make a call whose answer says nothing."""
+        self.group.call(server, name, **write_body(request))
+
+    def _tell_servers(self, name: str, request: object) -> None:
+        self.group.call_all(name, **write_body(request))
+
     def _halt(self) -> int:
-        return int(self.group.call(0, "meeting.halt", run=self._run)["halt"])
+        return self._ask("meeting.halt", OfRun(self._run), HaltNumber).halt
 
     def _release(self) -> None:
-        self.group.call(0, "meeting.release", run=self._run)
+        self._tell("meeting.release", OfRun(self._run))
 
-    def _gather(self, stopped: Callable[[], bool]) -> list[State]:
+    def _gather(self, stopped: Callable[[], bool]) -> list[WorkerState]:
         """Wait until all others stand still; one that has not come yet is waited for as at the start."""
         began = said = self._clock()
         while missing := self._missing(left=False, wait=1.0):
@@ -535,34 +580,34 @@ class Fleet:
             now = self._clock()
             if now - began > self._start_timeout.total_seconds():
                 raise DeadlineExceededError(
-                    f"waited {self._start_timeout} for workers {', '.join(map(str, missing))} to come to a "
-                    "halt before saving; see their logs"
+                    f"cannot save: waited {self._start_timeout} for workers "
+                    f"{', '.join(map(str, missing))} to halt; see their logs"
                 )
             if now - said >= SAY_EVERY:
                 said = now
                 who = ", ".join(map(str, missing))
-                _log.warning("waiting for workers %s before saving; see their logs", who)
+                _log.warning("waiting for workers %s to halt before saving; see their logs", who)
         return self._states()
 
     def _check_joined(self, since: float) -> None:
         """Wait no longer for workers who never came, when the run is to stop."""
         if self._absent and self._clock() - since > JOIN_WITHIN:
             raise UnavailableError(
-                f"workers {', '.join(map(str, self._absent))} never joined, so nothing can be saved since "
-                "the last checkpoint, from which the next start goes on"
+                f"workers {', '.join(map(str, self._absent))} never joined, so the steps since the last "
+                "checkpoint cannot be saved; the next start resumes from it"
             )
 
-    def _states(self) -> list[State]:
-        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=0.0)
-        return [answer["states"][str(worker)] for worker in range(1, self.num_workers)]
+    def _states(self) -> list[WorkerState]:
+        answer = self._ask("meeting.gathered", AskGathered(self._run), GatheredStates)
+        return [answer.states[str(worker)] for worker in range(1, self.num_workers)]
 
     def _missing(self, *, left: bool, wait: float) -> list[int]:
         self.check()
-        answer = self.group.call(0, "meeting.gathered", run=self._run, wait=wait, left=left)
-        if answer["failure"]:
-            raise UnavailableError(answer["failure"])
-        self._absent = list(answer["absent"])
-        return list(answer["missing"])
+        answer = self._ask("meeting.gathered", AskGathered(self._run, wait, left), GatheredStates)
+        if answer.failure:
+            raise UnavailableError(answer.failure)
+        self._absent = list(answer.absent)
+        return list(answer.missing)
 
     def _close_listener(self) -> None:
         if self._listener is not None:

@@ -21,8 +21,8 @@ question here all the time, and one whose connection breaks and does not come ba
 A run that has failed stays so. Whoever is left of it hears why, and joins again; the chief begins the next.
 A worker that joins a run twice has restarted, and does not know what it trained: the run has failed, too.
 
-Calls are from plain values to plain values: they come over a network. None waits longer than it
-was told to.
+What is said, and how it is checked where it comes from a network, is in `bodies`. No call waits longer
+than it was told to.
 """
 
 from __future__ import annotations
@@ -32,10 +32,30 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
-from monolith.errors import ConfigError, UnavailableError
-from monolith.wire.bodies import Call, Gone, Poll
+from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.train.fleet.bodies import (
+    Arrive,
+    AskGathered,
+    AskNews,
+    BeginMeeting,
+    FailedRun,
+    Farewell,
+    GatheredStates,
+    HaltNumber,
+    HaltSaved,
+    Join,
+    Joined,
+    Leave,
+    News,
+    OfRun,
+    OpenMeeting,
+    SayOver,
+    Stop,
+)
+from monolith.train.peers import Start, WorkerState
+from monolith.wire.bodies import Answer, Gone, PollAnswer
 
 LONGEST_WAIT = 20.0
 """Seconds that one call may be kept waiting, whatever it asks for."""
@@ -49,19 +69,26 @@ STOPPED_FOR = 5.0
 _LOOK_EVERY = 0.2
 
 
+class _OfRun(Protocol):
+    """Any request that says which run it means."""
+
+    @property
+    def run(self) -> str: ...
+
+
 @dataclass(slots=True)
 class _Run:
     """One start of the chief."""
 
     name: str
-    start: dict[str, Any] | None = None
+    start: Start | None = None
     """What workers are told when they may begin; None while the chief still restores."""
     halt: int | None = None
     members: dict[int, str] = field(default_factory=dict)
     """Worker -> the process that joined as that one."""
-    arrived: dict[int, Any] = field(default_factory=dict)
+    arrived: dict[int, WorkerState] = field(default_factory=dict)
     """Worker -> its state, at the halt in force."""
-    left: dict[int, Any] = field(default_factory=dict)
+    left: dict[int, WorkerState] = field(default_factory=dict)
     """Worker -> its last state."""
     heard: dict[int, float] = field(default_factory=dict)
     """Worker -> when it last said something."""
@@ -110,7 +137,7 @@ class Meeting:
         self._looked = clock()
 
     @property
-    def calls(self) -> Mapping[str, Call]:
+    def calls(self) -> Mapping[str, Answer]:
         """What others may call, by name."""
         return {
             "meeting.begin": self._begin,
@@ -127,32 +154,30 @@ class Meeting:
         }
 
     @property
-    def polls(self) -> Mapping[str, Poll]:
+    def polls(self) -> Mapping[str, PollAnswer]:
         """What others may call and have told whether they are still there."""
         return {"meeting.news": self._news}
 
     # The chief's
 
-    def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
-        if body["num_workers"] != self._num_workers:
+    def _begin(self, body: BeginMeeting) -> None:
+        if body.num_workers != self._num_workers:
             raise ConfigError(
-                f"the chief counts {body['num_workers']} workers and server 0 {self._num_workers}; "
+                f"the chief counts {body.num_workers} workers and server 0 {self._num_workers}; "
                 "start all processes with the same cluster.num_workers"
             )
         with self._changed:
-            self._run = _Run(body["run"])
+            self._run = _Run(body.run)
             self._note(self._run)
-        return {}
 
-    def _open(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _open(self, body: OpenMeeting) -> None:
         with self._changed:
             run = self._of(body)
-            run.start = body["start"]
+            run.start = body.start
             run.heard[0] = self._clock()
             self._note(run)
-        return {}
 
-    def _halt(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _halt(self, body: OfRun) -> HaltNumber:
         with self._changed:
             run = self._of(body)
             if run.halt is None:
@@ -160,44 +185,39 @@ class Meeting:
                 run.halt = self._halts
                 run.arrived.clear()
                 self._note(run)
-            return {"halt": run.halt}
+            return HaltNumber(run.halt)
 
-    def _gathered(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Wait until every other worker has arrived or left; say who has not, and who never joined.
-
-        With "left", wait until all have left.
-        """
+    def _gathered(self, body: AskGathered) -> GatheredStates:
+        """Wait until every other worker has arrived or left; say who has not, and who never joined."""
         with self._changed:
             run = self._of(body)
 
             def missing() -> list[int]:
-                here = run.left.keys() if body.get("left") else run.left.keys() | run.arrived.keys()
+                here = run.left.keys() if body.left else run.left.keys() | run.arrived.keys()
                 return [worker for worker in range(1, self._num_workers) if worker not in here]
 
-            self._wait(lambda: self._run is not run or not missing() or run.failure is not None, body)
-            return {
-                "missing": missing(),
-                "absent": [worker for worker in missing() if worker not in run.members],
-                "states": {str(w): state for w, state in {**run.arrived, **run.left}.items()},
-                "failure": run.failure,
-            }
+            self._wait(lambda: self._run is not run or not missing() or run.failure is not None, body.wait)
+            return GatheredStates(
+                missing=tuple(missing()),
+                absent=tuple(worker for worker in missing() if worker not in run.members),
+                states={str(w): state for w, state in {**run.arrived, **run.left}.items()},
+                failure=run.failure,
+            )
 
-    def _release(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _release(self, body: OfRun) -> None:
         with self._changed:
             run = self._of(body)
             run.halt = None
             run.arrived.clear()
             self._note(run)
-        return {}
 
-    def _saved(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _saved(self, body: HaltSaved) -> None:
         with self._changed:
             run = self._of(body)
-            run.saved = max(run.saved, body["halt"])
+            run.saved = max(run.saved, body.halt)
             self._note(run)
-        return {}
 
-    def _over(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _over(self, body: SayOver) -> Farewell:
         """Tell everybody; say who has not heard it yet, and may still."""
         with self._changed:
             run = self._of(body)
@@ -205,21 +225,21 @@ class Meeting:
                 run.over = True
                 self._note(run)
             # Whoever keeps this may be gone in a moment.
-            self._wait(lambda: not self._untold(run), body)
-            return {"untold": self._untold(run), "unfinished": run.unfinished}
+            self._wait(lambda: not self._untold(run), body.wait)
+            return Farewell(tuple(self._untold(run)), run.unfinished)
 
     def _untold(self, run: _Run) -> list[int]:
         return sorted(run.members.keys() - run.told - run.parted.keys())
 
     # Every worker's
 
-    def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _join(self, body: Join) -> Joined:
         """Wait for a run to begin; say which one, or that one has failed or is over.
 
-        A run of which the caller knows that it has failed, "known", is waited out.
+        A run of which the caller knows that it has failed is waited out.
         """
-        self._check_worker(body)
-        worker, member, known = body["worker"], body["member"], body.get("known")
+        self._check_worker(body.worker)
+        worker, member, known = body.worker, body.member, body.known
 
         def has_news() -> bool:
             run = self._run
@@ -231,79 +251,75 @@ class Meeting:
             return run.over or (run.start is not None and worker not in run.left)
 
         with self._changed:
-            self._wait(has_news, body)
+            self._wait(has_news, body.wait)
             run = self._run
             if run is None or not has_news():
-                return {"run": None}
+                return Joined()
             if run.over:
                 run.told.add(worker)
-                return {"run": None, "over": True, "unfinished": run.unfinished}
+                return Joined(over=True, unfinished=run.unfinished)
             if run.failure is None and run.members.get(worker, member) != member:
                 self._fail(run, f"worker {worker} restarted")
             if run.failure is not None:
                 ago = self._clock() - run.failed_at
-                return {
-                    "run": None,
-                    "failed": {"run": run.name, "why": run.failure, "final": run.final, "ago": ago},
-                }
+                return Joined(failed=FailedRun(run.name, run.failure, run.final, ago))
             run.members[worker] = member
             run.heard[worker] = self._clock()
-            return {"run": run.name, "start": run.start}
+            return Joined(run.name, run.start)
 
-    def _news(self, body: dict[str, Any], gone: Gone) -> dict[str, Any]:
+    def _news(self, body: AskNews, gone: Gone) -> News | None:
         with self._changed:
-            run, worker = self._of(body), body["worker"]
+            run, worker = self._of(body), body.worker
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
-            limit = self._clock() + _longest(body)
-            while run.version == body["seen"] and self._run is run and self._clock() < limit:
+            limit = self._clock() + min(body.wait, LONGEST_WAIT)
+            while run.version == body.seen and self._run is run and self._clock() < limit:
                 self._changed.wait(_LOOK_EVERY)
                 if gone():
                     run.parted[worker] = self._clock()
-                    return {}
+                    return None
                 self._look_for_lost(run)
             run = self._of(body)
             run.heard[worker] = self._clock()
             if run.over:
                 run.told.add(worker)
                 self._changed.notify_all()
-            return {
-                "version": run.version,
-                "halt": run.halt,
-                "stop": run.stop,
-                "unfinished": run.unfinished,
-                "failure": run.failure,
-                "saved": run.saved,
-                "over": run.over,
-            }
+            return News(
+                version=run.version,
+                halt=run.halt,
+                stop=run.stop,
+                unfinished=run.unfinished,
+                failure=run.failure,
+                saved=run.saved,
+                over=run.over,
+            )
 
-    def _arrive(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._check_worker(body)
+    def _arrive(self, body: Arrive) -> None:
+        self._check_worker(body.worker)
         with self._changed:
             run = self._of(body)
-            if run.halt == body["halt"]:  # otherwise it was released meanwhile
-                run.arrived[body["worker"]] = body["state"]
+            if run.halt == body.halt:  # otherwise it was released meanwhile
+                run.arrived[body.worker] = body.state
                 self._changed.notify_all()
-        return {}
 
-    def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._check_worker(body)
+    def _leave(self, body: Leave) -> None:
+        self._check_worker(body.worker)
         with self._changed:
-            run, worker = self._of(body), body["worker"]
-            if body.get("failure"):
-                self._fail(run, f"worker {worker} failed: {body['failure']}", final=bool(body.get("final")))
+            run, worker = self._of(body), body.worker
+            if body.failure:
+                self._fail(run, f"worker {worker} failed: {body.failure}", final=body.final)
+            elif body.state is None:
+                raise RequestError("state: it is missing; only a worker that failed may leave without one")
             else:
-                run.left[worker] = body["state"]
+                run.left[worker] = body.state
                 self._note(run)
-        return {}
 
-    def _stop(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _stop(self, body: Stop) -> None:
         with self._changed:
             run = self._of(body)
-            run.stop = run.stop or body["reason"]
-            run.unfinished = run.unfinished or body["unfinished"]
+            run.stop = run.stop or body.reason
+            run.unfinished = run.unfinished or body.unfinished
             self._note(run)
-        return {}
 
     # Inside; the lock is held
 
@@ -327,18 +343,18 @@ class Meeting:
             run.failure, run.final, run.failed_at = why, final, self._clock()
             self._note(run)
 
-    def _of(self, body: Mapping[str, Any]) -> _Run:
-        if self._run is None or self._run.name != body["run"]:
+    def _of(self, body: _OfRun) -> _Run:
+        if self._run is None or self._run.name != body.run:
             raise UnavailableError(
-                "this run is over: the chief or server 0 restarted. A worker that joins again goes on from "
+                "this run is over: the chief or server 0 restarted. A worker that joins again resumes from "
                 "the last checkpoint."
             )
         return self._run
 
-    def _check_worker(self, body: Mapping[str, Any]) -> None:
-        if not 0 <= body["worker"] < self._num_workers:
+    def _check_worker(self, worker: int) -> None:
+        if not 0 <= worker < self._num_workers:
             raise ConfigError(
-                f"there is no worker {body['worker']} of {self._num_workers}; start all processes with the "
+                f"there is no worker {worker} of {self._num_workers}; start all processes with the "
                 "same cluster.num_workers"
             )
 
@@ -346,9 +362,5 @@ class Meeting:
         run.version += 1
         self._changed.notify_all()
 
-    def _wait(self, ready: Callable[[], bool], body: Mapping[str, Any]) -> None:
-        self._changed.wait_for(ready, _longest(body))
-
-
-def _longest(body: Mapping[str, Any]) -> float:
-    return min(float(body.get("wait", 0.0)), LONGEST_WAIT)
+    def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        self._changed.wait_for(ready, min(seconds, LONGEST_WAIT))

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from monolith.errors import DeadlineExceededError, UnavailableError
 from monolith.store import ServerGroup
+from monolith.train.fleet.bodies import AskNews, Attend, News
+from monolith.wire.bodies import read_body, write_body
 
 
 class FleetNews:
@@ -24,7 +26,8 @@ class FleetNews:
     def __init__(self, group: ServerGroup, run: str, worker: int, every: float) -> None:
         self._group = group
         self._every = every
-        self._body: dict[str, Any] = {"run": run, "worker": worker}
+        self._run = run
+        self._worker = worker
         self._changed = threading.Condition()  # guards what follows
         self.halt: int | None = None
         self.stop_reason: str | None = None
@@ -51,7 +54,8 @@ class FleetNews:
                 self._check()
                 if time.monotonic() >= limit:
                     raise DeadlineExceededError(
-                        f"the chief has not saved within {timeout:.0f} s of this worker's end; see its log"
+                        f"the chief did not save within {timeout:.0f} s after this worker finished; see its "
+                        "log"
                     )
                 self._changed.wait(1.0)
             return self._finished
@@ -79,27 +83,28 @@ class FleetNews:
         seen = -1
         while not self._closed and not self._over:
             try:
-                news = self._group.call(0, "meeting.news", **self._body, seen=seen, wait=self._every)
+                asked = AskNews(self._run, self._worker, seen, self._every)
+                news = read_body(News, self._group.call(0, "meeting.news", **write_body(asked)))
             except Exception as error:
                 self._note(error=error)
                 return
-            seen = news["version"]
-            failure = news["failure"]
-            self._note(news, error=UnavailableError(failure) if failure else None)
+            seen = news.version
+            self._note(news, error=UnavailableError(news.failure) if news.failure else None)
 
     def _attend(self, server: int) -> None:
+        asked = write_body(Attend(self._run, self._every))
         while not self._closed:
             try:
-                self._group.call(server, "server.attend", run=self._body["run"], wait=self._every)
+                self._group.call(server, "server.attend", **asked)
             except Exception as error:
                 self._note(error=error)
                 return
 
-    def _note(self, news: Mapping[str, Any] | None = None, error: Exception | None = None) -> None:
+    def _note(self, news: News | None = None, error: Exception | None = None) -> None:
         with self._changed:
             self._error = self._error or error
             if news is not None:
-                self.halt, self.stop_reason = news["halt"], news["stop"]
-                self.saved, self._over = news["saved"], news["over"]
-                self._finished = not news["unfinished"]
+                self.halt, self.stop_reason = news.halt, news.stop
+                self.saved, self._over = news.saved, news.over
+                self._finished = not news.unfinished
             self._changed.notify_all()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
@@ -34,13 +33,24 @@ from monolith.errors import (
 )
 from monolith.store import DenseShare, LocalStore, ParameterServer
 from monolith.train.config import TrainConfig
-from monolith.train.fleet.bodies import CALLS, WORK
+from monolith.train.fleet.bodies import (
+    CALLS,
+    WORK,
+    Attend,
+    CloseCut,
+    EndRun,
+    OfCut,
+    OfRun,
+    RestoreTables,
+    TablesRestored,
+    TablesWritten,
+    WriteTables,
+)
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
-from monolith.train.fleet.parts import describe_report
-from monolith.train.session import Model
+from monolith.train.model import Model
 from monolith.train.task import Mode, Task
-from monolith.wire.bodies import Call, Gone, Poll, checked
+from monolith.wire.bodies import Answer, Gone, PollAnswer, typed_calls, typed_polls
 from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
@@ -160,7 +170,7 @@ class ServedShare:
         self._share = (index, num_ps)
         self._clock = clock
         self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock) if index == 0 else None
-        self._jobs = Jobs(checked(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
+        self._jobs = Jobs(typed_calls(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._held = self._make()
@@ -184,14 +194,14 @@ class ServedShare:
             host=host,
             port=port,
             guard=guard,
-            calls=checked(CALLS, calls, longest=longest),
-            polls=checked(CALLS, polls, longest=longest),
+            calls=typed_calls(CALLS, calls, longest=longest),
+            polls=typed_polls(CALLS, polls, longest=longest),
             limits=limits,
         )
         return self._server
 
     @property
-    def calls(self) -> Mapping[str, Call]:
+    def calls(self) -> Mapping[str, Answer]:
         return {
             "server.begin": self._begin,
             "server.end": self._end,
@@ -200,7 +210,7 @@ class ServedShare:
         }
 
     @property
-    def polls(self) -> Mapping[str, Poll]:
+    def polls(self) -> Mapping[str, PollAnswer]:
         return {"server.attend": self._attend}
 
     def wait(
@@ -227,10 +237,10 @@ class ServedShare:
                 _log.info("told to stop; the chief has %g s to save first", linger.total_seconds())
                 limit = self._clock() + linger.total_seconds()
             elif self._clock() >= limit:
-                return ServerEnd("stopped while a run went on")
+                return ServerEnd("stopped during a run")
         if self._finished:
             return ServerEnd("the run is over", finished=True)
-        return ServerEnd("the run was stopped, and goes on when it is started again")
+        return ServerEnd("the run was stopped before its end; start it again to resume")
 
     def _check_attended(self, start_timeout: timedelta, abandoned_after: timedelta) -> None:
         alone = self._chief.absent_for()
@@ -238,99 +248,94 @@ class ServedShare:
         patience = abandoned_after if began else start_timeout
         if alone > patience.total_seconds():
             raise DeadlineExceededError(
-                f"parameter server {self._share[0]} has been without a chief for {alone:.0f} s"
-                + ("; what it held since the last checkpoint is lost. " if began else ". ")
-                + "See the chief's log. This server waits for another chief as long as "
-                + ("timeouts.abandoned says." if began else "timeouts.start says.")
+                f"parameter server {self._share[0]} has had no chief for {alone:.0f} s"
+                + ("; its updates since the last checkpoint are lost. " if began else ". ")
+                + "See the chief's log. How long a server waits for a chief is set by "
+                + ("timeouts.abandoned." if began else "timeouts.start.")
             )
 
     # The chief's calls
 
-    def _begin(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _begin(self, body: OfRun) -> None:
         with self._lock:
-            if self._run == body["run"]:  # asked again, because an answer was lost
-                return {}
+            if self._run == body.run:  # asked again, because an answer was lost
+                return
             assert self._server is not None
             held = self._held
             if self._run is not None:
-                _log.info("another run begins: what the one before left here is dropped")
+                _log.info("a new run begins; dropping the rows and weights of the previous one")
                 held = self._make()
-            self._server.replace(held.stores, self._dense(held), incarnation=body["run"])
-            before, self._held, self._run = self._held, held, body["run"]
+            self._server.replace(held.stores, self._dense(held), incarnation=body.run)
+            before, self._held, self._run = self._held, held, body.run
             if before is not held:
                 for cut in before.cuts.values():
                     cut.close(saved=False)  # who writes it still ends with an error
                 before.retired = True
                 self._close_retired(before)
-            return {}
 
-    def _attend(self, body: dict[str, Any], gone: Gone) -> dict[str, Any]:
+    def _attend(self, body: Attend, gone: Gone) -> None:
         """Keep the chief's call for a while, by which both sides know that the other is there."""
-        self._check_run(body)
+        self._check_run(body.run)
         with self._chief:
-            limit = self._clock() + min(float(body["wait"]), LONGEST_WAIT)
-            while self._run == body["run"] and not gone() and self._clock() < limit:
+            limit = self._clock() + min(body.wait, LONGEST_WAIT)
+            while self._run == body.run and not gone() and self._clock() < limit:
                 if self._over.wait(_LOOK_EVERY):
                     break
-        return {}
 
-    def _end(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._check_run(body)
-        self._finished = body["finished"]
+    def _end(self, body: EndRun) -> None:
+        self._check_run(body.run)
+        self._finished = body.finished
         self._over.set()
-        return {}
 
-    def _cut(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _cut(self, body: OfCut) -> None:
         with self._lock:
-            self._check_run(body)
-            if body["cut"] not in self._held.cuts:  # asked again, because an answer was lost
-                self._held.cuts[body["cut"]] = self._held.tables.cut(0)
-        return {}
+            self._check_run(body.run)
+            if body.cut not in self._held.cuts:  # asked again, because an answer was lost
+                self._held.cuts[body.cut] = self._held.tables.cut(0)
 
-    def _close(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _close(self, body: CloseCut) -> None:
         with self._lock:
-            self._check_run(body)
-            cut = self._held.cuts.pop(body["cut"], None)
+            self._check_run(body.run)
+            cut = self._held.cuts.pop(body.cut, None)
         if cut is not None:
-            cut.close(saved=body["saved"])
-        return {}
+            cut.close(saved=body.saved)
 
-    def _write(self, body: dict[str, Any]) -> dict[str, Any]:
-        with self._working(body) as held:
-            cut = held.cuts.get(body["cut"])
+    def _write(self, body: WriteTables) -> TablesWritten:
+        with self._working(body.run) as held:
+            cut = held.cuts.get(body.cut)
             if cut is None:
-                raise ClusterError("there is nothing to write: the server restarted since the moment was cut")
+                raise ClusterError("cannot write tables: the server restarted after the checkpoint was begun")
             model_dir = self._config.model_dir
-            if not model_dir or not filesystem.is_below(body["prefix"], model_dir):
+            if not model_dir or not filesystem.is_below(body.prefix, model_dir):
                 raise SaveError(
                     f"this server writes only below the model_dir of its run, {model_dir!r}. Start all "
                     "processes with the same model_dir."
                 )
-            return {"entry": cut.write(body["prefix"], full=body["full"])}
+            return TablesWritten(cut.write(body.prefix, full=body.full))
 
-    def _restore(self, body: dict[str, Any]) -> dict[str, Any]:
-        with self._working(body) as held:
+    def _restore(self, body: RestoreTables) -> TablesRestored:
+        with self._working(body.run) as held:
             report = held.tables.restore(
-                [SavedPart(prefix, entry) for prefix, entry in body["chain"]],
-                RestoreOptions(optimizer_state=body["optimizer_state"], strict=body["strict"]),
+                [SavedPart(prefix, entry) for prefix, entry in body.chain],
+                RestoreOptions(optimizer_state=body.optimizer_state, strict=body.strict),
             )
             rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
-            return {"report": describe_report(report), "rows": rows}
+            return TablesRestored.of(report, rows)
 
     # Inside
 
-    def _check_run(self, body: Mapping[str, Any]) -> None:
-        if body["run"] != self._run:
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
             raise UnavailableError(
-                f"parameter server {self._share[0]} restarted or began another run. A chief that begins "
-                "again goes on from the last checkpoint."
+                f"parameter server {self._share[0]} restarted, or holds another run by now. A chief that "
+                "begins again resumes from the last checkpoint."
             )
 
     @contextmanager
-    def _working(self, body: Mapping[str, Any]) -> Iterator[_Held]:
+    def _working(self, run: str) -> Iterator[_Held]:
         """Keep what is held for a run from being closed while the block lasts."""
         with self._lock:
-            self._check_run(body)
+            self._check_run(run)
             held = self._held
             held.works += 1
         try:

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,32 +32,17 @@ class ServedTables:
     def cut(self, step: int) -> PartCut:  # noqa: ARG002
         cut = _ServedCut(self._fleet, secrets.token_hex(8))
         try:
-            self._fleet.call_servers("tables.cut", cut=cut.name)
+            self._fleet.cut_tables(cut.name)
         except BaseException:
             cut.close(saved=False)
             raise
         return cut
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
-        body = {
-            "chain": [[saved.prefix, saved.entry] for saved in chain],
-            "optimizer_state": options.optimizer_state,
-            "strict": options.strict,
-        }
-        answers = self._fleet.work("tables.restore", body)
-        reports = [
-            RestoreReport(**{**answer["report"], "loaded": {}, "missing": tuple(answer["report"]["missing"])})
-            for answer in answers
-        ]
-        rows = {
-            name: sum(answer["rows"][name] for answer in answers) for name in answers[0]["report"]["loaded"]
-        }
+        answers = self._fleet.restore_tables(chain, options)
+        rows = {name: sum(answer.rows[name] for answer in answers) for name in answers[0].loaded}
         loaded = {name: f"{many:,} rows on {len(answers)} servers" for name, many in rows.items()}
-        return replace(
-            RestoreReport().merge(*reports),
-            loaded=loaded,
-            unused=tuple(dict.fromkeys(name for answer in answers for name in answer["report"]["unused"])),
-        )
+        return replace(RestoreReport().merge(*(answer.report() for answer in answers)), loaded=loaded)
 
 
 class _ServedCut:
@@ -68,16 +52,16 @@ class _ServedCut:
         self._closed = False
 
     def write(self, prefix: str, *, full: bool) -> Entry:
-        body = {"cut": self.name, "prefix": prefix, "full": full}
-        answers = self._fleet.work("tables.write", body)
-        return merge_entries([answer["entry"] for answer in answers])
+        return merge_entries(
+            [answer.entry for answer in self._fleet.write_tables(self.name, prefix, full=full)]
+        )
 
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
             # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
             with nullcontext() if saved else suppress(ClusterError):
-                self._fleet.call_servers("tables.close", cut=self.name, saved=saved)
+                self._fleet.close_cut(self.name, saved=saved)
 
 
 class ServedDense:
@@ -111,15 +95,3 @@ class ServedDense:
         """Give the servers the weights as they are here."""
         if self._optimizer is not None:
             self._fleet.group.send_dense(self._parameters, self._optimizer)
-
-
-def describe_report(report: RestoreReport) -> dict[str, Any]:
-    """Return a report as plain values."""
-    return {
-        "loaded": dict(report.loaded),
-        "reset": dict(report.reset),
-        "renamed": dict(report.renamed),
-        "skipped": dict(report.skipped),
-        "missing": list(report.missing),
-        "unused": list(report.unused),
-    }

@@ -11,6 +11,8 @@ from monolith.train.hooks.control.barrier import (
     BarrierSaveListener,
     LocalBarrier,
     Placement,
+    WaitingBarrier,
+    WorkerBarrierHook,
     unblocked_indices,
 )
 from monolith.train.hooks.control.control_server import BlockStatus, ControlClient, ControlServerHook
@@ -84,6 +86,8 @@ __all__ = [
     "ThroughputHook",
     "TideStoppingHook",
     "TideWindow",
+    "WaitingBarrier",
+    "WorkerBarrierHook",
     "batch_records",
     "before",
     "feature_insight_data",

@@ -1,4 +1,4 @@
-"""A barrier for the workers of one process."""
+"""A barrier for the workers of one process; what every barrier does is in `contracts`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from collections.abc import Callable
 import pytest
 from train.runs import At, FakeClock, FakeRun, train
 
-from monolith.errors import BarrierAlreadyPlacedError, ConfigError
-from monolith.train.hooks import BarrierHook, BarrierSaveListener, LocalBarrier, unblocked_indices
+from monolith.errors import ConfigError
+from monolith.train.hooks import (
+    BarrierHook,
+    BarrierSaveListener,
+    LocalBarrier,
+    WorkerBarrierHook,
+)
 from monolith.train.hooks.control.barrier import STOP
 
 SECONDS = 10.0
@@ -33,31 +38,6 @@ class Worker:
         assert not self.thread.is_alive()
 
 
-def test_it_is_placed_once():
-    barrier = LocalBarrier(2)
-    barrier.place("Save")
-    with pytest.raises(BarrierAlreadyPlacedError, match="'Save'"):
-        barrier.place()
-    barrier.remove()
-    barrier.place()
-
-
-def test_removing_what_is_not_there_does_nothing():
-    barrier = LocalBarrier(2)
-    barrier.remove()
-    assert barrier.placement() is None
-
-
-def test_action_and_generation_are_one_value():
-    barrier = LocalBarrier(2)
-    assert barrier.placement() is None
-    first = barrier.place("Save")
-    assert barrier.placement() is first
-    assert (first.action, first.generation) == ("Save", 1)
-    barrier.remove()
-    assert barrier.place("Stop").generation == 2
-
-
 @pytest.mark.parametrize("index", [-1, 0, 2])
 def test_only_workers_wait(index):
     with pytest.raises(ValueError, match="index must be from 1 to 1"):
@@ -67,18 +47,6 @@ def test_only_workers_wait(index):
 def test_a_barrier_needs_somebody():
     with pytest.raises(ConfigError, match="capacity"):
         LocalBarrier(0)
-
-
-def test_who_is_blocked():
-    barrier = LocalBarrier(3)
-    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
-    barrier.place()
-    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([0], [1, 2])
-    worker = Worker(barrier, 2)
-    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([0, 2], [1])
-    barrier.remove()
-    worker.join()
-    assert (barrier.blocked_indices(), unblocked_indices(barrier)) == ([], [0, 1, 2])
 
 
 def test_without_a_barrier_nobody_waits():
@@ -140,7 +108,7 @@ def test_a_worker_that_fails_in_a_callback_is_not_blocked():
 
 def run_in_thread(barrier: LocalBarrier, *hooks: At, index: int = 1) -> tuple[FakeRun, Callable[[], None]]:
     run = FakeRun()
-    hook = BarrierHook(barrier, index, poll=0.001)
+    hook = WorkerBarrierHook(barrier, index, poll=0.001) if index else BarrierHook(barrier, poll=0.001)
     thread = threading.Thread(target=train, args=([hook, *hooks], 5), kwargs={"run": run})
     thread.start()
 
@@ -210,16 +178,17 @@ def test_the_only_process_of_a_run_waits_as_well_and_is_not_idle():
         if len(steps) == 3:
             barrier.remove()
 
-    hook = BarrierHook(barrier, 0, idle=[idle], sleep=clock.sleep)
+    hook = BarrierHook(barrier, idle=[idle], sleep=clock.sleep)
     run = train([hook, At(2, barrier.place)], 5)
     assert run.step == 5
     assert steps == [2, 2, 2]
     assert clock.sleeps == [1.0, 1.0, 1.0]
 
 
-def test_an_index_beyond_the_capacity_is_refused():
-    with pytest.raises(ConfigError, match="index"):
-        BarrierHook(LocalBarrier(2), 2)
+@pytest.mark.parametrize("index", [0, 2])
+def test_only_a_worker_that_there_is_waits_as_one(index):
+    with pytest.raises(ConfigError, match="index must be from 1 to 1"):
+        WorkerBarrierHook(LocalBarrier(2), index)
 
 
 # The guard
@@ -249,7 +218,7 @@ def test_the_guard_does_not_wait_for_ever_and_says_for_whom(caplog):
     guard = BarrierSaveListener(barrier, clock=clock, sleep=clock.sleep)
     guard.before_save(7)
     assert len(clock.sleeps) == 30
-    assert "workers [1, 2] are not blocked" in caplog.text
+    assert "for workers [1, 2] to halt" in caplog.text
     guard.after_save(7)
     assert barrier.placement() is None
 

@@ -312,7 +312,7 @@ def test_a_job_is_halted_saved_and_resumed(tmp_path):
     barrier = LocalBarrier(1)
     save = SaveHook(Files(tmp_path))
     server = ControlServerHook(barrier, save.trigger_save)
-    halt = BarrierHook(barrier, 0, idle=[save.before_step], poll=0.001)
+    halt = BarrierHook(barrier, idle=[save.before_step], poll=0.001)
     started = threading.Event()
     finish = threading.Event()
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from train.runs import At, FakeClock, FakeRun, train
 
-from monolith.train.hooks import ActionFileHook, BarrierHook, ControllerHook, LocalBarrier
+from monolith.train.hooks import ActionFileHook, ControllerHook, LocalBarrier, WorkerBarrierHook
 
 SECONDS = 10.0
 
@@ -93,7 +93,7 @@ def test_the_workers_stop_with_the_chief(saves):
     controller = ControllerHook(saves, barrier, poll=0.001)
     workers = []
     work = threading.Thread(
-        target=lambda: workers.append(train([BarrierHook(barrier, 1, poll=0.001)], 10**9))
+        target=lambda: workers.append(train([WorkerBarrierHook(barrier, 1, poll=0.001)], 10**9))
     )
     work.start()
     controller.request_stop()

@@ -807,7 +807,7 @@ def test_a_halted_run_can_be_saved_from_another_thread(checkpoints):
     barrier.place()
     operator = threading.Thread(target=operate)
     operator.start()
-    halt: Hook = BarrierHook(barrier, 0, idle=[save.before_step], poll=0.001)
+    halt: Hook = BarrierHook(barrier, idle=[save.before_step], poll=0.001)
     train([save, halt], 2)
     operator.join(SECONDS)
     assert answers == ["model.ckpt-0"]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from monolith.errors import BarrierAlreadyPlacedError, ConfigError
@@ -35,14 +34,18 @@ class Placement:
 
     action: str
     generation: int
-    """Counts barriers, from 1."""
+    """Grows with each barrier, from 1."""
 
 
 KeepWaiting = Callable[[Placement], bool]
 
 
 class Barrier(Protocol):
-    """Holds workers back. Thread-safe."""
+    """Holds workers back. Thread-safe. Every implementation passes `tests/contracts/test_barrier.py`.
+
+    How workers come to stand still is not said here: those of a fleet do so where they meet between steps,
+    the threads of a process by a `WaitingBarrier`.
+    """
 
     @property
     def capacity(self) -> int:
@@ -61,6 +64,13 @@ class Barrier(Protocol):
     def placement(self) -> Placement | None:
         """The barrier that is in place, if one is."""
 
+    def blocked_indices(self) -> list[int]:
+        """Who is blocked, in order. The chief counts as blocked while a barrier is placed."""
+
+
+class WaitingBarrier(Barrier, Protocol):
+    """A barrier at which workers wait by calling it."""
+
     def wait_until_removed(
         self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
     ) -> None:
@@ -72,9 +82,6 @@ class Barrier(Protocol):
         Raises:
             ConfigError: `index` is not from 1 to capacity - 1.
         """
-
-    def blocked_indices(self) -> list[int]:
-        """Who is blocked, in order. The chief counts as blocked while a barrier is placed."""
 
 
 def unblocked_indices(barrier: Barrier) -> list[int]:
@@ -129,10 +136,7 @@ class LocalBarrier:
     def wait_until_removed(
         self, index: int, *, keep_waiting: KeepWaiting | None = None, poll: float = 1.0
     ) -> None:
-        if not 0 < index < self._capacity:
-            raise ConfigError(
-                f"barrier: a worker's index must be from 1 to {self._capacity - 1}, got {index}"
-            )
+        check_index(self, index)
         with self._changed:
             placed = self._placed
             if placed is None:
@@ -157,10 +161,10 @@ class LocalBarrier:
 
 
 class BarrierHook(Hook):
-    """Lets a worker wait before its step while a barrier is placed, and stop when that says "Stop".
+    """Lets the chief wait before its step while a barrier is placed, so that a run of one process can be
+    halted; and stop when the barrier says "Stop".
 
     Args:
-        index: Of this worker. The chief, 0, waits too, so that a run of one process can be halted.
         idle: Called again and again while waiting, with the run; `SaveHook.before_step` belongs here, since
             nobody else can save while the training thread waits.
         poll: How long to wait between looks at the run and calls of `idle`, in seconds.
@@ -169,36 +173,61 @@ class BarrierHook(Hook):
     def __init__(
         self,
         barrier: Barrier,
-        index: int,
         *,
         idle: Sequence[Callable[[Run], None]] = (),
         poll: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not 0 <= index < barrier.capacity:
-            raise ConfigError(f"barrier: index must be from 0 to {barrier.capacity - 1}, got {index}")
         self._barrier = barrier
-        self._index = index
         self._idle = tuple(idle)
         self._poll = poll
         self._sleep = sleep
 
     def before_step(self, run: Run) -> None:
-        if self._index > 0:
-            self._barrier.wait_until_removed(
-                self._index, keep_waiting=partial(self._keep_waiting, run), poll=self._poll
-            )
-            return
         while (placed := self._barrier.placement()) is not None and self._keep_waiting(run, placed):
             self._sleep(self._poll)
 
     def _keep_waiting(self, run: Run, placed: Placement) -> bool:
         if placed.action == STOP:
-            run.request_stop("the chief stopped all workers")
-            return self._index > 0  # the chief wants to see its workers blocked
+            _stop(run)
+            return False
         for call in self._idle:
             call(run)
         return run.stop_reason is None
+
+
+class WorkerBarrierHook(Hook):
+    """Lets a worker wait before its step while a barrier is placed, and stop when that says "Stop".
+
+    Args:
+        index: Of this worker, from 1.
+        poll: How long to wait between looks at the run, in seconds.
+    """
+
+    def __init__(self, barrier: WaitingBarrier, index: int, *, poll: float = 1.0) -> None:
+        check_index(barrier, index)
+        self._barrier = barrier
+        self._index = index
+        self._poll = poll
+
+    def before_step(self, run: Run) -> None:
+        def keep_waiting(placed: Placement) -> bool:
+            if placed.action == STOP:
+                _stop(run)
+                return True  # the chief wants to see its workers blocked
+            return run.stop_reason is None
+
+        self._barrier.wait_until_removed(self._index, keep_waiting=keep_waiting, poll=self._poll)
+
+
+def check_index(barrier: Barrier, index: int) -> None:
+    """Refuse what is no worker; the chief, 0, does not wait as one."""
+    if not 0 < index < barrier.capacity:
+        raise ConfigError(f"barrier: a worker's index must be from 1 to {barrier.capacity - 1}, got {index}")
+
+
+def _stop(run: Run) -> None:
+    run.request_stop("the chief stopped all workers")
 
 
 class BarrierSaveListener(SaveListener):
@@ -264,7 +293,7 @@ def wait_until_blocked(
     limit = clock() + at_most
     while missing := unblocked_indices(barrier):
         if clock() >= limit:
-            _log.warning("going on after %.0f s, though workers %s are not blocked", at_most, missing)
+            _log.warning("waited %.0f s for workers %s to halt; going on without them", at_most, missing)
             return False
         sleep(poll)
     return True

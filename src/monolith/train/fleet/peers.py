@@ -1,0 +1,203 @@
+"""The peers of one worker of a fleet: the other workers, and the servers that hold rows and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from monolith.checkpoint import Part
+from monolith.data import Share
+from monolith.data.source import Position
+from monolith.errors import ConfigError, RetryableError
+from monolith.model import WeightOptimizer
+from monolith.store import MakeStore, ParameterServerStore
+from monolith.train.config import TrainConfig
+from monolith.train.fleet.barrier import FleetBarrier
+from monolith.train.fleet.fleet import Fleet
+from monolith.train.fleet.parts import ServedDense, ServedTables
+from monolith.train.hook import DATA_ENDED, Run
+from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.model import Model
+from monolith.train.peers import Gathered, Participant, Start, WorkerState
+
+
+class FleetPeers:
+    """`Peers` of a worker, whose model is on parameter servers. The chief leads.
+
+    Args:
+        fleet: This worker's place, which whoever made it closes. It serves one run; who begins again joins
+            the fleet again.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._barrier = FleetBarrier(fleet)
+        self._served: ServedDense | None = None
+        self._store: ParameterServerStore | None = None
+        self._halts: dict[int, Position] = {}
+        """Halt -> where the data of this worker stood then, until it is on disk."""
+
+    @property
+    def leads(self) -> bool:
+        return self._fleet.is_chief
+
+    @property
+    def share(self) -> Share:
+        return Share(self._fleet.index, self._fleet.num_workers)
+
+    @property
+    def finished(self) -> bool:
+        return self._fleet.finished
+
+    @property
+    def make_store(self) -> MakeStore:
+        return self._fleet.make_store
+
+    @property
+    def barrier(self) -> Barrier:
+        return self._barrier
+
+    def check(self, config: TrainConfig) -> None:
+        if config.alert is not None and config.alert.action == "rollback":
+            raise ConfigError(
+                "alert: several processes cannot roll back together yet; set alert.action to 'stop'"
+            )
+
+    def attach(self, model: Model) -> WeightOptimizer | None:
+        if own := [store for store in model.stores if not isinstance(store, ParameterServerStore)]:
+            raise ConfigError(
+                f"task {model.task.name!r}: its model has a store of its own, {own[0]!r}, so every worker "
+                "would train its own copy of the rows. Leave out `store`: the run decides where rows live."
+            )
+        weights, store = model.weights(), model.stores[0]
+        assert isinstance(store, ParameterServerStore)
+        if model.dense is not None:
+            store.attach_dense(weights, model.dense)
+        self._store = store
+        self._served = ServedDense(self._fleet, model.dense_part(), weights, model.dense)
+        return ServedOptimizer(store, model.dense)
+
+    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
+        return [ServedTables(self._fleet), self._dense()]  # servers have the same settings
+
+    def dense_part(self, model: Model) -> Part:  # noqa: ARG002
+        return self._dense()
+
+    def _dense(self) -> ServedDense:
+        assert self._served is not None, "attach a model first"
+        return self._served
+
+    # Beginning
+
+    def begin(self) -> None:
+        if self.leads:
+            self._fleet.begin()
+            self._dense().send()
+
+    def go_to(self, step: int) -> None:
+        if self.leads:
+            self._fleet.group.set_step(step)
+
+    def open(self, start: Start, me: Participant) -> Start | None:
+        found: Start | None = start
+        if self.leads:
+            self._fleet.open(start)
+        else:
+            found = self._fleet.join(lambda: me.interrupted)
+        if found is not None:
+            assert self._store is not None
+            self._store.pull_dense()
+        return found
+
+    # Between steps
+
+    def meet(self, me: Participant) -> str | None:
+        self._fleet.check()
+        if not self.leads and self._fleet.is_halted:
+            me.drain()
+            state = me.state()
+            if halt := self._fleet.wait_at_halt(state):
+                self._halts[halt] = state.position
+        return self._fleet.stop_reason
+
+    def count(self, step: int) -> int:  # noqa: ARG002
+        return self._fleet.group.step  # server 0 said it when it took the gradients of the weights
+
+    @contextmanager
+    def halted(self, me: Participant) -> Iterator[Gathered]:
+        with self._fleet.halted(lambda: me.interrupted) as halt:
+            self._halts[halt.number] = me.state().position
+            yield self._gathered(halt.states)
+
+    def note_saved(self, position: Position) -> None:
+        if self.leads:
+            for halt in [number for number, held in self._halts.items() if held is position]:
+                self._forget_halts(halt)
+                self._fleet.note_saved(halt)
+
+    def safe(self) -> Position | None:
+        saved = self._fleet.saved_halt
+        if self.leads or saved not in self._halts:
+            return None
+        position = self._halts[saved]
+        self._forget_halts(saved)
+        return position
+
+    def _forget_halts(self, last: int) -> None:
+        self._halts = {number: held for number, held in self._halts.items() if number > last}
+
+    def _gathered(self, states: list[WorkerState]) -> Gathered:
+        return Gathered(step=self._fleet.group.read_step(), others=tuple(states))
+
+    # Ending
+
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+        if not self.leads:
+            return None
+        if run.stop_reason != DATA_ENDED:
+            self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
+        return self._gathered(self._fleet.wait_for_others(look, stopping=run.interrupted))
+
+    def leave(self, run: Run, state: WorkerState) -> bool:
+        """As the chief, who has saved by now, tell everybody that the run is over. As another worker, wait to
+        hear it: what it trained last is safe only then."""
+        if self.leads:
+            self._fleet.end()
+            return False
+        if not self._fleet.joined:
+            return False
+        if run.interrupted:  # its share of the data is not done, so the run cannot be either
+            self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
+        self._fleet.leave(state)
+        self._fleet.wait_for_end()
+        return True
+
+    def fail(self, error: BaseException | None) -> None:
+        self._fleet.fail(
+            "it was ended" if error is None else f"{type(error).__name__}: {error}",
+            final=not isinstance(error, RetryableError),
+        )
+
+
+class ServedOptimizer:
+    """Stands where a training step expects the optimizer of the dense weights, which the servers have."""
+
+    def __init__(self, store: ParameterServerStore, inner: torch.optim.Optimizer | None) -> None:
+        self._store = store
+        self._inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [] if self._inner is None else self._inner.param_groups
+
+    def step(self) -> None:
+        """Send the gradients, and take the newest weights."""
+        self._store.push_dense()
+        self._store.pull_dense()
+
+    def zero_grad(self) -> None:
+        if self._inner is not None:
+            self._inner.zero_grad()

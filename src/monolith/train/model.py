@@ -1,0 +1,170 @@
+"""A task's model with its tables: what is trained, saved, restored and looked at."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from monolith.checkpoint import DensePart, Part, TablesPart
+from monolith.errors import ConfigError, DataError, FeatureError
+from monolith.feature import Batch
+from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
+from monolith.observe import Resting
+from monolith.store import LocalStore, MakeStore, Store
+from monolith.table import AdmissionFilter, DumpableTable, TableStats
+from monolith.train.task import Mode, Outputs, Task
+
+SHARE = 0.1
+"""Of a processor, for whoever saves where training has them all."""
+
+LookedUp = list[PreparedBatch]
+"""The rows of a batch, by collection."""
+
+
+class Model:
+    """A task's model with its tables, ready to be restored.
+
+    Args:
+        mode: Only a model that trains has optimizers.
+        make_store: Where its rows live; by default in this process.
+    """
+
+    def __init__(
+        self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore = LocalStore.from_configs
+    ) -> None:
+        torch.manual_seed(seed)
+        self.task = task
+        self._mode = mode
+        self.module = task.model()
+        self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
+        for collection in self.collections:
+            collection.bind(make_store)
+        self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
+        self.sparse: EmbeddingOptimizer | None = None
+        self.dense: torch.optim.Optimizer | None = None
+        if mode is Mode.TRAIN:
+            if not self.collections:
+                raise ConfigError(
+                    f"task {task.name!r}: its model has no EmbeddingCollection, so there are no rows to train"
+                )
+            self.sparse = EmbeddingOptimizer(self.module)
+            self.dense = task.dense_optimizer(self.module)
+        self.module.train(mode is Mode.TRAIN)
+        self._checked = False
+
+    def parts(self, *, incremental: bool = False, beside: bool = False) -> list[Part]:
+        """Return what a checkpoint keeps of the model; see `TablesPart`.
+
+        Args:
+            beside: Whether it is written while training goes on: by one thread, which rests where training
+                has all processors, so that little is lost to it.
+        """
+        return [self.tables_part(incremental=incremental, beside=beside), self.dense_part()]
+
+    def tables_part(
+        self,
+        *,
+        incremental: bool = False,
+        beside: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ) -> TablesPart:
+        """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
+        tables, filters = self._tables()
+        busy = torch.get_num_threads() >= (os.cpu_count() or 1)
+        return TablesPart(
+            tables,
+            filters,
+            share=share,
+            incremental=incremental,
+            write_workers=1 if beside else 4,
+            write_progress=Resting(SHARE) if beside and busy else None,
+        )
+
+    def dense_part(self) -> DensePart:
+        """Return what a checkpoint keeps of the dense half."""
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        if self.sparse is not None:
+            optimizers["rows"] = self.sparse
+        if self.dense is not None:
+            optimizers["dense"] = self.dense
+        return DensePart(self.module, optimizers, random=self.sparse is not None)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the dense weights that are trained, by name."""
+        groups = [] if self.dense is None else self.dense.param_groups
+        trained = {id(weight) for group in groups for weight in group["params"]}
+        return {name: p for name, p in self.module.named_parameters() if id(p) in trained}
+
+    def stats(self) -> dict[str, TableStats]:
+        """Return what each table holds."""
+        return {name: stats for store in self.stores for name, stats in store.stats().items()}
+
+    def prepare(self, batch: Batch) -> LookedUp:
+        """Look the rows of a batch up, from any thread.
+
+        Raises:
+            FeatureError: The model reads a feature that the first batch does not have.
+        """
+        if not self._checked:
+            self._check_features(batch)
+        return [collection.prepare(batch) for collection in self.collections]
+
+    def outputs(
+        self, batch: Batch, rows: LookedUp, *, otherwise: Callable[[], None] | None = None
+    ) -> Outputs:
+        """Run the model on a batch whose rows were looked up.
+
+        Args:
+            otherwise: Called before the model looks rows up itself; see `EmbeddingCollection.hold`.
+        """
+        for collection, prepared in zip(self.collections, rows, strict=True):
+            collection.hold(batch, prepared, otherwise)
+        try:
+            outputs = self.task.outputs(self.module, batch)
+        finally:
+            for collection in self.collections:
+                collection.hold(batch, None)
+        if self._mode is not Mode.PREDICT and not batch.labels and bool(outputs.loss.isnan()):
+            raise DataError(
+                f"task {self.task.name!r}: the batches to {self._mode.value} on have no labels; name their "
+                "column in the BatchSpec's labels, or override outputs() if the loss needs none"
+            )
+        return outputs
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+    def _check_features(self, batch: Batch) -> None:
+        there = batch.ids.names
+        for name in (name for collection in self.collections for name in collection.features):
+            if name not in there:
+                near = difflib.get_close_matches(name, there, n=1)
+                raise FeatureError(
+                    f"task {self.task.name!r}: the model reads feature {name!r}, which the batches do not "
+                    f"have; they have {', '.join(there) or 'none'}."
+                    + (f" Did you mean {near[0]!r}?" if near else "")
+                    + " If only some records have it, list it in both ids and optional of the BatchSpec."
+                )
+        self._checked = True
+
+    def _tables(self) -> tuple[dict[str, DumpableTable], dict[str, AdmissionFilter]]:
+        tables: dict[str, Any] = {}
+        filters: dict[str, AdmissionFilter] = {}
+        for store in self.stores:
+            if not isinstance(store, LocalStore):
+                raise ConfigError(f"a run in one process keeps its rows in a LocalStore, got {store!r}")
+            for name in store.tables:
+                if name in tables:
+                    raise ConfigError(
+                        f"two stores of the model have a table {name!r}; let the collections share one "
+                        "store, or give their slots different names"
+                    )
+                tables[name] = store.table(name)
+            filters |= store.filters
+        return tables, filters

@@ -1,0 +1,260 @@
+"""The peers seam: those who train the same model together with this process.
+
+A session does not know whether it trains alone, as a worker of a fleet on parameter servers, or as one of
+several ranks. It tells its peers where it stands, and they tell it what to do about the others:
+
+    begin        everything is about to be made or restored
+    go_to        the model is at a step now: new, or restored
+    open         go on from a step and a place in the data; or the run is over
+    meet         between steps, and while there is no data: stand still where all do, hear who was lost
+    count        which step of the model this one was
+    halted       the others are held back, and have said where they stand, while a moment is cut
+    note_saved   that moment is on disk, so every source may forget what came before it
+    gather       this process has no more to do: wait for the others
+    leave        the clean end; or fail, the other one
+
+One process leads: it restores, saves, expires rows and says when the run is over. What is lost, a process or
+a machine, is an error of the next call: a `RetryableError`, after which whoever made the peers makes others
+and begins again from the last checkpoint.
+
+Every implementation passes `tests/contracts/test_peers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from monolith.checkpoint import Part
+from monolith.data import Share
+from monolith.data.source import Position
+from monolith.model import WeightOptimizer
+from monolith.store import LocalStore, MakeStore
+from monolith.train.config import TrainConfig
+from monolith.train.hook import Run
+from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.model import Model
+from monolith.wire.bodies import Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerState:
+    """What one process says of itself while a moment is cut."""
+
+    position: Position
+    """Where its data goes on."""
+    examples: Count
+    """Trained on by it since everybody began."""
+    skipped: Count
+    """Batches that it did not train on since then."""
+    event_time: int | None
+    """The time by which its rows expire; None while it cannot tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where everybody goes on."""
+
+    step: Count
+    positions: tuple[Position, ...] = ()
+    """Of each worker's data; none where all data begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """Everybody stands still."""
+
+    step: int
+    """The global step of the model."""
+    others: tuple[WorkerState, ...] = ()
+    """All but this process, in order."""
+
+
+class Participant(Protocol):
+    """What peers ask of the session of this process."""
+
+    @property
+    def step(self) -> int:
+        """The global step, as far as is known here."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody wants this process to stop, and wait for nothing."""
+
+    def drain(self) -> None:
+        """Return when all updates of this process are done."""
+
+    def state(self) -> WorkerState:
+        """Return what a checkpoint keeps of this process."""
+
+
+class Peers(Protocol):
+    """Those who train a model together, as one of them sees the others. Used by the training thread."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is this process that restores and saves."""
+
+    @property
+    def share(self) -> Share:
+        """Which share of the data this process reads."""
+
+    @property
+    def finished(self) -> bool:
+        """Once the run is over: whether it came to its end everywhere, and nobody stopped it before."""
+
+    @property
+    def make_store(self) -> MakeStore:
+        """Makes the stores of the model, in the order of its collections."""
+
+    @property
+    def barrier(self) -> Barrier:
+        """Holds everybody between their steps, where this process leads."""
+
+    def check(self, config: TrainConfig) -> None:
+        """Look at the settings of a run before anything is made.
+
+        Raises:
+            ConfigError: They ask for what these peers cannot do together.
+        """
+
+    def attach(self, model: Model) -> WeightOptimizer | None:
+        """Take part with a model, bound to stores of `make_store`; return what trains its dense weights.
+
+        Raises:
+            ConfigError: Its rows are not where everybody's are.
+        """
+
+    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
+        """Return what a checkpoint keeps of the model, rows and weights; see `Model.parts`."""
+
+    def dense_part(self, model: Model) -> Part:
+        """Return what a checkpoint keeps of the weights."""
+
+    # Beginning
+
+    def begin(self) -> None:
+        """Make ready for a restore, with a model as it was made."""
+
+    def go_to(self, step: int) -> None:
+        """Have everybody count on from a step, as the one that leads."""
+
+    def open(self, start: Start, me: Participant) -> Start | None:
+        """Go on together, when everything was made or restored.
+
+        Args:
+            start: What this process found, where it leads; the others hear it.
+
+        Returns:
+            Where everybody goes on; None where this process has nothing to do any more.
+        """
+
+    # Between steps
+
+    def meet(self, me: Participant) -> str | None:
+        """Stand still as long as the others are held; return why everybody is to stop, if they are.
+
+        Raises:
+            RetryableError: One of them was lost.
+        """
+
+    def count(self, step: int) -> int:
+        """Return which step of the model was just taken, from 1; `step` is the last that was known here."""
+
+    def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
+        """Hold the others between their steps, as the one that leads, while a moment is cut."""
+
+    def note_saved(self, position: Position) -> None:
+        """Hear, as the one that leads, that the moment with this position is on disk."""
+
+    def safe(self) -> Position | None:
+        """Return a position of this process that is on disk, where it does not lead; each once."""
+
+    # Ending
+
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
+        """Wait, as the one that leads, until the others have no more to do; None where another leads.
+
+        Args:
+            run: Why this process has no more to do. Unless its data has ended, the others are told to stop.
+            look: Called every second meanwhile: it may be time to save.
+        """
+
+    def leave(self, run: Run, state: WorkerState) -> bool:
+        """End this process's part; the last thing of all, since the others may be gone after it.
+
+        Returns:
+            Whether what it trained was saved by another, so that its source is still to be told.
+        """
+
+    def fail(self, error: BaseException | None) -> None:
+        """Say that this process cannot go on, if anybody hears it. It never raises."""
+
+
+class Alone:
+    """Nobody else: one process, with everything in it."""
+
+    leads = True
+    finished = True
+
+    def __init__(self) -> None:
+        self._barrier = LocalBarrier(1)
+
+    @property
+    def share(self) -> Share:
+        return Share()
+
+    @property
+    def make_store(self) -> MakeStore:
+        return LocalStore.from_configs
+
+    @property
+    def barrier(self) -> Barrier:
+        return self._barrier
+
+    def check(self, config: TrainConfig) -> None:
+        """Do nothing: one process can do all of it."""
+
+    def attach(self, model: Model) -> WeightOptimizer | None:
+        return model.dense
+
+    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
+        return model.parts(incremental=incremental, beside=beside)
+
+    def dense_part(self, model: Model) -> Part:
+        return model.dense_part()
+
+    def begin(self) -> None:
+        """Do nothing: there is nobody to make ready."""
+
+    def go_to(self, step: int) -> None:
+        """Do nothing: the session counts."""
+
+    def open(self, start: Start, me: Participant) -> Start | None:  # noqa: ARG002
+        return start
+
+    def meet(self, me: Participant) -> str | None:  # noqa: ARG002
+        return None
+
+    def count(self, step: int) -> int:
+        return step + 1
+
+    def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
+        return nullcontext(Gathered(step=me.step))
+
+    def note_saved(self, position: Position) -> None:
+        """Do nothing: nobody else has a source."""
+
+    def safe(self) -> Position | None:
+        return None
+
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+        return Gathered(step=me.step)
+
+    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+        return False
+
+    def fail(self, error: BaseException | None) -> None:
+        """Do nothing: nobody waits for this process."""

@@ -1,0 +1,67 @@
+"""Every implementation of the barrier seam, for three workers that can be made to stand still."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from train.fleets import PATIENT, begun_fleets, worker_state
+
+from monolith.train.fleet.barrier import FleetBarrier
+from monolith.train.hooks import Barrier, LocalBarrier
+
+WORKERS = 3
+
+
+class Held(NamedTuple):
+    """A barrier, and what lets one of its workers meet it on a thread that ends when it may go on."""
+
+    barrier: Barrier
+    meet: Callable[[int], threading.Thread]
+
+
+@contextmanager
+def _local() -> Iterator[Held]:
+    barrier = LocalBarrier(WORKERS)
+
+    def meet(worker: int) -> threading.Thread:
+        return _start(lambda: barrier.wait_until_removed(worker, poll=0.01))
+
+    yield Held(barrier, meet)
+
+
+@contextmanager
+def _fleet() -> Iterator[Held]:
+    with begun_fleets(WORKERS) as fleets:
+
+        def meet(worker: int) -> threading.Thread:
+            fleet = fleets[worker]
+
+            def stand_still() -> None:
+                while not fleet.wait_at_halt(worker_state(worker)):
+                    time.sleep(0.005)  # news of the barrier is on its way
+
+            return _start(stand_still)
+
+        yield Held(FleetBarrier(fleets[0]), meet)
+
+
+def _start(run: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def joined(thread: threading.Thread) -> bool:
+    thread.join(PATIENT)
+    return not thread.is_alive()
+
+
+BARRIERS: dict[str, Callable[[], AbstractContextManager[Held]]] = {
+    "threads of one process": _local,
+    "workers of a fleet": _fleet,
+}
+"""By name. Whoever adds a barrier adds a line here."""

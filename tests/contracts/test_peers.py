@@ -1,0 +1,225 @@
+"""What all peers do, whoever they are: a session need not know."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from contracts.peers import CREWS, Crew, Process
+from train.runs import FakeRun
+
+from monolith.data import Share
+from monolith.errors import RetryableError
+from monolith.train.hook import DATA_ENDED
+from monolith.train.peers import Gathered, Start
+
+SECONDS = 30.0
+START = Start(step=7, positions=({"next": 1}, {"next": 2}, {"next": 3}))
+
+
+class Thread(threading.Thread):
+    """What runs meanwhile; `result` waits for it."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._run_it = run
+        self._found: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found = self._run_it()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.join(SECONDS)
+        assert not self.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+@pytest.fixture(params=CREWS)
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    with CREWS[request.param]() as crew:
+        yield crew
+
+
+@pytest.fixture
+def training(crew: Crew) -> Crew:
+    """A crew that has begun, at step 7."""
+    for process in crew:
+        process.begin(START)
+        process.step = START.step
+    return crew
+
+
+class Meeting:
+    """Lets processes meet the others between steps that they do not take, until it is closed."""
+
+    def __init__(self, *processes: Process) -> None:
+        self._over = threading.Event()
+        self._threads = [Thread(lambda one=one: self._meet(one)) for one in processes]  # type: ignore[misc]
+
+    def _meet(self, process: Process) -> str | None:
+        while not self._over.wait(0.005):
+            if (reason := process.peers.meet(process)) is not None:
+                return reason
+        return None
+
+    def reasons(self) -> list[str | None]:
+        """Wait until each was told to stop."""
+        return [thread.result() for thread in self._threads]
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(SECONDS)
+
+
+def stopped(reason: str, *, interrupted: bool = False) -> FakeRun:
+    run = FakeRun()
+    run.request_stop(reason)
+    run.interrupted = interrupted
+    return run
+
+
+def test_the_first_one_leads_and_each_reads_a_share_of_its_own(crew: Crew) -> None:
+    assert [one.peers.leads for one in crew] == [True, *[False] * (len(crew) - 1)]
+    assert [one.peers.share for one in crew] == [Share(index, len(crew)) for index in range(len(crew))]
+
+
+def test_what_trains_the_weights_trains_those_of_the_model(crew: Crew) -> None:
+    for process in crew:
+        assert process.weights is not None
+        trained = {id(weight) for group in process.weights.param_groups for weight in group["params"]}
+        assert trained == {id(weight) for weight in process.model.weights().values()}
+
+
+def test_a_checkpoint_keeps_rows_and_weights(crew: Crew) -> None:
+    leader = crew[0]
+    parts = leader.peers.parts(leader.model, incremental=False, beside=False)
+    assert [part.name for part in parts] == ["tables", "dense"]
+    assert leader.peers.dense_part(leader.model).name == "dense"
+
+
+def test_everybody_goes_on_from_where_the_one_that_leads_says(crew: Crew) -> None:
+    assert [process.begin(START) for process in crew] == [START] * len(crew)
+
+
+def test_who_waits_to_begin_and_is_interrupted_has_nothing_to_do(crew: Crew) -> None:
+    for process in crew[1:]:
+        process.interrupted = True
+        assert process.peers.open(Start(step=0), process) is None
+
+
+def test_the_steps_of_all_are_counted_one_by_one(training: Crew) -> None:
+    rounds = 2
+    found = [process.take_step() for _ in range(rounds) for process in training]
+    assert found == list(range(8, 8 + rounds * len(training)))
+
+
+def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:
+    assert [process.peers.meet(process) for process in training] == [None] * len(training)
+    assert [process.peers.safe() for process in training] == [None] * len(training)
+
+
+def halted(training: Crew) -> tuple[ExitStack, Gathered]:
+    """Hold everybody; the stack lets them go."""
+    stack = ExitStack()
+    stack.enter_context(Meeting(*training[1:]))
+    return stack, stack.enter_context(training[0].peers.halted(training[0]))
+
+
+def test_when_all_stand_still_the_one_that_leads_knows_where(training: Crew) -> None:
+    steps = [process.take_step() for process in training]
+    stack, gathered = halted(training)
+    with stack:
+        assert gathered == Gathered(step=steps[-1], others=tuple(one.said for one in training[1:]))
+        assert all(process.drained for process in training[1:]), "no update is under way"
+
+
+def test_nobody_goes_on_while_a_moment_is_cut(training: Crew) -> None:
+    leader, others = training[0], training[1:]
+    went_on = [threading.Event() for _ in others]
+
+    def meet_once(process: Process, event: threading.Event) -> None:
+        while not process.drained:  # until it has heard of the halt
+            process.peers.meet(process)
+        event.set()
+
+    threads = [Thread(lambda one=one: meet_once(*one)) for one in zip(others, went_on, strict=True)]  # type: ignore[misc]
+    with leader.peers.halted(leader):
+        assert not any(event.is_set() for event in went_on)
+    for thread in threads:
+        thread.result()
+
+
+def test_what_is_on_disk_is_heard_of_once_by_each(training: Crew) -> None:
+    stack, _ = halted(training)
+    with stack:
+        pass
+    leader = training[0]
+    leader.peers.note_saved(leader.said.position)
+    assert leader.peers.safe() is None, "it knows by itself"
+    for process in training[1:]:
+        found = None
+        while found is None:
+            process.peers.meet(process)
+            found = process.peers.safe()
+        assert found == process.said.position
+        assert process.peers.safe() is None
+
+
+def test_a_clean_end_is_one_for_all(training: Crew) -> None:
+    leader, others = training[0], training[1:]
+    looked: list[None] = []
+    run = stopped(DATA_ENDED)
+    assert [one.peers.gather(one, run, lambda: None) for one in others] == [None] * len(others)
+    left = [Thread(lambda one=one: one.peers.leave(run, one.said)) for one in others]  # type: ignore[misc]
+    gathered = leader.peers.gather(leader, run, lambda: looked.append(None))
+    assert gathered == Gathered(step=START.step, others=tuple(one.said for one in others))
+    assert leader.peers.leave(run, leader.said) is False, "it has told its source itself"
+    assert [thread.result() for thread in left] == [True] * len(others)
+    assert all(process.peers.finished for process in training)
+
+
+def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) -> None:
+    leader, others = training[0], training[1:]
+    run = stopped("SIGTERM", interrupted=True)
+    with Meeting(*others) as meeting:
+        gathering = Thread(lambda: leader.peers.gather(leader, run, lambda: None))
+        assert meeting.reasons() == ["SIGTERM"] * len(others)
+    left = [Thread(lambda one=one: one.peers.leave(run, one.said)) for one in others]  # type: ignore[misc]
+    assert gathering.result().others == tuple(one.said for one in others)
+    leader.peers.leave(run, leader.said)
+    for thread in left:
+        thread.result()
+    assert not any(process.peers.finished for process in others)
+
+
+@pytest.mark.parametrize("who", [0, -1], ids=["the one that leads", "the last"])
+def test_when_one_cannot_go_on_nobody_can(training: Crew, who: int) -> None:
+    failing = training[who]
+    failing.peers.fail(OSError("no disk"))
+    for process in (one for one in training if one is not failing):
+        meeting = Meeting(process)
+        with pytest.raises(RetryableError, match="no disk"):
+            meeting.reasons()
+
+
+def test_failing_before_anything_began_is_no_error(crew: Crew) -> None:
+    for process in crew:
+        process.peers.fail(None)
+
+
+def test_the_barrier_is_for_all_of_them(crew: Crew) -> None:
+    assert crew[0].peers.barrier.capacity == len(crew)
