@@ -102,6 +102,20 @@ print(json.dumps(sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})))
     assert [name for name in seen if not name.startswith("_")] == []
 
 
+def test_a_step_is_trained_without_importing_torchs_compiler(tmp_path: Path) -> None:
+    seen = run(f"""
+sys.path.append({str(PROJECT / "tests")!r})
+import contextlib
+from monolith.cli.main import main
+words = ["train", "train.tasks:Clicks", "--steps", "1", "--model-dir", {str(tmp_path)!r}, "--quiet"]
+with contextlib.redirect_stdout(sys.stderr):
+    main(words)
+print(json.dumps({{"saved": os.listdir({str(tmp_path)!r}), "compiler": "torch._dynamo" in sys.modules}}))
+""")
+    assert "model.ckpt-1.manifest" in seen["saved"]
+    assert not seen["compiler"]
+
+
 def test_the_version_is_the_projects() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert monolith.__version__ == project["version"]

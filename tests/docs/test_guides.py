@@ -7,15 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from services import warm
 
 from monolith.train.manifest import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "guides").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page: Path) -> None:
+    program = "import sys; from docs import test_guides; test_guides.run_page(sys.argv[1])"
+    done = warm.run(["-c", program, str(page)], cwd=TESTS)  # the processes it starts are warm, too
+    assert done.returncode == 0, done.stderr
+
+
+def run_page(path: str) -> None:
+    page = Path(path)
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     assert blocks
     names: dict[str, Any] = {}

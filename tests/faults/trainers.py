@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from faults.trainer_process import FORMAT, TALLY, Job, queue_of, trained
+from services import warm
 
 from monolith.checkpoint import read_checkpoint_state, read_manifest
 from monolith.checkpoint.folder.manifest import read_chain
@@ -35,15 +36,18 @@ class Trainers:
 
     def __init__(self, wrapper: Sequence[str] = ()) -> None:
         tests = Path(__file__).parents[1]
-        self._server = subprocess.Popen(
-            [*wrapper, sys.executable, str(tests / "faults" / "trainer_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            },
+        program = str(tests / "faults" / "trainer_process.py")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        self._server: subprocess.Popen[bytes] | warm.Popen = (
+            subprocess.Popen(
+                [*wrapper, sys.executable, program], stdin=warm.PIPE, stdout=warm.PIPE, env=environment
+            )
+            if wrapper
+            else warm.Popen([program], stdin=warm.PIPE, stdout=warm.PIPE, env=environment, text=False)
         )
         self._alive: set[int] = set()
 

@@ -36,7 +36,7 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
-from monolith.train.fleet.fleet import NEWS_EVERY, Fleet
+from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.meeting import LOST_AFTER
 from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServedShare, ServerEnd
 from monolith.train.fleet.peers import FleetPeers
@@ -153,7 +153,7 @@ def run_fleet(
     finish_timeout: timedelta = timedelta(seconds=PATIENT),
     lost_after: timedelta = LOST_AFTER,
     abandoned_after: timedelta = ABANDONED_AFTER,
-    news_every: timedelta = NEWS_EVERY,
+    news_every: timedelta = timedelta(seconds=1),
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
