@@ -1,0 +1,180 @@
+"""Tables: rows that are looked up by id, trained, admitted and expired.
+
+table = DictTable(TableConfig(name="item", segments=(Segment(dim=8, optimizer=Adagrad()),)))
+table.apply_gradients(ids, gradients, step=1)
+embeddings = table.lookup(ids)
+"""
+
+from monolith.table.admission import (
+    FILTERS,
+    AdmissionFilter,
+    NoFilter,
+    ProbabilisticFilter,
+    SlidingFilter,
+    SlotThresholds,
+    intercept_gradient,
+    make_filter,
+)
+from monolith.table.admission_config import AdmissionConfig
+from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
+from monolith.table.config import Segment, TableConfig
+from monolith.table.cuts import DumpableTable, TableCut
+from monolith.table.dict_table import DictTable
+from monolith.table.dumps import (
+    ChangesReport,
+    DumpManifest,
+    DumpReport,
+    LoadReport,
+    dump,
+    dump_changes,
+    dump_cut,
+    load,
+    load_changes,
+    read_dump_manifest,
+    table_basename,
+)
+from monolith.table.entry_dumps import (
+    encode_entry_dumps,
+    entry_dumps_of,
+    export_entry_dumps,
+    import_entry_dumps,
+)
+from monolith.table.event_clock import EventClock
+from monolith.table.expiry import Expiry
+from monolith.table.initializers import (
+    INITIALIZERS,
+    BatchSoftmaxInit,
+    Constant,
+    Initializer,
+    Ones,
+    RandomUniform,
+    Zeros,
+)
+from monolith.table.learning_rates import ConstantRate, LearningRate, PolynomialDecay, warmup
+from monolith.table.merging import MergedTable, legacy_names, merge, merged_name
+from monolith.table.multi_table import FusedRows, MultiTable
+from monolith.table.native_table import NativeTable
+from monolith.table.optimizers import (
+    OPTIMIZERS,
+    STATE_FIELDS,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Amsgrad,
+    BatchSoftmax,
+    DelayCompensated,
+    DynamicWdAdagrad,
+    Ftrl,
+    GroupAdagrad,
+    GroupFtrl,
+    Momentum,
+    MovingAverage,
+    Optimizer,
+    Rmsprop,
+    RmspropV2,
+    Sgd,
+    StateField,
+    StochasticRounding,
+    from_upstream,
+)
+from monolith.table.shard_files import ShardInfo, inspect
+from monolith.table.sharded_names import sharded_names, validate_sharded
+from monolith.table.table import Rows, Scan, Table, TableStats, iterate
+from monolith.table.tfrecords import tfrecord
+from monolith.table.touched_keys import (
+    TOUCHED_KEY_SET_CAPACITY,
+    TOUCHED_KEY_SET_CONCURRENCY_LEVEL,
+    TouchedKeySet,
+)
+
+__all__ = [
+    "COMPRESSORS",
+    "FILTERS",
+    "INITIALIZERS",
+    "OPTIMIZERS",
+    "STATE_FIELDS",
+    "TOUCHED_KEY_SET_CAPACITY",
+    "TOUCHED_KEY_SET_CONCURRENCY_LEVEL",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdmissionConfig",
+    "AdmissionFilter",
+    "Amsgrad",
+    "BatchSoftmax",
+    "BatchSoftmaxInit",
+    "ChangesReport",
+    "Compressor",
+    "Constant",
+    "ConstantRate",
+    "DelayCompensated",
+    "DictTable",
+    "DumpManifest",
+    "DumpReport",
+    "DumpableTable",
+    "DynamicWdAdagrad",
+    "EventClock",
+    "Expiry",
+    "FixedR8",
+    "Fp16",
+    "Fp32",
+    "Ftrl",
+    "FusedRows",
+    "GroupAdagrad",
+    "GroupFtrl",
+    "Initializer",
+    "LearningRate",
+    "LoadReport",
+    "MergedTable",
+    "Momentum",
+    "MovingAverage",
+    "MultiTable",
+    "NativeTable",
+    "NoFilter",
+    "OneBit",
+    "Ones",
+    "Optimizer",
+    "PolynomialDecay",
+    "ProbabilisticFilter",
+    "RandomUniform",
+    "Rmsprop",
+    "RmspropV2",
+    "Rows",
+    "Scan",
+    "Segment",
+    "Sgd",
+    "ShardInfo",
+    "SlidingFilter",
+    "SlotThresholds",
+    "StateField",
+    "StochasticRounding",
+    "Table",
+    "TableConfig",
+    "TableCut",
+    "TableStats",
+    "TouchedKeySet",
+    "Zeros",
+    "dump",
+    "dump_changes",
+    "dump_cut",
+    "encode_entry_dumps",
+    "entry_dumps_of",
+    "export_entry_dumps",
+    "from_upstream",
+    "import_entry_dumps",
+    "inspect",
+    "intercept_gradient",
+    "iterate",
+    "legacy_names",
+    "load",
+    "load_changes",
+    "make_filter",
+    "merge",
+    "merged_name",
+    "read_dump_manifest",
+    "sharded_names",
+    "table_basename",
+    "tfrecord",
+    "validate_sharded",
+    "warmup",
+]
