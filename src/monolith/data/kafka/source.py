@@ -253,7 +253,7 @@ class KafkaSource:
         if self._closed:
             raise DataError(f"kafka: the source of {self._who()} was closed")
         settings: dict[str, Any] = {
-            **self.config.settings,
+            **self.config.client_settings,
             "bootstrap.servers": ",".join(self.config.servers),
             "group.id": self.config.group,
             "enable.auto.commit": False,
