@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 
 from monolith.cli.failover import STEADY, UNCOUNTED, Failover
-from monolith.cluster.run_config import FailoverConfig
 from monolith.errors import UnavailableError
 from monolith.observe import Metrics
+from monolith.run import FailoverConfig
 
 LOST = UnavailableError("server 1 is gone")
 

@@ -18,10 +18,10 @@ from monolith.checkpoint import read_checkpoint_state
 from monolith.cli import launching
 from monolith.cli.launching import ChiefReport, members_of
 from monolith.cli.main import main, parse_options
-from monolith.cli.run_settings import settings_of
-from monolith.cluster.run_config import load_run_config
+from monolith.cli.run_settings import run_of
 from monolith.cluster.run_token import run_security
-from monolith.cluster.runtime import open_discovery
+from monolith.run import load_run_config
+from monolith.run.runtime import open_discovery
 
 TESTS = Path(__file__).parents[1]
 TASK = "train.tasks:Clicks"
@@ -172,30 +172,34 @@ def test_a_run_on_ray_finds_itself_and_is_guarded_by_a_token(
 
 def given(words: list[str], environ: dict[str, str] | None = None) -> list[Any]:
     options = parse_options("train", words[1:], words)
-    settings = settings_of(options, environ or {}, launching._MEETING[options.launch])
-    with members_of(options, settings, environ or {}, "mark") as members:
+    run = run_of(options, environ or {}, launching._MEETING[options.launch])
+    with members_of(options, run, environ or {}, "mark") as members:
         return list(members)
 
 
 def test_every_flag_is_handed_on_and_each_has_a_place() -> None:
-    words = command("--model-dir", "m", "--set", "batches=3", "--checkpoint.keep", "4", "--json")
+    words = command("--model-dir", "m", "--set", "batches=3", "--train.keep.max-to-keep", "4", "--json")
     members = given(words)
     assert [member.name for member in members] == ["ps 0", "ps 1", "worker 0", "worker 1"]
     for member in members:
         assert member.command[1:3] == ("-m", "monolith")
         options = parse_options("train", member.command[4:])
         assert (options.task, options.launch, options.set) == (TASK, None, ("batches=3",))
-        run = settings_of(options, {}).run
+        run = run_of(options, {})
         assert (run.cluster.role, run.cluster.index) == (member.role, member.index)
-        assert (run.checkpoint.keep, run.cluster.listen, run.discovery.kind) == (4, "127.0.0.1", "files")
+        assert (run.train.keep.max_to_keep, run.cluster.listen, run.discovery.kind) == (
+            4,
+            "127.0.0.1",
+            "files",
+        )
         assert not Path(run.discovery.folder or "").exists()  # it is gone with the run
 
 
 def test_what_is_said_before_the_command_is_handed_on_too() -> None:
     words = ["--log-level", "debug", *command("--model-dir", "m")]
     options = parse_options("train", words[3:], words)
-    settings = settings_of(options, {}, launching._MEETING["local"])
-    with members_of(options, settings, {}, "mark") as members:
+    run = run_of(options, {}, launching._MEETING["local"])
+    with members_of(options, run, {}, "mark") as members:
         assert members[0].command[3:6] == ("--log-level", "debug", "train")
 
 
@@ -211,7 +215,7 @@ def test_members_on_this_machine_get_a_token_of_the_run_and_no_command_line_show
     assert len(tokens) == 2  # one for each run
     for member in members:
         assert not any(token in word for token in tokens for word in member.command)
-        run = settings_of(parse_options("train", member.command[4:]), member.environment).run
+        run = run_of(parse_options("train", member.command[4:]), member.environment)
         assert run.security.token is None  # /metrics of this machine are readable as ever
 
 
@@ -233,21 +237,21 @@ def ray_words(*more: str) -> list[str]:
 
 
 def test_members_on_ray_get_a_token_of_the_run_and_the_variables_of_the_launcher() -> None:
-    environ = {"MONOLITH_CHECKPOINT__KEEP": "3", "ZK_AUTH": "u:p", "HOME": "/x", "TF_CONFIG": ""}
+    environ = {"MONOLITH_TRAIN__KEEP__MAX_TO_KEEP": "3", "ZK_AUTH": "u:p", "HOME": "/x", "TF_CONFIG": ""}
     members = given(ray_words(), environ)
     again = given(ray_words(), environ)
     tokens = {member.environment["MONOLITH_RUN_TOKEN"] for member in [*members, *again]}
     assert len(tokens) == 2  # one for each run
     for member in members:
-        assert {"MONOLITH_CHECKPOINT__KEEP", "ZK_AUTH"} <= member.environment.keys()
+        assert {"MONOLITH_TRAIN__KEEP__MAX_TO_KEEP", "ZK_AUTH"} <= member.environment.keys()
         assert not {"HOME", "TF_CONFIG"} & member.environment.keys()
         assert member.command[:3] == ("monolith", "train", TASK)
         assert "auto" not in member.command[:8]
         assert not any(token in word for token in tokens for word in member.command)
-        run = settings_of(parse_options("train", member.command[2:]), member.environment).run
+        run = run_of(parse_options("train", member.command[2:]), member.environment)
         assert (run.discovery.kind, run.discovery.ray, run.cluster.listen) == ("ray", "auto", "")
         assert run_security(run.security, member.environment).token is not None
-    ids = {settings_of(parse_options("train", each.command[2:]), {}).run.job.id for each in members}
+    ids = {run_of(parse_options("train", each.command[2:]), {}).job.id for each in members}
     assert len(ids) == 1
     assert ids != {""}
 
@@ -287,17 +291,18 @@ def nobody_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (command(), "give one with --model-dir"),
-        (["train", "--launch", "local", "--num-ps", "1", "--model-dir", "m"], "job.task: say which task"),
+        (command(), "set --model-dir"),
+        (["train", "--launch", "local", "--num-ps", "1", "--model-dir", "m"], "job.task: name the task"),
         (["train", TASK, "--launch", "local", "--num-workers", "2", "--model-dir", "m"], "(--num-ps)"),
         (command("--model-dir", "m", "--cluster.role", "ps"), "cluster.role: --launch local decides which"),
         (command("--model-dir", "m", "--index", "1"), "cluster.index: --launch local decides which"),
         (command("--model-dir", "m", "--discovery_type=zk"), "discovery.kind: --launch local decides how"),
         (command("--model-dir", "m", "--job.local"), "job.local: a run in one process"),
-        (command("--model-dir", "m", "--ray-address", "auto"), "--ray-address is for --launch ray"),
-        (command("--model-dir", "m", "--training.realtime"), "training.realtime: changed rows"),
-        (command("--model-dir", "m", "--checkpoint.keep", "x"), "checkpoint.keep"),
-        (["train", TASK, "--ray-address", "auto"], "--ray-address is for --launch ray"),
+        (command("--model-dir", "m", "--ray-address", "auto"), "--ray-address needs --launch ray"),
+        (command("--model-dir", "m", "--enable_realtime_training"), "not built yet: sending changed rows"),
+        (command("--model-dir", "m", "--train.keep.max-to-keep", "x"), "train.keep.max_to_keep"),
+        (command("--model-dir", "m", "--checkpoint.keep", "3"), "is train.keep.max_to_keep"),
+        (["train", TASK, "--ray-address", "auto"], "--ray-address needs --launch ray"),
         (["train", TASK, "--launch", "cloud"], "--launch"),
     ],
 )
@@ -312,7 +317,7 @@ def test_a_registry_in_the_file_is_no_hindrance(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[discovery]\nkind = "zookeeper"\n[cluster]\nrole = "ps"\nindex = 1\n')
     members = given(command("--model-dir", "m", "--config", str(file)))
-    run = settings_of(parse_options("train", members[-1].command[4:]), {}).run
+    run = run_of(parse_options("train", members[-1].command[4:]), {})
     assert (run.discovery.kind, run.cluster.role, run.cluster.index) == ("files", "worker", 1)
 
 

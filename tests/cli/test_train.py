@@ -94,7 +94,7 @@ def test_a_task_in_a_file_takes_settings_from_the_config_and_from_flags(
         "@dataclass(frozen=True)\nclass Mine(Clicks):\n    batches: int = 1\n"
     )
     config = tmp_path / "run.toml"
-    config.write_text("max_steps = 9\n[task]\nbatches = 4\nbatch_size = 8\n")
+    config.write_text("[train]\nmax_steps = 9\n[task]\nbatches = 4\nbatch_size = 8\n")
     flags = ["train", f"{tmp_path}/mine.py:Mine", "--config", str(config), "--json"]
     assert main(flags) == 0
     found = json.loads(capsys.readouterr().out)
@@ -169,7 +169,7 @@ def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(
     trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[restore]\ncheckpoint = "model.ckpt-5"\n')
+    file.write_text('[train.restore]\ncheckpoint = "model.ckpt-5"\n')
     found = train_json(capsys, "--model-dir", trained, "--steps", "1", "--config", str(file))
     assert found["restored_from"] == f"{trained}/model.ckpt-8"
     assert "model.ckpt-5 not exists" in caplog.text
@@ -181,9 +181,9 @@ def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        'steps = 5\nseed = 3\nmax_time = "1h"\nsummary_every_steps = "none"\n'
-        "[save]\nsteps = 7\nretry_secs = 9\n"
-        '[keep]\nmax_to_keep = 2\n[restore]\nclear_nn = true\n[alert]\naction = "stop"\n'
+        '[train]\nsteps = 5\nseed = 3\nmax_time = "1h"\nsummary_every_steps = "none"\n'
+        "[train.save]\nsteps = 7\nretry_secs = 9\n[train.keep]\nmax_to_keep = 2\n"
+        '[train.restore]\nclear_nn = true\n[train.alert]\naction = "stop"\n'
     )
     config = load_training(options(config=file)).config
     assert (config.steps, config.seed, config.save.steps, config.keep.max_to_keep) == (5, 3, 7, 2)
@@ -233,7 +233,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 def test_a_file_that_saves_by_the_clock_does_not_save_by_the_step(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[save]\nsecs = 60\n")
+    file.write_text("[train.save]\nsecs = 60\n")
     config = load_training(options(config=file)).config
     assert (config.save.secs, config.save.steps, config.save.asynchronous) == (60, None, True)
 
@@ -242,12 +242,12 @@ def test_a_key_that_is_not_known_names_the_nearest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("stepz = 5\n[save]\nstep = 7\n[task]\nbatchs = 3\n")
+    file.write_text("[train]\nstepz = 5\n[train.save]\nstep = 7\n[task]\nbatchs = 3\n")
     assert train("--config", str(file)) == 2
     said = capsys.readouterr().err
-    assert f"unknown key stepz (from {file}); the nearest known key is steps" in said
-    assert "unknown key save.step" in said
-    assert "the nearest known key is save.steps" in said
+    assert f"unknown key train.stepz (from {file}); the nearest known key is train.steps" in said
+    assert "unknown key train.save.step " in said
+    assert "the nearest known key is train.save.steps" in said
     file.write_text("[task]\nbatchs = 3\n")
     assert train("--config", str(file)) == 2
     said = capsys.readouterr().err
@@ -262,13 +262,13 @@ def test_a_key_that_is_not_known_names_the_nearest(
         (["--steps", "-1"], "steps must be above 0"),
         (["--max-time", "soon"], "--max-time: 'soon' is not a duration"),
         (["--save-steps", "3", "--save-secs", "3"], "--save-steps and --save-secs contradict"),
-        (["--deterministic", "--save-secs", "3"], "saves every so many steps"),
+        (["--deterministic", "--save-secs", "3"], "saves by steps, not by seconds"),
         (["--summaries"], "--summaries and --no-summaries contradict"),
-        (["--threads", "0"], "--threads must be at least 1"),
+        (["--threads", "0"], "threads.intra_op (from the command line): must be at least 1"),
         (["--set", "dim"], "written key=value"),
         (["--config", "nowhere.toml"], "cannot read config nowhere.toml"),
-        (["--profile"], "--profile leaves files in the model_dir; give one with --model-dir"),
-        (["--control"], "--control leaves files"),
+        (["--profile"], "--profile needs --model-dir"),
+        (["--control"], "--control needs --model-dir"),
         (["--metrics-port", "70000"], "cannot serve metrics"),
         (["--optimizer-state", "lose"], "--optimizer-state"),
     ],
@@ -304,7 +304,7 @@ def test_a_log_hears_of_a_run_now_and_then_and_quiet_keeps_silent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("steps = 5\nreport_every = 0\n")
+    file.write_text("[train]\nsteps = 5\nreport_every = 0\n")
     assert train("--config", str(file)) == 0
     assert "step 4/5 (80%): speed" in capsys.readouterr().err
     assert train("--config", str(file), "--json-logs") == 0
@@ -507,14 +507,14 @@ def test_the_checkpoint_a_training_began_with_is_not_what_is_evaluated(
     trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(f'model_dir = "{trained}"\n[restore]\ncheckpoint = "model.ckpt-4"\n')
+    file.write_text(f'[train]\nmodel_dir = "{trained}"\n[train.restore]\ncheckpoint = "model.ckpt-4"\n')
     assert evaluate_json(capsys, "--config", str(file))["step"] == 8
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "say with --model-dir"),
+        ([], "needs --model-dir"),
         (["--model-dir", "{empty}"], "no checkpoint in {empty}; train first"),
         (["--model-dir", "{trained}", "--checkpoint", "model.ckpt-5"], "it has model.ckpt-4, model.ckpt-8"),
         (["--model-dir", "{empty}", "--checkpoint", "model.ckpt-5"], "it has none"),

@@ -23,9 +23,9 @@ from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cli.train import Stopper, reported_to_yarn, serve_metrics
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
-from monolith.cluster.run_config import RunConfig, load_run_config
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
+from monolith.run import RunConfig, load_run_config
 from monolith.train import Hook
 from monolith.train.fleet.parameter_server import ServerEnd
 
@@ -254,7 +254,7 @@ def test_the_first_step_to_profile_can_be_said(tmp_path: Path) -> None:
     flags = [TASK, "--model-dir", str(tmp_path), "--profile.from-step", "3", "--steps", "15", "--quiet"]
     assert command.run(parse_options("train", [*flags, "--no-summaries"]), {}) == 0
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["steps_3_13.json"]
-    with pytest.raises(ConfigError, match=r"profile\.from_step: profiles are files in the model_dir"):
+    with pytest.raises(ConfigError, match=r"profile\.from_step: a profile is a file in the model_dir"):
         command.run(parse_options("train", [TASK, "--profile.from-step", "3"]), {})
 
 
@@ -380,7 +380,7 @@ def test_a_chief_that_was_stopped_has_not_succeeded(master: Any) -> None:
 def test_only_the_chief_reports_and_only_where_there_is_a_master(master: Any) -> None:
     told, environ = master
     worker = load_run_config(
-        code={"cluster.index": 1, "cluster.num_workers": 2, "job.model_dir": "m", "job.id": "i"}
+        code={"cluster.index": 1, "cluster.num_workers": 2, "train.model_dir": "m", "job.id": "i"}
     )
     with reported_to_yarn(worker, environ), reported_to_yarn(RunConfig(), {}):
         pass

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from monolith.config import Dropped, Renamed, differences, load_config
+from monolith.config import Dropped, Renamed, Unsupported, differences, load_config
 from monolith.errors import ConfigError
 
 
@@ -128,3 +128,84 @@ def test_differences_are_what_was_chosen():
     chosen = Whole(part=Part(count=2), text="t")
     assert differences(chosen, Whole()) == {"part.count": 2, "text": "t"}
     assert differences(Whole(), Whole()) == {}
+
+
+# What cannot be had, what has moved, and what excludes each other
+
+
+def problems(**sources) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Whole, **sources)
+    return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
+
+
+GONE = {"ranks": Unsupported("not built yet"), "ways": Unsupported("there is one way", default="one")}
+
+
+@pytest.mark.parametrize("value", [True, "yes", 3, {"a": 1}, "two"])
+def test_asking_for_what_cannot_be_had_is_an_error_with_the_reason(value):
+    assert problems(code={"ranks": value}, aliases=GONE) == ["ranks (from code): not built yet"]
+
+
+@pytest.mark.parametrize("name, value", [("ranks", False), ("ranks", 0), ("ranks", ""), ("ways", "one")])
+def test_asking_for_nothing_is_not(name, value):
+    assert load_config(Whole, code={name: value}, aliases=GONE) == Whole()
+
+
+def test_a_bare_flag_asks_and_its_negation_does_not():
+    assert problems(args=["--ranks"], aliases=GONE) == ["ranks (from --ranks): not built yet"]
+    assert load_config(Whole, args=["--noranks"], aliases=GONE) == Whole()
+
+
+MOVED = {
+    "old.count": "part.count",
+    "old.way": Unsupported("not built yet"),
+    "table": "part.names",
+    "first": "second",
+}
+
+
+def test_a_field_that_moved_is_an_error_that_names_its_place_in_every_source(tmp_path):
+    said = "old.count is part.count (from {})"
+    assert problems(code={"old.count": 1}, moved=MOVED) == [said.format("code")]
+    assert problems(args=["--old.count", "1"], moved=MOVED) == [said.format("--old.count")]
+    assert problems(args=["--old.count=1"], moved=MOVED) == [said.format("--old.count")]
+    assert problems(environ={"MONOLITH_OLD__COUNT": "1"}, moved=MOVED) == [said.format("MONOLITH_OLD__COUNT")]
+    path = file(tmp_path, "[old]\ncount = 1\nway = 2\nnone = 3\n[table]\nkey = 4\n")
+    assert problems(file=path, moved=MOVED) == [
+        f"old.count is part.count (from {path})",
+        f"old.way is gone (from {path}): not built yet",
+        f"table.key is part.names (from {path})",
+        f"unknown key old (from {path}); the nearest known key is second",
+    ]
+
+
+def test_a_former_path_that_is_an_old_name_is_one_where_it_stands_alone(tmp_path):
+    aliases = {"num": Renamed("part.count")}
+    moved = {"num": "part.count", "old": "second"}
+    assert load_config(Whole, file=file(tmp_path, "num = 3\n"), aliases=aliases, moved=moved).part.count == 3
+    path = file(tmp_path, "num = 3\nold = 4\n")
+    assert problems(file=path, aliases=aliases, moved=moved) == [
+        f"num is part.count (from {path})",
+        f"old is second (from {path})",
+    ]
+
+
+def test_an_old_name_that_a_table_has_now_is_told_by_its_value():
+    aliases = {"part": Renamed("text", beside_table=True)}
+    config = load_config(Whole, code={"part": "x"}, environ={"MONOLITH_PART__COUNT": "3"}, aliases=aliases)
+    assert (config.text, config.part.count) == ("x", 3)
+
+
+def test_of_two_that_exclude_each_other_the_later_source_has_its_way(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Save:
+        steps: int | None = 10
+        secs: int | None = None
+
+    exclusive = [("steps", "secs")]
+    path = file(tmp_path, "secs = 3\n")
+    assert load_config(Save, file=path, exclusive=exclusive) == Save(steps=None, secs=3)
+    assert load_config(Save, file=path, args=["--steps", "5"], exclusive=exclusive) == Save(steps=5)
+    both = load_config(Save, code={"steps": 1, "secs": 2}, exclusive=exclusive)
+    assert both == Save(steps=1, secs=2)  # for the config itself to refuse

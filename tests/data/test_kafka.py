@@ -16,6 +16,7 @@ import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
+from monolith.config import Secret
 from monolith.data import Records
 from monolith.data.format import BadRecord
 from monolith.data.kafka import (
@@ -710,3 +711,20 @@ def test_without_the_client_library_the_extra_is_named(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(MissingExtraError, match=r"confluent-kafka.*monolith-recsys\[kafka\]"):
         KafkaSink(("kafka:9092",), "t")
+
+
+def test_the_login_reaches_the_client_and_is_not_printed() -> None:
+    config = KafkaConfig(
+        servers=("kafka:9092",),
+        topics=("a",),
+        group="g",
+        username="me",
+        password=Secret("hunter2"),
+        settings={"security.protocol": "SASL_SSL"},
+    )
+    assert config.client_settings == {
+        "security.protocol": "SASL_SSL",
+        "sasl.username": "me",
+        "sasl.password": "hunter2",
+    }
+    assert "hunter2" not in repr(config)

@@ -9,7 +9,17 @@ import pytest
 
 from monolith.errors import ConfigError, DuplicateNameError, EmptySlotError, FeatureError
 from monolith.feature import ROW_OPTIMIZER, FeatureColumn, FeatureSlot, SlotConfig, Sum, collect_tables
-from monolith.table import Adagrad, Fp16, Fp32, Ftrl, PolynomialDecay, RandomUniform, Sgd, Zeros
+from monolith.table import (
+    Adagrad,
+    AdmissionConfig,
+    Fp16,
+    Fp32,
+    Ftrl,
+    PolynomialDecay,
+    RandomUniform,
+    Sgd,
+    Zeros,
+)
 
 
 def slot(name: str = "user", dim: int = 4, **config: Any) -> FeatureSlot:
@@ -129,6 +139,22 @@ def test_slots_that_share_a_table_keep_their_limits_by_slot() -> None:
     assert tables.table_of == {"user": "all", "item": "all"}
     assert tables.configs["all"].expiry.per_slot == {1: day, 2: week}
     assert tables.thresholds["all"].per_slot == {1: 2, 2: 0}
+
+
+def test_a_slot_says_how_its_sightings_are_counted() -> None:
+    chance = AdmissionConfig(kind="probabilistic_filter")
+    tables = collect_tables([slot("user", occurrence_threshold=3, admission=chance), slot("item")])
+    assert tables.thresholds["user"].counting == chance
+    assert tables.thresholds["item"].counting == AdmissionConfig()
+
+
+def test_slots_that_share_a_table_share_one_admission() -> None:
+    chance = AdmissionConfig(kind="probabilistic_filter")
+    shared = [slot("user", slot_id=1, table="all", admission=chance), slot("item", slot_id=2, table="all")]
+    with pytest.raises(ConfigError, match="share table 'all', which has one admission: set the same"):
+        collect_tables(shared)
+    alike = [slot(name, slot_id=number, table="all", admission=chance) for number, name in enumerate("ab")]
+    assert collect_tables(alike).thresholds["all"].counting == chance
 
 
 def test_slots_that_share_a_table_must_have_the_same_rows() -> None:

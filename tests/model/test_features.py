@@ -11,7 +11,7 @@ import torch
 from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
 from monolith.feature import CONCAT, FirstN, Layout, Mean, Sum
 from monolith.model import ROW_OPTIMIZER, EmbeddingCollection, Feature, FeatureSet
-from monolith.table import Adagrad, Constant, Fp32, Ftrl, RandomUniform, Sgd, Zeros
+from monolith.table import Adagrad, AdmissionConfig, Constant, Fp32, Ftrl, RandomUniform, Sgd, Zeros
 
 
 def spans(uses: list) -> list[tuple[int, int]]:
@@ -38,6 +38,7 @@ def test_what_a_feature_says_reaches_its_slot() -> None:
         combiner=Mean(),
         slot="goods",
         occurrence_threshold=3,
+        admission=AdmissionConfig(capacity=1000),
         expire_after=timedelta(days=30),
         slot_id=7,
         optimizer=Sgd(),
@@ -49,6 +50,7 @@ def test_what_a_feature_says_reaches_its_slot() -> None:
     config = column.slot.config
     assert column.combiner == Mean()
     assert (config.name, config.slot_id, config.occurrence_threshold) == ("goods", 7, 3)
+    assert config.admission == AdmissionConfig(capacity=1000)
     assert (config.expire_after, config.capacity_bytes) == (timedelta(days=30), 1 << 20)
     assert (config.optimizer, config.initializer, config.learning_rate) == (Sgd(), Constant(0.5), 0.25)
     assert config.compressor == Fp32()

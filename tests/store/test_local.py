@@ -8,7 +8,16 @@ import torch
 from monolith.observe import MemoryUse, MemoryWatch
 from monolith.store import LocalStore
 from monolith.store.store import TableIds
-from monolith.table import NativeTable, Segment, TableConfig
+from monolith.table import (
+    AdmissionConfig,
+    NativeTable,
+    NoFilter,
+    ProbabilisticFilter,
+    Segment,
+    SlidingFilter,
+    SlotThresholds,
+    TableConfig,
+)
 
 MIB = 1 << 20
 
@@ -25,3 +34,20 @@ def test_whoever_trains_rows_is_warned_when_memory_runs_short(caplog: pytest.Log
     (message,) = caplog.messages
     for part in ("90 MiB of 100 MiB", "60 MiB of them by this process", "most of it in 'item'", "10 rows"):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("counting", "kind"),
+    [
+        (AdmissionConfig(capacity=500, split_num=5), SlidingFilter),
+        (AdmissionConfig(kind="probabilistic_filter", equal=True), ProbabilisticFilter),
+        (AdmissionConfig(kind="no_filter"), NoFilter),
+    ],
+)
+def test_sightings_are_counted_as_the_thresholds_say(counting: AdmissionConfig, kind: type) -> None:
+    config = {"item": TableConfig(name="item", segments=(Segment(dim=1),))}
+    store = LocalStore.from_configs(config, thresholds={"item": SlotThresholds(2, counting=counting)})
+    found = store.filters["item"]
+    assert type(found) is kind
+    if isinstance(found, SlidingFilter):
+        assert found.split_num == 5

@@ -11,6 +11,7 @@ from torch import Tensor
 from monolith.errors import ConfigError, TableArgumentError
 from monolith.table import (
     FILTERS,
+    AdmissionConfig,
     NoFilter,
     ProbabilisticFilter,
     Segment,
@@ -235,3 +236,18 @@ def test_a_table_with_threshold_2_ignores_the_first_two_updates_of_an_id(cls: An
         values.append(table.lookup(ids(5)).item())
     assert values == [0.0, 0.0, 1.0, 2.0]
     assert table.stats().filtered == 2
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    "values, says", [({"capacity": 299}, "at least 300"), ({"split_num": 4}, "at least 5")]
+)
+def test_a_config_that_no_filter_can_keep_is_refused(values: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        AdmissionConfig(**values)
+
+
+def test_the_least_that_a_config_allows_is_a_filter() -> None:
+    SlidingFilter(300, 5, SlotThresholds(1))

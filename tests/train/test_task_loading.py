@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from train.tasks import Clicks
 
+from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError, UnknownTaskError
 from monolith.train import Task, load_task
+
+KAFKA = KafkaConfig(servers=("h:1",), topics=("t",), group="g")
 
 SOURCE = """
 from __future__ import annotations
@@ -128,7 +131,7 @@ def test_a_module_of_the_current_folder_is_found(file: str, monkeypatch: pytest.
         (":Clicks", r"write package\.module:Name"),
         ("train.tasks:", r"write package\.module:Name"),
         ("train.tasks:SPEC", "is a BatchSpec"),
-        ("train.tasks:DriftConfig", "no Task; derive it"),
+        ("train.tasks:DriftConfig", "not a Task; derive it"),
         ("monolith.train:Task", "does not define dataset, model"),
     ],
 )
@@ -249,3 +252,73 @@ def test_all_that_is_wrong_is_told_at_once_with_where_it_stands(file: str) -> No
 def test_a_setting_that_must_be_given_says_how(file: str) -> None:
     with pytest.raises(ConfigError, match=r"path is required.*--set path="):
         load_task(f"{file}:Plain")
+
+
+# What a run hands over
+
+
+HANDED = """
+from dataclasses import dataclass
+
+from train.tasks import Clicks
+
+from monolith.data import DataConfig
+
+
+@dataclass(frozen=True)
+class One(Clicks):
+    files: DataConfig = DataConfig(path="own", pattern="*.csv")
+
+
+@dataclass(frozen=True)
+class Two(One):
+    more: DataConfig | None = None
+
+
+@dataclass(frozen=True)
+class Named(Two):
+    data: DataConfig | None = None
+
+
+def made(where: DataConfig, dim: int = 4) -> Clicks:
+    return One(files=where, dim=dim)
+
+
+ready = One()
+"""
+
+
+@pytest.fixture
+def handed(tmp_path: Path) -> str:
+    path = tmp_path / "handed.py"
+    path.write_text(HANDED)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["One", "made", "ready"])
+def test_a_config_of_the_run_goes_to_the_setting_of_its_type(handed: str, name: str) -> None:
+    data = DataConfig(path="runs")
+    task: Any = load_task(f"{handed}:{name}", inputs={"data": data})
+    assert task.files == data
+
+
+def test_settings_win_over_single_fields_of_what_is_handed_over(handed: str) -> None:
+    data = DataConfig(path="runs", pattern="*.parquet")
+    settings = {"files": {"path": "mine"}, "dim": 2}
+    task: Any = load_task(f"{handed}:One", settings, inputs={"data": data})
+    assert (task.files, task.dim) == (DataConfig(path="mine", pattern="*.parquet"), 2)
+
+
+def test_of_two_settings_of_a_type_the_one_with_the_name_of_the_group_takes_it(handed: str) -> None:
+    data = DataConfig(path="runs")
+    task: Any = load_task(f"{handed}:Named", inputs={"data": data})
+    assert (task.data, task.more) == (data, None)
+    with pytest.raises(ConfigError, match="files and more are both of type DataConfig; call the one"):
+        load_task(f"{handed}:Two", inputs={"data": data})
+
+
+def test_what_no_setting_takes_is_an_error_that_says_what_to_declare(handed: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_task(f"{handed}:One", inputs={"kafka": KAFKA})
+    assert "the run has a group kafka, but the task has no setting of type KafkaConfig" in str(error.value)
+    assert "declare one, such as `kafka: KafkaConfig | None = None`" in str(error.value)

@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 import textwrap
+from dataclasses import MISSING
 
 from monolith import filesystem
 from monolith.cli.options.config import (
@@ -14,14 +15,14 @@ from monolith.cli.options.config import (
     ConfigInitOptions,
     ConfigShowOptions,
 )
-from monolith.cluster.run_config import ALIASES, FLAGS_OF_OTHERS, RunConfig, load_run_config, settle
-from monolith.cluster.run_config.templates import template
-from monolith.config import Dropped, FieldInfo, Renamed, describe_fields, to_toml
+from monolith.config import Dropped, FieldInfo, Renamed, Unsupported, describe_fields, to_toml
 from monolith.config.flags import flag_name, variable_name
 from monolith.errors import ConfigError
+from monolith.run import OLD_NAMES, RunConfig, check_run, load_run_config, read_run, settle
+from monolith.run.old_names import moved_fields
+from monolith.run.templates import template
 
 _WIDTH = 100
-_OLD = {**FLAGS_OF_OTHERS, **ALIASES}
 
 
 def init(options: ConfigInitOptions) -> int:
@@ -45,13 +46,18 @@ def explain(options: ConfigExplainOptions) -> int:
     fields = describe_fields(RunConfig)
     name = options.field.removeprefix("--").replace("-", "_")
     exact = {info.path: info for info in fields}
-    alias = _OLD.get(name)
+    alias = OLD_NAMES.get(name)
     if name in exact:
         _say(_explained(exact[name]))
     elif isinstance(alias, Renamed):
         _say(f"{name} is the old name of {alias.path}.\n\n{_explained(exact[alias.path])}")
     elif isinstance(alias, Dropped):
         _say(f"{name} is accepted and ignored: {alias.reason}.")
+    elif isinstance(alias, Unsupported):
+        _say(f"{name} is refused: {alias.reason}.")
+    elif name in moved_fields():
+        place = moved_fields()[name]
+        _say(f"{name} is {place}." if isinstance(place, str) else f"{name} is gone: {place.reason}.")
     else:
         group = [info for info in fields if name == "all" or info.path.startswith(f"{name}.")]
         if not group:
@@ -62,11 +68,9 @@ def explain(options: ConfigExplainOptions) -> int:
 
 def check(options: ConfigCheckOptions) -> int:
     """Name everything for which `monolith train` would refuse a file; status 1 if there is something."""
-    from monolith.cli.task_config import check_file
-
     warnings: list[str] = []
     try:
-        check_file(options.file, warnings.append)
+        check_run(read_run(options.file, {}, warn=warnings.append))
     except ConfigError as error:
         problem = str(error)
     else:
@@ -85,10 +89,12 @@ def show(options: ConfigShowOptions) -> int:
 
 
 def _explained(info: FieldInfo) -> str:
-    old = [name for name, alias in _OLD.items() if isinstance(alias, Renamed) and alias.path == info.path]
+    old = [
+        name for name, alias in OLD_NAMES.items() if isinstance(alias, Renamed) and alias.path == info.path
+    ]
     facts = {
         "type": info.type_text,
-        "default": info.default_text or ("(empty)" if info.default == "" else "(none)"),
+        "default": "(required)" if info.default is MISSING else info.default_text or "(empty)",
         "flag": flag_name(info.path),
         "variable": variable_name("MONOLITH", info.path),
         "old name": ", ".join(old),
@@ -107,7 +113,7 @@ def _near(name: str, exact: dict[str, FieldInfo]) -> str:
     """The known names most like one that is not."""
     leaf = name.rpartition(".")[2]
     known = {**{path.rpartition(".")[2]: path for path in exact}, **{path: path for path in exact}}
-    known |= {old: old for old in _OLD}
+    known |= {old: old for old in OLD_NAMES}
     found = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or difflib.get_close_matches(
         leaf, known, n=3, cutoff=0.5
     )

@@ -21,11 +21,11 @@ from rich.table import Table
 from monolith import __version__
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cluster import Discovery, NodeAliveChecker, open_discovery_url
-from monolith.cluster.run_config import load_run_config
-from monolith.cluster.runtime import open_discovery
 from monolith.cluster.waiting import Clock
 from monolith.errors import ConfigError, NodeAliveCheckerError
 from monolith.observe.progress import describe_seconds
+from monolith.run import load_run_config
+from monolith.run.runtime import discovery_defaults, open_discovery
 
 _HOW = "name the registry: --cluster zookeeper://host:2181/job, or the run's file with --config"
 
@@ -78,7 +78,7 @@ def registry(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[tup
         with open_discovery_url(urls[0], environ, connect_timeout=timedelta(seconds=5)) as discovery:
             yield urls[0], discovery
         return
-    config = load_run_config(file=options.config, environ=environ, defaults=_defaults(environ))
+    config = load_run_config(file=options.config, environ=environ, defaults=discovery_defaults(environ))
     try:
         opened = open_discovery(config, environ)
     except ConfigError as cause:
@@ -87,13 +87,6 @@ def registry(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[tup
         if found is None:
             raise ConfigError(f"doctor --cluster: {options.config} is of a local run, which registers nobody")
         yield f"{config.discovery.kind}, as {options.config or 'the environment'} says", found
-
-
-def _defaults(environ: Mapping[str, str]) -> dict[str, object]:
-    """A scheduler that named all processes is the registry, unless somebody says otherwise."""
-    if environ.get("TF_CONFIG"):
-        return {"discovery.kind": "tf_config"}
-    return {"discovery.kind": "mlp"} if environ.get("MLP_ROLE", "").strip() else {}
 
 
 def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) -> list[Registered]:

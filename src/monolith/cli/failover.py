@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from monolith.cluster.run_config import FailoverConfig
 from monolith.errors import RetryableError
 from monolith.observe import Metrics
+from monolith.run import FailoverConfig
 
 UNCOUNTED = 100
 """Retries in a row that need not count, none of which trained for as long as `STEADY`."""
@@ -27,7 +27,6 @@ class Failover:
     """Counts the retries of one worker.
 
     Args:
-        config: Settled: nothing left open.
         say: Told why and when it retries.
         pause: Waits for so many seconds; returns True if somebody wants the run to stop meanwhile.
     """
@@ -41,7 +40,7 @@ class Failover:
         pause: Callable[[float], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_retries = config.max_retries or 0
+        self._max_retries = config.max_retries
         self._wait = config.wait.total_seconds()
         self._metrics = metrics
         self._say = say

@@ -18,12 +18,14 @@ from datetime import timedelta
 from typing import Any
 
 from monolith.cli.options.train import TrainOptions
-from monolith.cli.run_settings import RunSettings, refused, settings_of
+from monolith.cli.run_settings import run_of
 from monolith.cli.train_report import MARK, write_report
 from monolith.cluster.launch import Member, job_members, launch_on_ray, processes
-from monolith.cluster.run_config.loading import FOREIGN_VARIABLES, NOT_CONFIG
 from monolith.cluster.run_token import RUN_TOKEN
 from monolith.errors import ConfigError
+from monolith.run import RunConfig, refused
+from monolith.run.loading import FOREIGN_VARIABLES, NOT_CONFIG
+from monolith.run.reading import listed_problems
 
 GRACE = timedelta(minutes=5)
 """From asking a process to stop to making it: long enough for the last checkpoint. A second signal does not
@@ -48,7 +50,7 @@ def run(options: TrainOptions) -> int:
     """Train here, or start all who do."""
     if options.launch is None:
         if options.ray_address is not None:
-            raise ConfigError("train: --ray-address is for --launch ray")
+            raise ConfigError("train: --ray-address needs --launch ray")
         from monolith.cli import train
 
         return train.run(options)
@@ -61,26 +63,24 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
     Raises:
         ConfigError: The run makes no sense, or lacks a model_dir.
     """
-    settings = settings_of(
+    run = run_of(
         options,
         environ,
         {"cluster.role": "worker", "cluster.index": 0, **_MEETING[options.launch or "local"]},
     )
-    check(options, settings)
-    if options.restore_checkpoint is not None and settings.run.restore.folder is None:
+    check(options, run)
+    if options.restore_checkpoint is not None and run.train.restore.dir is None:
         from monolith.checkpoint.override import to_go_back_to
 
-        to_go_back_to(
-            settings.run.job.model_dir, options.restore_checkpoint
-        )  # or an error, before any starts
+        to_go_back_to(run.train.model_dir, options.restore_checkpoint)  # or an error, before any starts
     report = ChiefReport()
-    with members_of(options, settings, environ, report.mark) as members:
+    with members_of(options, run, environ, report.mark) as members:
         if options.launch == "local":
             outcome = processes.launch(
                 members,
                 output=sys.stderr,
                 grace=GRACE,
-                restarts=settings.run.failover.max_retries or 0,
+                restarts=run.failover.max_retries,
                 chief="worker 0",
                 tap=report.take,
             )
@@ -95,18 +95,17 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
     return outcome.status
 
 
-def check(options: TrainOptions, settings: RunSettings) -> None:
+def check(options: TrainOptions, run: RunConfig) -> None:
     """Refuse what every process would refuse, and what the launcher decides.
 
     Raises:
         ConfigError: Lists every problem found.
     """
-    run = settings.run
-    found = [*refused(settings)]
-    if not run.job.model_dir:
-        found.append("job.model_dir: the processes share their files there; give one with --model-dir")
-    if not (options.task or run.job.task):
-        found.append("job.task: say which task, as in `monolith train tasks:MyTask --launch local`")
+    found = [*refused(run)]
+    if not run.train.model_dir:
+        found.append("train.model_dir: the processes of a run share their files there; set --model-dir")
+    if not run.job.task:
+        found.append("job.task: name the task, as in `monolith train tasks:MyTask --launch local`")
     if run.job.local:
         found.append("job.local: a run in one process has nothing to launch")
     flags = {word[2:].partition("=")[0].replace("-", "_") for word in options.run_flags}
@@ -114,11 +113,9 @@ def check(options: TrainOptions, settings: RunSettings) -> None:
     for field in sorted({old.get(flag, flag) for flag in flags} & _DECIDED.keys()):
         found.append(f"{field}: --launch {options.launch} decides {_DECIDED[field]}; leave it out")
     if options.ray_address is not None and options.launch != "ray":
-        found.append("--ray-address is for --launch ray")
+        found.append("--ray-address needs --launch ray")
     if found:
-        listed = "".join(f"\n  - {problem}" for problem in found)
-        count = "one problem" if len(found) == 1 else f"{len(found)} problems"
-        raise ConfigError(f"cannot launch this run: {count}{listed}")
+        raise ConfigError(listed_problems("cannot launch this run", found))
 
 
 class ChiefReport:
@@ -137,10 +134,10 @@ class ChiefReport:
 
 @contextmanager
 def members_of(
-    options: TrainOptions, settings: RunSettings, environ: Mapping[str, str], mark: str
+    options: TrainOptions, run: RunConfig, environ: Mapping[str, str], mark: str
 ) -> Iterator[Sequence[Member]]:
     """Give the processes to start; the folder in which those on this machine meet is gone after the block."""
-    cluster, job = settings.run.cluster, settings.run.job
+    cluster, job = run.cluster, run.job
     words = _without(options.words, "launch", "ray_address")
     shared = ["--cluster.port", "0"]
     # By a variable, since everybody on the machine can read command lines.
@@ -155,7 +152,7 @@ def members_of(
             flags=[*shared, *([] if job.id else ["--job.id", secrets.token_hex(8)])],
             environment={**environment, **_handed_on(environ)},
         )
-        yield _with_ports(members, settings)
+        yield _with_ports(members, run)
         return
     with tempfile.TemporaryDirectory(prefix="monolith-", ignore_cleanup_errors=True) as folder:
         members = job_members(
@@ -166,7 +163,7 @@ def members_of(
             flags=[*shared, "--cluster.listen", "127.0.0.1"],
             environment=environment,
         )
-        yield _with_ports(members, settings)
+        yield _with_ports(members, run)
 
 
 def _without(words: Sequence[str], *flags: str) -> list[str]:
@@ -182,9 +179,9 @@ def _without(words: Sequence[str], *flags: str) -> list[str]:
     return left
 
 
-def _with_ports(members: Sequence[Member], settings: RunSettings) -> Sequence[Member]:
+def _with_ports(members: Sequence[Member], run: RunConfig) -> Sequence[Member]:
     """Let the chief alone have the port of metrics that was asked for; others on its machine take any."""
-    if not settings.run.metrics.port:
+    if not run.metrics.port:
         return members
     return [
         member

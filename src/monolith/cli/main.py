@@ -147,7 +147,7 @@ def parse_options(name: str, flags: Sequence[str], words: Sequence[str] = ()) ->
         config += (tyro.conf.PositionalRequiredArgs,)
     run_flags: list[str] = []
     if command.run_flags:
-        own = {field.name for field in dataclasses.fields(command.options)}
+        own = {field.name for field in dataclasses.fields(command.options)} - {"task"}  # which has no flag
         flags, run_flags = split_run_flags(flags, own | {"help"})
     check_flags(name, command.options, flags)
     options: Any = tyro.cli(command.options, prog=f"monolith {name}", args=flags, config=config)

@@ -21,21 +21,20 @@ from typing import TextIO
 from monolith import filesystem
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
-from monolith.cli.run_settings import RunSettings
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.run_config import RunConfig
 from monolith.cluster.run_token import run_security, shared_security
-from monolith.cluster.runtime import listen_address, open_discovery
-from monolith.cluster.security import guard_caller, guard_listener, ssl_context
+from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener, ssl_context
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, RetryableError
 from monolith.observe import Metrics
 from monolith.observe.logs import logs_json
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
+from monolith.run import RunConfig
+from monolith.run.runtime import listen_address, open_discovery
 from monolith.train import Fleet, FleetPeers, Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
 from monolith.train.hooks import (
     ActionFileHook,
@@ -66,51 +65,48 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     """
     environ = os.environ if environ is None else environ
     training = load_training(options, environ)
-    run = training.settings.run
+    run = training.run
     asked = {
         "--profile": options.profile,
         "--control": options.control,
     }
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
-        raise ConfigError(f"train: {flag} leaves files in the model_dir; give one with --model-dir")
+        raise ConfigError(f"train: {flag} needs --model-dir")
     metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
     with ExitStack() as open_things:
         served = serve_metrics(metrics, run)
         if served is not None:
             open_things.enter_context(served)
             say(f"metrics on {served.url}")
-        if run.data.dump_features_only:
+        if run.job.dump_features:
             return dump_features(training)
         if not run.distributed:
-            return train(options, training, metrics, environ, shown=served is not None)
-        training = secured(training, environ)
-        run = training.settings.run
+            return train(options, training, run, metrics, environ, shown=served is not None)
+        run = secured(run, environ)
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
             if run.cluster.role == "ps":
-                return serve(training, discovery, environ)
+                return serve(training, run, discovery, environ)
             with reported_to_yarn(run, environ) as outcome:
                 status = train(
-                    options, training, metrics, environ, shown=served is not None, discovery=discovery
+                    options, training, run, metrics, environ, shown=served is not None, discovery=discovery
                 )
                 if status:
                     outcome.problem = f"the chief was stopped, with status {status}"
                 return status
 
 
-def secured(training: Training, environ: Mapping[str, str]) -> Training:
-    """Return a training whose processes share a secret, whoever started them.
+def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
+    """Return a run whose processes share a secret, whoever started them.
 
     Raises:
         ConfigError: Others can reach where this process listens, and nobody gave the run a secret; or the one
             in its model_dir is not to be trusted.
     """
-    run = training.settings.run
     security = run_security(run.security, environ)
     if run.cluster.role == "ps":
         guard_listener(listen_address(run, environ)[0], security)
-    security = shared_security(security, run.job.model_dir)
-    return replace(training, settings=replace(training.settings, run=replace(run, security=security)))
+    return replace(run, security=shared_security(security, run.train.model_dir))
 
 
 def dump_features(training: Training) -> int:
@@ -123,11 +119,10 @@ def dump_features(training: Training) -> int:
 # A parameter server
 
 
-def serve(training: Training, discovery: Discovery, environ: Mapping[str, str]) -> int:
+def serve(training: Training, run: RunConfig, discovery: Discovery, environ: Mapping[str, str]) -> int:
     """Hold a share of the model until the run is over, or a signal ends this process."""
     from monolith.train import serve_parameters
 
-    run = training.settings.run
     host, port = listen_address(run, environ)
     guard = guard_listener(host, run.security)
     stop = threading.Event()
@@ -201,6 +196,7 @@ class Stopper:
 def train(
     options: TrainOptions,
     training: Training,
+    run: RunConfig,
     metrics: Metrics,
     environ: Mapping[str, str],
     *,
@@ -210,10 +206,11 @@ def train(
     """Train, and write the report; among others only the chief does.
 
     Args:
+        run: That of the training, with the secret that its processes share.
         shown: Whether metrics are served.
         discovery: Where the others are; None trains in this process alone.
     """
-    task, config, run = training.task, training.config, training.settings.run
+    task, config = training.task, training.config
     chief = run.cluster.index == 0
     lines: list[tuple[Show, timedelta]] = [(gauge_standing(metrics), GAUGE_EVERY)] if shown else []
     stopper = Stopper()
@@ -226,7 +223,7 @@ def train(
 
         def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *(control_hooks(local, training.settings) if options.control and chief else []),
+                *(control_hooks(local, run, training.run.security) if options.control and chief else []),
                 *([ProfilerHook(profiled_steps(config, first))] if profiled else []),
                 *(line_hook(local, config, show, every) for show, every in lines),
             ]
@@ -260,9 +257,8 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         index=cluster.index,
         num_ps=cluster.num_ps,
         num_workers=cluster.num_workers,
-        model_dir=run.job.model_dir,
+        model_dir=run.train.model_dir,
         run_id=run.job.id,
-        num_redundant_ps=cluster.num_redundant_ps,
         guard=guard_caller(run.security),
         start_timeout=timeouts.start,
         finish_timeout=timeouts.finish,
@@ -375,23 +371,24 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
     )
 
 
-def control_hooks(run: LocalRun, settings: RunSettings) -> list[Hook]:
+def control_hooks(local: LocalRun, run: RunConfig, given: SecurityConfig) -> list[Hook]:
     """Return what lets an operator halt, resume, save and stop the run.
 
-    Who gave the run a token knows it. One that was made for its processes nobody knows: the control server
-    then makes its own, and leaves it where its owner finds it.
+    Args:
+        given: What somebody said of security. Who gave the run a token knows it. One that was made for its
+            processes nobody knows: the control server then makes its own, and leaves it where its owner
+            finds it.
     """
-    assert run.save is not None  # there is a model_dir
-    controller = ControllerHook(run.save.trigger_save)
-    given = any(field.startswith("security.") for field in settings.said)
+    assert local.save is not None  # there is a model_dir
+    controller = ControllerHook(local.save.trigger_save)
     server = ControlServerHook(
-        run.barrier,
-        run.save.trigger_save,
-        security=settings.run.security if given else None,
-        limits=settings.run.limits,
+        local.barrier,
+        local.save.trigger_save,
+        security=None if given == SecurityConfig() else run.security,
+        limits=run.limits,
     )
     return [
-        BarrierHook(run.barrier, idle=[run.save.before_step]),
+        BarrierHook(local.barrier, idle=[local.save.before_step]),
         controller,
         ActionFileHook(controller),
         server,

@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses read strictly from files, environment and flags; and hyper-parameters."""
 
-from monolith.config.aliases import Aliases, Dropped, Renamed
+from monolith.config.aliases import Aliases, Dropped, Moved, Renamed, Unsupported
 from monolith.config.fields import FieldInfo, describe_fields
 from monolith.config.naming import UniqueNames, to_snake_case
 from monolith.config.problems import Checked, ConfigProblemsError, Problem
@@ -15,10 +15,12 @@ __all__ = [
     "ConfigProblemsError",
     "Dropped",
     "FieldInfo",
+    "Moved",
     "Problem",
     "Renamed",
     "Secret",
     "UniqueNames",
+    "Unsupported",
     "config_from_mapping",
     "describe_fields",
     "differences",

@@ -1,15 +1,18 @@
 """Old names of fields: still read, in files, variables, flags and code, and put where the fields are now.
 
 An old name has no dots. Where it counted in another unit, or said the opposite, a function turns its
-value into what the field takes. A name whose field is gone is accepted with a warning that says why.
+value into what the field takes. A name that means nothing any more is accepted with a warning that says
+why; one that asks for what cannot be had is an error, unless its value asks for nothing.
+
+A field may also have moved within the config. Its former path is an error that names the new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from monolith.config.tree import Branch, Leaf, Node, find, grow, overlay, plant
+from monolith.config.tree import Branch, Leaf, Node, cut, find, grow, overlay, plant
 from monolith.errors import ConfigError
 
 
@@ -21,6 +24,8 @@ class Renamed:
     """Dotted path of the field."""
     convert: Callable[[object], object] | None = None
     """From the old value to the new; takes text where the source knows only text. May raise ConfigError."""
+    beside_table: bool = False
+    """Whether there is a table of that name now, so that only a plain value is meant by the old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +36,36 @@ class Dropped:
     """Why nothing is lost, to follow "ignored: "."""
 
 
-Aliases = Mapping[str, Renamed | Dropped]
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The name of a field for what cannot be had: to ask for it is an error."""
+
+    reason: str
+    """Why it cannot be had, and what to do instead."""
+    default: object = None
+    """The value that asks for nothing, as do False, 0, and an empty text or list."""
+
+
+Aliases = Mapping[str, Renamed | Dropped | Unsupported]
+Moved = Mapping[str, str | Dropped | Unsupported]
+"""The former dotted path of a field -> the one it has now, or why there is none."""
 
 
 def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[Node, list[str]]:
     """One source's tree with new names for old, and what is wrong with the old ones."""
     if not isinstance(tree, Branch) or aliases.keys().isdisjoint(tree.children):
         return tree, []
-    rest = {key: child for key, child in tree.children.items() if key not in aliases}
+    meant = {key: alias for key, alias in aliases.items() if not _is_table(tree.children.get(key), alias)}
+    rest = {key: child for key, child in tree.children.items() if key not in meant}
     result: Node = Branch(rest, tree.source)
     problems: list[str] = []
     for old, child in tree.children.items():
-        alias = aliases.get(old)
+        alias = meant.get(old)
         if isinstance(alias, Dropped):
             warn(f"{old} (from {child.source}) is ignored: {alias.reason}")
+        elif isinstance(alias, Unsupported):
+            if _asks_for_something(child, alias.default):
+                problems.append(f"{old} (from {child.source}): {alias.reason}")
         elif alias is not None:
             path = tuple(alias.path.split("."))
             if find(result, path) is not None:
@@ -59,8 +80,80 @@ def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[N
     return result, problems
 
 
-def old_flags(args: Sequence[str], aliases: Aliases) -> tuple[Node, list[str]]:
-    """What `args` say by old names (`--num_ps 2`, `--num-ps=2`, `--nois_local`), and the arguments left."""
+def relocate(tree: Node, moved: Moved, aliases: Aliases) -> tuple[Node, list[str]]:
+    """One source's tree without fields that have moved, and where each of them is now.
+
+    A former path that is an old name, too, counts as one, unless there are other former paths beside it.
+    """
+    found = {path: (place, source) for path, source in _leaves(tree) if (place := moved_to(path, moved))}
+    if found.keys() <= aliases.keys():
+        return tree, []
+    problems = []
+    for path, (place, source) in found.items():
+        tree = _without(tree, tuple(path.split(".")))
+        if isinstance(place, str):
+            problems.append(f"{path} is {place} (from {source})")
+        else:
+            problems.append(f"{path} is gone (from {source}): {place.reason}")
+    return tree, problems
+
+
+def moved_to(path: str, moved: Moved) -> str | Dropped | Unsupported | None:
+    """Where the field at a former path is now; None for one that has not moved."""
+    known = path
+    while known:
+        if known in moved:
+            return moved[known]
+        known = known.rpartition(".")[0]
+    return None
+
+
+def _without(tree: Node, path: tuple[str, ...]) -> Node:
+    """The tree without a value, and without tables that held nothing else."""
+    tree = cut(tree, path)
+    above = find(tree, path[:-1])
+    return (
+        _without(tree, path[:-1]) if isinstance(above, Branch) and path[1:] and not above.children else tree
+    )
+
+
+def _leaves(node: Node, above: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted path and source of each value."""
+    if isinstance(node, Leaf):
+        yield above, node.source
+        return
+    for key, child in node.children.items():
+        yield from _leaves(child, f"{above}.{key}" if above else key)
+
+
+def _is_table(node: Node | None, alias: Renamed | Dropped | Unsupported) -> bool:
+    """Whether a value is for the table that there is beside an old name."""
+    if not isinstance(alias, Renamed) or not alias.beside_table or node is None:
+        return False
+    return isinstance(node, Branch) or (node.is_text and is_table_text(node.value))
+
+
+def is_table_text(value: object) -> bool:
+    """Whether text, or the words of a flag, are a table: key=value, or JSON."""
+    words = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(word, str) and ("=" in word or word.lstrip().startswith("{")) for word in words)
+
+
+def _asks_for_something(node: Node, default: object) -> bool:
+    if isinstance(node, Branch):
+        return bool(node.children)
+    value = node.value
+    if isinstance(value, tuple) and node.is_text:
+        value = " ".join(value) if value else "true"  # a bare --flag
+    text = str(value).strip().lower()
+    return text not in ("", "()", "[]", "0", "0.0", "false", "no", "off", "none", str(default).lower())
+
+
+def old_flags(args: Sequence[str], aliases: Aliases, moved: Moved | None = None) -> tuple[Node, list[str]]:
+    """What `args` say by old names (`--num_ps 2`, `--num-ps=2`, `--nois_local`), and the arguments left.
+
+    Flags of fields that have moved are taken, too: see `relocate`.
+    """
     tree: Node = Branch({}, "flags")
     rest: list[str] = []
     position = 0
@@ -70,18 +163,19 @@ def old_flags(args: Sequence[str], aliases: Aliases) -> tuple[Node, list[str]]:
         flag, equals, text = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
         off = name.removeprefix("no").lstrip("_")
-        if name not in aliases and (not name.startswith("no") or off not in aliases):
+        was_moved = "." in name and moved_to(name, moved or {}) is not None
+        if not was_moved and name not in aliases and (not name.startswith("no") or off not in aliases):
             rest.append(word)
             continue
         words = [text] if equals else []
         while not equals and position < len(args) and not _is_flag(args[position]):
             words.append(args[position])
             position += 1
-        if name in aliases:
+        if name in aliases or was_moved:
             leaf = Leaf(tuple(words), flag, is_text=True)
         else:
             name, leaf = off, Leaf(("false", *words), flag, is_text=True)
-        tree = overlay(tree, plant((name,), leaf))
+        tree = overlay(tree, plant(tuple(name.split(".")), leaf))
     return tree, rest
 
 

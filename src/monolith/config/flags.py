@@ -76,6 +76,7 @@ def environment_tree(
     ignore: Collection[str] = (),
     foreign: Mapping[str, str] | None = None,
     old: Collection[str] = (),
+    moved: Collection[str] = (),
 ) -> tuple[Node, list[str]]:
     """What the variables that begin with `prefix` say, and which of them no field answers to.
 
@@ -83,6 +84,7 @@ def environment_tree(
         ignore: Variables that begin with `prefix` and are not config.
         foreign: Variables of others -> the path of the field that one sets. Ours win over them.
         old: Old names of fields, which stand in the tree as they are.
+        moved: Former dotted paths of fields, which do, too.
     """
     tree: Node = Branch({}, "the environment")
     problems = []
@@ -94,6 +96,10 @@ def environment_tree(
         ending = name[len(prefix) + 1 :]
         if ending.lower() in old:
             tree = overlay(tree, plant((ending.lower(),), Leaf(environ[name], name, is_text=True)))
+            continue
+        former = ending.lower().replace("__", ".")
+        if "." in former and former in moved:
+            tree = overlay(tree, plant(tuple(former.split(".")), Leaf(environ[name], name, is_text=True)))
             continue
         found = _locate(cls, ending.split("__"))
         if found is None:

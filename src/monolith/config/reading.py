@@ -387,8 +387,22 @@ def _unwrapped(node: Node) -> Any:
     if isinstance(node, Branch):
         return {key: _unwrapped(child) for key, child in node.children.items()}
     if isinstance(node.value, tuple) and node.is_text:
-        return node.value[0] if len(node.value) == 1 else list(node.value)
-    return None if _says_none(node) else node.value
+        return _literal(node.value[0]) if len(node.value) == 1 else list(map(_literal, node.value))
+    if _says_none(node):
+        return None
+    return _literal(node.value) if node.is_text and isinstance(node.value, str) else node.value
+
+
+def _literal(text: str) -> Any:
+    """Text for which nobody says what it should be: a number or truth where it looks like one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def _text(leaf: Leaf) -> str:

@@ -26,7 +26,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from monolith.config.aliases import Aliases, Renamed, old_flags, rename
+from monolith.config.aliases import Aliases, Moved, Renamed, old_flags, relocate, rename
 from monolith.config.flags import environment_tree, flag_name, flags_tree, variable_name
 from monolith.config.hints import (
     allows_none,
@@ -41,7 +41,7 @@ from monolith.config.hints import (
 from monolith.config.reading import TAG, Reader
 from monolith.config.secret import MASK, Secret
 from monolith.config.toml import NONE, write_toml
-from monolith.config.tree import Branch, Node, cut, grow, overlay, plant
+from monolith.config.tree import Branch, Leaf, Node, cut, find, grow, overlay, plant
 from monolith.config.units import format_duration
 from monolith.errors import ConfigError
 
@@ -59,8 +59,11 @@ def load_config(
     args: Sequence[str] | None = None,
     prog: str | None = None,
     code: Mapping[str, Any] | None = None,
+    code_source: str = "code",
     defaults: Mapping[str, Any] | None = None,
     aliases: Aliases | None = None,
+    moved: Moved | None = None,
+    exclusive: Sequence[tuple[str, str]] = (),
     foreign: Mapping[str, str] | None = None,
     warn: Callable[[str], None] = _log.warning,
 ) -> T:
@@ -75,8 +78,11 @@ def load_config(
         args: Flags such as `--table.dim 8`, `--no-use-gpu`. `--help` prints and exits.
         prog: The program's name in that help.
         code: Values by name or dotted path; typed values and whole configs are welcome.
+        code_source: What gave `code`, for messages.
         defaults: As `code`, but instead of the defaults of `cls`, and so below all other sources.
         aliases: Old names of fields, which any source may use.
+        moved: Former dotted paths of fields: to use one is an error that names the path it has now.
+        exclusive: Pairs of dotted paths of which a source that sets one unsets the other.
         foreign: Variables of others, such as TF_CONFIG -> the dotted path of the field that one sets.
         warn: Told of names that are accepted and mean nothing any more.
 
@@ -91,20 +97,25 @@ def load_config(
     if file is not None:
         layers.append(grow(_file_data(file), str(file)))
     if environ is not None:
-        layer, unknown = environment_tree(cls, environ, prefix, ignore=ignore, foreign=foreign, old=known)
+        layer, unknown = environment_tree(
+            cls, environ, prefix, ignore=ignore, foreign=foreign, old=known, moved=moved or ()
+        )
         layers.append(layer)
         problems += unknown
     if args is not None:
-        old, rest = old_flags(args, known)
-        layer, unknown = flags_tree(cls, rest, prog, old=known)
-        layers.append(overlay(old, layer))
-        problems += unknown
-    layers.append(_code_tree(code or {}, "code"))
+        old, rest = old_flags(args, known, moved)
+        if rest:
+            layer, unknown = flags_tree(cls, rest, prog, old=known)
+            old = overlay(old, layer)
+            problems += unknown
+        layers.append(old)
+    layers.append(_code_tree(code or {}, code_source))
     tree: Node = Branch({}, "defaults")
     for layer in layers:
-        renamed, wrong = rename(layer, known, warn)
-        tree = overlay(tree, renamed)
-        problems += wrong
+        kept, misplaced = relocate(layer, moved or {}, known)
+        renamed, wrong = rename(kept, known, warn)
+        tree = overlay(tree, _choosing(renamed, exclusive))
+        problems += [*misplaced, *wrong]
 
     def how_to_set(path: str) -> str:
         ways = [f"{path} in {file}"] if file is not None else []
@@ -174,6 +185,17 @@ def _code_tree(values: Mapping[str, Any], source: str) -> Node:
     for path, value in values.items():
         tree = overlay(tree, plant(tuple(path.split(".")), grow(value, source)))
     return tree
+
+
+def _choosing(layer: Node, exclusive: Sequence[tuple[str, str]]) -> Node:
+    """A source's tree, in which what it sets of two that exclude each other unsets the other."""
+    for pair in exclusive:
+        for one, other in (pair, pair[::-1]):
+            chosen = find(layer, tuple(one.split(".")))
+            if isinstance(chosen, Leaf) and chosen.value is not None:
+                unset = plant(tuple(other.split(".")), Leaf(None, chosen.source))
+                layer = overlay(unset, layer)
+    return layer
 
 
 def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[[], Reader]) -> T:

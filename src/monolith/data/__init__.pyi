@@ -3,6 +3,7 @@
 Files, streams and generated logs are sources: they yield records by column and know their position.
 """
 
+from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
@@ -28,6 +29,8 @@ __all__ = [
     "Chunk",
     "ClickLog",
     "ClickLogConfig",
+    "DataConfig",
+    "DataServiceConfig",
     "DriftConfig",
     "DriftingStream",
     "FileSource",

@@ -23,6 +23,7 @@ from monolith.feature.combiners import Combiner, Sum
 from monolith.feature.fids import MAX_SLOTS_V2
 from monolith.table import (
     Adagrad,
+    AdmissionConfig,
     Expiry,
     Fp16,
     Fp32,
@@ -73,6 +74,8 @@ class SlotConfig:
     """None is the optimizer's own, with its warm-up."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """How these sightings are counted."""
     expire_after: timedelta = _FOREVER
     """Time without an update after which a row may go."""
     capacity_bytes: int | None = None
@@ -279,24 +282,26 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
     if len(slots) == 1:
         # Its ids need not be fids, so whatever their high bits say, they are this slot's.
         expiry = Expiry(default=first.config.expire_after)
-        return replace(config, expiry=expiry), SlotThresholds(default=first.config.occurrence_threshold)
+        threshold = SlotThresholds(default=first.config.occurrence_threshold, counting=first.config.admission)
+        return replace(config, expiry=expiry), threshold
     for slot in slots[1:]:
         if list(map(str, slot.segments)) != list(map(str, first.segments)):
             raise ConfigError(
                 f"slots {first.name!r} and {slot.name!r} share table {name!r} and have different rows: "
                 f"{_rows(first)} and {_rows(slot)}. Give them the same slices, or tables of their own."
             )
-        if slot.config.capacity_bytes != first.config.capacity_bytes:
-            raise ConfigError(
-                f"slots {first.name!r} and {slot.name!r} share table {name!r}: "
-                "its capacity_bytes is one number, set it alike"
-            )
-    expire, threshold = {}, {}
+        for shared in ("capacity_bytes", "admission"):
+            if getattr(slot.config, shared) != getattr(first.config, shared):
+                raise ConfigError(
+                    f"slots {first.name!r} and {slot.name!r} share table {name!r}, which has one {shared}: "
+                    "set the same for both"
+                )
+    expire, thresholds = {}, {}
     for slot in slots:
         settings = slot.config
         if settings.slot_id is not None:
             expire[settings.slot_id] = settings.expire_after
-            threshold[settings.slot_id] = settings.occurrence_threshold
+            thresholds[settings.slot_id] = settings.occurrence_threshold
         elif settings.occurrence_threshold or settings.expire_after != _FOREVER:
             raise ConfigError(
                 f"slot {slot.name!r} shares table {name!r} and has limits of its own: "
@@ -309,7 +314,7 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
                 stacklevel=4,
             )
     return replace(config, expiry=Expiry(default=_FOREVER, per_slot=expire)), SlotThresholds(
-        per_slot=threshold
+        per_slot=thresholds, counting=first.config.admission
     )
 
 

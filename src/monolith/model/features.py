@@ -34,12 +34,13 @@ from monolith.feature import (
     SlotConfig,
     Sum,
 )
-from monolith.table import Fp16, Initializer, LearningRate, Optimizer, RandomUniform
+from monolith.table import AdmissionConfig, Fp16, Initializer, LearningRate, Optimizer, RandomUniform
 from monolith.table.compressors import Compressor
 
 _OF_ROWS = (
     "slot",
     "occurrence_threshold",
+    "admission",
     "expire_after",
     "slot_id",
     "optimizer",
@@ -62,6 +63,8 @@ class Feature:
     """What its rows are called, as in checkpoints; by default as the feature."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
+    admission: AdmissionConfig | None = None
+    """How these sightings are counted."""
     expire_after: timedelta | None = None
     """Time without an update after which a row may go; None keeps it for good."""
     slot_id: int | None = None
@@ -104,6 +107,7 @@ class Feature:
             compressor=default.compressor,
             learning_rate=default.learning_rate if self.learning_rate is None else self.learning_rate,
             occurrence_threshold=self.occurrence_threshold,
+            admission=default.admission if self.admission is None else self.admission,
             expire_after=default.expire_after if self.expire_after is None else self.expire_after,
             capacity_bytes=self.capacity_bytes,
         )

@@ -60,23 +60,26 @@ class LocalStore:
         thresholds: Mapping[str, SlotThresholds] | None = None,
         threads: int | None = None,
         make_table: Callable[..., Table] = NativeTable,
-        filter_kind: str = "sliding_hash_filter",
-        filter_capacity: int = 1 << 22,
     ) -> LocalStore:
         """Make the tables of a model.
 
         Args:
-            thresholds: By table: how often an id must have been seen before it has a row.
+            thresholds: By table: how often an id must have been seen before it has a row, and how
+                that is counted.
             threads: That share a batch, the caller counted; by default as many as torch uses.
-            filter_kind: How sightings are counted: see `make_filter`.
-            filter_capacity: Ids that a table's filter remembers.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
+            threshold = (thresholds or {}).get(name, SlotThresholds())
+            counting = threshold.counting
             filters[name] = admission = make_filter(
-                filter_kind, (thresholds or {}).get(name), capacity=filter_capacity
+                counting.kind,
+                threshold,
+                capacity=counting.capacity,
+                split_num=counting.split_num,
+                equal=counting.equal,
             )
             if make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)

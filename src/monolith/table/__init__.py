@@ -5,8 +5,6 @@ table.apply_gradients(ids, gradients, step=1)
 embeddings = table.lookup(ids)
 """
 
-from __future__ import annotations
-
 from monolith.front_door import open_when_asked
 
 __getattr__, __dir__ = open_when_asked(__name__)

@@ -1,3 +1,10 @@
+"""Tables: rows that are looked up by id, trained, admitted and expired.
+
+table = DictTable(TableConfig(name="item", segments=(Segment(dim=8, optimizer=Adagrad()),)))
+table.apply_gradients(ids, gradients, step=1)
+embeddings = table.lookup(ids)
+"""
+
 from monolith.table.admission import (
     FILTERS,
     AdmissionFilter,
@@ -8,6 +15,7 @@ from monolith.table.admission import (
     intercept_gradient,
     make_filter,
 )
+from monolith.table.admission_config import AdmissionConfig
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.cuts import DumpableTable, TableCut
@@ -90,6 +98,7 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "Adam",
+    "AdmissionConfig",
     "AdmissionFilter",
     "Amsgrad",
     "BatchSoftmax",

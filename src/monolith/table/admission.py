@@ -22,6 +22,7 @@ from torch import Tensor
 from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, TableArgumentError
 from monolith.table import arguments, filter_files
+from monolith.table.admission_config import AdmissionConfig
 from monolith.table.hashing import MAX_SLOTS
 
 DEFAULT_CAPACITY = 300_000_000
@@ -40,6 +41,8 @@ class SlotThresholds:
     """For slots that have none of their own."""
     per_slot: Mapping[int, int] = field(default_factory=dict, hash=False)
     """Slot (0 to 32767) to its own threshold; copied, in slot order."""
+    counting: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """How sightings are counted."""
 
     def __post_init__(self) -> None:
         for slot in self.per_slot:

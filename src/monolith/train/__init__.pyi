@@ -1,7 +1,6 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
-from monolith.train.config import KeepConfig, RestoreConfig, TrainConfig
-from monolith.train.expiring import ExpiryConfig
+from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.fleet.fleet import Fleet, join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers

@@ -9,8 +9,24 @@ from typing import Literal
 
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
-from monolith.train.expiring import ExpiryConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpiryConfig:
+    """By which clock rows expire, and how many may go at once."""
+
+    max_share: float = 0.1
+    """The share of a table that may expire at once, 0 to 1. Where more has expired, the table keeps all of
+    its rows and a warning says so; 1 lets all go."""
+    max_ahead: timedelta = timedelta(hours=1)
+    """How far event times may move the clock of expiry ahead of the wall clock."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_share <= 1:
+            raise ConfigError(f"expiry: max_share must be from 0 to 1, got {self.max_share}")
+        if self.max_ahead < timedelta(0):
+            raise ConfigError(f"expiry: max_ahead must not be negative, got {self.max_ahead}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +34,14 @@ class KeepConfig:
     """Which checkpoints are kept."""
 
     max_to_keep: int = 10
-    """How many, besides exempt ones; 0 keeps all."""
+    """How many checkpoints are kept, besides exempt ones; 0 keeps all."""
     every: timedelta | None = timedelta(hours=24)
-    """Of those that leave, one per period is kept for good."""
+    """The period of which one checkpoint is kept for good, when it would be deleted; None keeps none."""
     full_every: int = 1
-    """Every so many checkpoints a full one; those between hold only the rows that changed."""
+    """How many checkpoints there are to one that is full; the others hold only the rows that changed."""
     evict: bool = False
-    """Drop expired rows before each save, as `expiry` says; a save by itself writes all rows there are."""
+    """Whether expired rows are dropped before each save, as `expiry` says; a save by itself writes all rows
+    there are."""
 
     def __post_init__(self) -> None:
         if self.max_to_keep < 0:
@@ -40,25 +57,29 @@ class RestoreConfig:
     dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own. Nothing is copied."""
     checkpoint: str | None = None
-    """Which of the listed checkpoints, such as model.ckpt-30; in training it is taken once per model_dir. One
-    that is not listed is passed over with a warning, unless it is `required`."""
+    """Which of the listed checkpoints to restore, such as model.ckpt-30; training does it once per model_dir.
+    One that is not listed is passed over with a warning, unless it is `required`."""
     required: bool = False
-    """Whether `checkpoint` may be any that is on disk and sound, by name, step or prefix, and ends the run
-    with an error where there is none; training goes back to each once. --restore-checkpoint sets it."""
+    """Whether a missing `checkpoint` ends the run with an error, and any that is on disk and sound is taken,
+    by name, step or prefix; training goes back to each once. --restore-checkpoint sets it."""
     restart_data: bool = False
-    """With `dir`: begin with the data of this run, instead of going on where that one stood."""
+    """Whether a run that starts from `dir` reads its data from the beginning, instead of going on where the
+    other run stopped."""
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"
-    """"auto" starts the state of rows anew where their optimizer changed."""
+    """What happens to the optimizer state of restored rows; auto resets it where the optimizer changed."""
     strict: bool = True
     """Whether a table or variable that the checkpoint lacks is an error."""
     alias_map: Mapping[str, str] | None = None
-    """Dense variable to the name it was saved under."""
+    """The dense variables that were saved under another name: name in the model to name in the checkpoint."""
     auto_alias: bool = True
-    """Guess the old names of variables that the checkpoint does not have."""
+    """Whether the old names of variables that the checkpoint does not have are guessed."""
     clear_nn: bool = False
-    """Start dense variables anew, once; rows are restored."""
+    """Whether dense variables are initialized again, once, and only rows are restored."""
     continue_training: bool = False
-    """With clear_nn, go on with the step of the checkpoint."""
+    """Whether `clear_nn` keeps the step of the checkpoint, instead of counting from 0."""
+
+    def __post_init__(self) -> None:
+        self.options("")  # refuses what does not go together
 
     def options(self, model_dir: str) -> RestoreOptions:
         return RestoreOptions(
@@ -76,27 +97,29 @@ class RestoreConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One run, as each process of it sees it."""
+    """How a task is trained, in each process of a run."""
 
     model_dir: str = ""
-    """Where checkpoints, summaries and the run's manifest go; "" keeps nothing."""
+    """The folder of checkpoints, summaries and the run's manifest, local or remote; "" keeps nothing. A run
+    of several processes needs one."""
     steps: int | None = None
-    """End after so many more steps."""
+    """The run ends after so many more steps."""
     max_steps: int | None = None
-    """End when the model has taken so many steps in all its runs."""
+    """The run ends when the model has taken so many steps in all its runs."""
     max_time: timedelta | None = None
-    """End after so long."""
+    """The run ends after so long."""
     seed: int = 0
-    """The same seed gives the same first weights and random numbers."""
+    """The seed of the first weights and of random numbers."""
     deterministic: bool = False
-    """Let nothing depend on time: the same data gives the same bits, also through kills and restarts.
+    """Whether nothing may depend on time: the same data gives the same bits, also through kills and restarts.
     Saves are then waited for, and counted in steps."""
     prefetch: int = 1
-    """Batches whose rows are looked up ahead; 0 for none."""
+    """The number of batches whose rows are looked up ahead; 0 for none."""
     async_push: bool = True
-    """Update rows while the next batch is computed."""
+    """Whether rows are updated while the next batch is computed."""
     evict_every_steps: int | None = None
-    """Drop expired rows that often, as `expiry` says; None only where `keep.evict` asks for it."""
+    """How many steps there are between drops of expired rows, as `expiry` says; None drops them only where
+    `keep.evict` says so."""
     expiry: ExpiryConfig = field(default_factory=ExpiryConfig)
     save: SaveConfig = field(default_factory=lambda: SaveConfig(steps=1000, asynchronous=True))
     dense_save: SaveConfig | None = None
@@ -104,24 +127,26 @@ class TrainConfig:
     keep: KeepConfig = field(default_factory=KeepConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
     tide: TideWindow | None = None
-    """The daily hours, UTC, in which to train; outside of them the run saves and ends."""
+    """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
+    with `save.tide_secs` it goes on, and saves that often."""
     alert: AlertConfig | None = None
     """What to do about a loss that is NaN or explodes; None does not look."""
     max_skipped_in_a_row: int = 10
     """How many batches in a row may be skipped because their loss or a gradient is NaN or infinite; one more
     ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
-    """Metrics are reported for every so many examples, or so much event time."""
+    """The examples, or the event time, over which each reported metric is computed."""
     operator_files: bool = False
-    """Obey files in model_dir: dump_<step>, stop_<step> and limit_req_time."""
+    """Whether the run obeys the files dump_<step>, stop_<step> and limit_req_time in the model_dir."""
     insight_every_steps: int | None = None
-    """How often what each feature brings is written, for `monolith insight`; None never."""
+    """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
+    writes none."""
     summary_every_steps: int | None = 100
-    """How often TensorBoard summaries are written, where there is a model_dir; None writes none."""
+    """How many steps there are between TensorBoard summaries in the model_dir; None writes none."""
     report_every: timedelta = timedelta(seconds=30)
     """How often a line is logged, where there is no terminal."""
     idle_after: timedelta = timedelta(seconds=1)
-    """When a stream has had nothing for so long, rows are updated without waiting for it."""
+    """How long a stream may bring nothing before rows are updated without waiting for it."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "max_steps", "evict_every_steps", "summary_every_steps"):
@@ -138,7 +163,7 @@ class TrainConfig:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
         if self.deterministic and self.save.secs is not None:
             raise ConfigError(
-                "train: a deterministic run saves every so many steps, not seconds: set save.steps, "
+                "train: a deterministic run saves by steps, not by seconds: set save.steps, "
                 "or deterministic=False"
             )
 

@@ -10,35 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import torch
 
-from monolith.errors import ConfigError
 from monolith.feature import FeatureIds
 from monolith.observe import Doublings, Metrics
 from monolith.store import Store
 from monolith.table import EventClock
+from monolith.train.config import ExpiryConfig
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpiryConfig:
-    """By which clock rows expire, and how many may go at once."""
-
-    max_share: float = 0.1
-    """The share of a table that may expire at once, 0 to 1. Where more has expired, the table keeps all of
-    its rows and a warning says so; 1 lets all go."""
-    max_ahead: timedelta = timedelta(hours=1)
-    """How far event times may move the clock of expiry ahead of the wall clock."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_share <= 1:
-            raise ConfigError(f"expiry: max_share must be from 0 to 1, got {self.max_share}")
-        if self.max_ahead < timedelta(0):
-            raise ConfigError(f"expiry: max_ahead must not be negative, got {self.max_ahead}")
 
 
 class RowExpiry:

@@ -19,12 +19,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from monolith.errors import MonolithError
-from monolith.feature import Batch
+
+if TYPE_CHECKING:  # hooks have configs, which must be readable without torch
+    from torch import Tensor
+
+    from monolith.feature import Batch
 
 _log = logging.getLogger(__name__)
 

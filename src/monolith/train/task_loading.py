@@ -7,6 +7,9 @@
 It names a `Task` subclass, a `Task`, or a function that returns one. What a constructor or function
 takes, or the fields of a task that is a dataclass, are the settings of the task. They are read as
 strictly as a config is: by their annotations, and one that is not known is an error.
+
+A run may have configs for its task's sources and tables, such as a `KafkaConfig`. Each is handed to the
+setting of the task that has this type; what the settings say of single fields wins.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from monolith.config.hints import field_hints
+from monolith.config.hints import field_hints, members
 from monolith.config.reading import Reader
 from monolith.config.tree import Branch, Leaf, Node, grow, overlay, plant
 from monolith.errors import ConfigError, UnknownTaskError
@@ -41,6 +44,7 @@ def load_task(
     *,
     texts: Sequence[str] = (),
     source: str = "settings",
+    inputs: Mapping[str, object] | None = None,
 ) -> Task:
     """Return the task of that name, made with these settings.
 
@@ -50,25 +54,27 @@ def load_task(
         settings: By name, with the values a config file can hold.
         texts: More of them, as "key=value"; the later wins. A dot leads into a nested dataclass.
         source: Where `settings` came from, for messages.
+        inputs: Configs for the task's sources and tables, by the name of their group in the run.
 
     Raises:
         UnknownTaskError: There is no such module, file or name, or it cannot be imported. Also a LookupError.
-        ConfigError: The name makes no sense, what it names is no task, or a setting is not one of its.
+        ConfigError: The name makes no sense, what it names is no task, a setting is not one of its, or no
+            setting takes one of the `inputs`.
     """
     found = _find(name)
     tree = functools.reduce(overlay, map(_planted, texts), grow(settings or {}, source))
     if isinstance(found, Task):
-        return _changed(name, found, tree)
+        return _changed(name, found, tree, inputs or {})
     if isinstance(found, type) and not issubclass(found, Task):
-        raise ConfigError(f"{name} is a class, but no Task; derive it from monolith.train.Task")
+        raise ConfigError(f"{name} is a class, but not a Task; derive it from monolith.train.Task")
     if not callable(found):
         raise ConfigError(
             f"{name} is a {type(found).__name__}; name a Task, a subclass, or a function that returns one"
         )
     if isinstance(found, type) and inspect.isabstract(found):
         missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
-        raise ConfigError(f"{name} is no whole task yet: it does not define {missing}")
-    made = found(**_read(name, tree, _parameters(found)))
+        raise ConfigError(f"{name} is an abstract task: it does not define {missing}")
+    made = found(**_read(name, tree, _parameters(found), inputs or {}))
     if not isinstance(made, Task):
         raise ConfigError(f"{name} returned a {type(made).__name__} instead of a Task")
     return made
@@ -210,23 +216,27 @@ def _type_of(default: Any) -> Any:
     return type(default) if type(default) in _PLAIN else Any
 
 
-def _changed(name: str, task: Task, tree: Node) -> Task:
+def _changed(name: str, task: Task, tree: Node, inputs: Mapping[str, object]) -> Task:
     """A task that exists already takes settings if it is a dataclass."""
-    if not isinstance(tree, Branch) or not tree.children:
+    keys = [*(tree.children if isinstance(tree, Branch) else ()), *inputs]
+    if not keys:
         return task
     if not dataclasses.is_dataclass(task):
-        keys = ", ".join(tree.children)
         raise ConfigError(
-            f"{name} is a task already and takes no settings, got {keys}; make it a dataclass, or name a "
-            "function that makes it"
+            f"{name} is an instance that takes no settings, got {', '.join(keys)}; make its class a "
+            "dataclass, or name a function that returns the task"
         )
     hints = field_hints(type(task))
     fields = {field: (hint, getattr(task, field)) for field, hint in hints.items()}
-    return dataclasses.replace(task, **_read(name, tree, fields))
+    return dataclasses.replace(task, **_read(name, tree, fields, inputs))
 
 
-def _read(name: str, tree: Node, takes: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """Return the settings that were given, typed."""
+def _read(
+    name: str, tree: Node, takes: Mapping[str, tuple[Any, Any]], inputs: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the settings that were given, typed, and those that take one of the inputs."""
+    handed = _handed(name, takes, inputs)
+    takes = {key: (hint, handed.get(key, default)) for key, (hint, default) in takes.items()}
     shadow = dataclasses.make_dataclass(
         "Settings", [(key, hint, _field(default)) for key, (hint, default) in takes.items()], kw_only=True
     )
@@ -235,7 +245,38 @@ def _read(name: str, tree: Node, takes: Mapping[str, tuple[Any, Any]]) -> dict[s
     if reader.problems:
         raise ConfigError(_told(name, [problem.text for problem in reader.problems])) from reader.cause
     given: Iterable[str] = tree.children if isinstance(tree, Branch) else ()
-    return {key: getattr(settings, key) for key in given}
+    return {key: getattr(settings, key) for key in dict.fromkeys([*handed, *given])}
+
+
+def _handed(
+    name: str, takes: Mapping[str, tuple[Any, Any]], inputs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return which setting takes which of the inputs: that of its type; of several, that of its group's name.
+
+    Raises:
+        ConfigError: No setting takes one of them, or several do.
+    """
+    found: dict[str, object] = {}
+    problems = []
+    for group, given in inputs.items():
+        kind = type(given)
+        fitting = [key for key, (hint, _) in takes.items() if kind in members(hint)]
+        if group in fitting or len(fitting) == 1:
+            found[group if group in fitting else fitting[0]] = given
+        elif fitting:
+            problems.append(
+                f"the run has a group {group}, and {' and '.join(fitting)} are both of type {kind.__name__}; "
+                f"call the one that takes it {group}"
+            )
+        else:
+            problems.append(
+                f"the run has a group {group}, but the task has no setting of type {kind.__name__}; declare "
+                f"one, such as `{group}: {kind.__name__} | None = None`, and use it, or remove {group} from "
+                "the run"
+            )
+    if problems:
+        raise ConfigError(_told(name, problems))
+    return found
 
 
 def _field(default: Any) -> Any:

@@ -6,9 +6,9 @@ import pytest
 
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.run_flags import split_run_flags
-from monolith.cluster.run_config import load_run_config
+from monolith.run import load_run_config
 
-OWN = {"task", "model_dir", "steps", "num_ps"}
+OWN = {"model_dir", "steps", "num_ps"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,8 @@ OWN = {"task", "model_dir", "steps", "num_ps"}
         ("--num_ps 2 --model_dir m", "--num_ps 2 --model_dir m", ""),
         ("--cluster.num-pz 2 tasks:T", "tasks:T", "--cluster.num-pz 2"),
         ("--stepz 3", "--stepz 3", ""),
+        ("--train.save.steps 5 tasks:T", "tasks:T", "--train.save.steps 5"),
+        ("--checkpoint.keep 5 tasks:T", "tasks:T", "--checkpoint.keep 5"),
         ("tasks:T -- --cluster.index 1", "tasks:T -- --cluster.index 1", ""),
     ],
 )
@@ -41,7 +43,7 @@ def test_both_kinds_reach_the_options_and_the_words_are_kept() -> None:
     assert (options.task, options.num_ps, options.steps) == ("tasks:T", 2, 4)
     assert options.words == tuple(words)
     config = load_run_config(
-        args=list(options.run_flags), code={"job.model_dir": "m", "cluster.num_ps": options.num_ps}
+        args=list(options.run_flags), code={"train.model_dir": "m", "cluster.num_ps": options.num_ps}
     )
     assert (config.cluster.role, config.cluster.index) == ("ps", 1)
 

@@ -12,10 +12,10 @@ import yaml
 from monolith.cli.commands import COMMANDS
 from monolith.cli.launching import check
 from monolith.cli.main import parse_options, split_command
-from monolith.cli.run_settings import read_settings, refused, settings_of
+from monolith.cli.run_settings import run_of
 from monolith.cluster.launch.ray import RayPlacement
-from monolith.cluster.run_config import load_run_config
-from monolith.cluster.runtime import place
+from monolith.run import load_run_config, read_run, refused
+from monolith.run.runtime import place
 
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 MANIFEST = DEPLOY / "kubernetes" / "parameter-servers.yaml"
@@ -163,7 +163,7 @@ def test_each_command_line_is_one_that_can_be_given(where):
     name, flags = split_command(words)
     options = parse_options(name, flags, words)
     if name == "train" and options.launch is not None:
-        check(options, settings_of(options, {}, {"discovery.kind": "ray"}))
+        check(options, run_of(options, {}, {"discovery.kind": "ray"}))
 
 
 @pytest.mark.parametrize("role", ["ps", "worker"])
@@ -172,7 +172,8 @@ def test_nothing_in_a_config_asks_for_what_cannot_be_done(run_toml, role):
     primus = json.dumps({**tf_config, "task": {"type": role, "index": 0}})
     kubernetes = {"MONOLITH_CLUSTER__ROLE": role}
     for file, environ in ((run_toml, kubernetes), (PRIMUS.parent / "run.toml", {"TF_CONFIG": primus})):
-        settings = read_settings(file, environ)
-        assert list(refused(settings)) == []
-        assert settings.run.cluster.role == role
-        assert settings.run.failover.max_retries == 6
+        run = read_run(file, environ)
+        assert list(refused(run)) == []
+        assert run.cluster.role == role
+        assert run.failover.max_retries == 6
+        assert run.train.save.secs == 600

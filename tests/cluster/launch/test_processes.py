@@ -16,8 +16,8 @@ import pytest
 
 from monolith.cluster.launch import Member, job_members, launch, processes, run_members
 from monolith.cluster.launch.processes import StopRequest
-from monolith.cluster.run_config import load_run_config
 from monolith.errors import ConfigError, WrongThreadError
+from monolith.run import load_run_config
 
 GRACE = timedelta(seconds=5)
 
@@ -376,7 +376,7 @@ def test_kill_9_of_a_guardian_ends_its_member_and_the_run(launcher):
 
 def test_a_job_has_its_servers_first_and_each_knows_its_place():
     members = job_members(
-        ("monolith", "train", "t"), num_ps=1, num_workers=2, folder="/d", flags=("--job.model-dir", "/m")
+        ("monolith", "train", "t"), num_ps=1, num_workers=2, folder="/d", flags=("--train.model-dir", "/m")
     )
     assert [each.name for each in members] == ["ps 0", "worker 0", "worker 1"]
     configs = [load_run_config(args=each.command[3:]) for each in members]

@@ -11,33 +11,33 @@ from typing import Literal
 class ConfigInitOptions:
     """Write a config file to begin with, every field in it explained."""
 
-    kind: Literal["local", "ps", "sync", "serve"]
-    """One process; parameter servers; ranks that step together; a server of requests."""
+    kind: Literal["local", "ps"]
+    """The kind of run: local is one process, ps has parameter servers and workers."""
     to: Path | None = None
-    """The file to write, which must not exist; by default standard output."""
+    """The TOML file to write, which must not exist; by default standard output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigExplainOptions:
-    """Say what a field of the config does, by its new name or an old one; or list a group, or all."""
+    """Explain a field of the config, by its new name or an old one; or list a group, or all fields."""
 
     field: str
-    """A field such as cluster.num_ps or num_ps, a group such as cluster, or all."""
+    """A field such as train.save.steps or num_ps, a group such as train.save, or all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigCheckOptions:
-    """Name everything for which training would refuse a config file. The task itself is not looked at."""
+    """List everything for which `monolith train` would refuse a config file. The task is not imported."""
 
     file: Path
-    """TOML or JSON."""
+    """A config file, TOML or JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfigShowOptions:
-    """Print a config file with every default and decision spelled out, secrets masked."""
+    """Print the whole run that a config file describes: every default spelled out, secrets masked."""
 
     file: Path
-    """TOML or JSON."""
+    """A config file, TOML or JSON."""
     environment: bool = False
-    """Lay what the environment says over it, as a run would."""
+    """Apply the variables of the environment, as a run would."""

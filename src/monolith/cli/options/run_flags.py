@@ -51,13 +51,15 @@ def _name(word: str) -> str:
 
 def _known() -> Mapping[str, str]:
     """Name of each flag -> what follows it: "many" words, "one", or a "truth", which may be left out."""
-    from monolith.cluster.run_config import ALIASES, FLAGS_OF_OTHERS, RunConfig
     from monolith.config import Renamed, describe_fields
+    from monolith.run import OLD_NAMES, RunConfig
+    from monolith.run.old_names import moved_fields
 
     takes = {info.path: _takes(info.hint) for info in describe_fields(RunConfig)}
-    for old, alias in {**FLAGS_OF_OTHERS, **ALIASES}.items():
+    for old, alias in OLD_NAMES.items():
         takes[old] = takes[alias.path] if isinstance(alias, Renamed) else "many"
-    return takes
+    former = (path for path in moved_fields() if "." in path)
+    return {**dict.fromkeys(former, "one"), **takes}
 
 
 def _takes(hint: Any) -> str:

@@ -1,4 +1,4 @@
-"""The flags by which every command that listens is told who may come in.
+"""The flags by which every command that listens is told who may connect.
 
 They are names for the `security` group of a run's config, and win over what a file and the environment say.
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from monolith.cluster.run_config import RunConfig
     from monolith.cluster.security import Guard
+    from monolith.run import RunConfig
     from monolith.wire.limits import Limits
 
 _FIELDS = {
@@ -27,22 +27,22 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecurityOptions:
-    """Who may come in, and what to show to others; part of a command's own options, without a prefix."""
+    """Who may connect, and what to show to others; part of a command's own options, without a prefix."""
 
     tls_cert: Path | None = None
-    """This process's certificate, PEM. With it, --tls-key and --tls-ca both ends of a connection show one."""
+    """The certificate of this process, PEM. It needs --tls-key and --tls-ca; both ends then show one."""
     tls_key: Path | None = None
     """The private key of that certificate, PEM."""
     tls_ca: Path | None = None
-    """Who must have signed the certificates of the others, PEM."""
+    """The certificate authority that must have signed the certificates of the others, PEM."""
     tls_server_name: str | None = None
     """The name in the servers' certificates, where it is not the host they are reached by."""
     token_file: Path | None = None
     """A file with the token that all processes of the job share."""
     config: Path | None = None
-    """A config file of the run, whose security group says the same for all processes; flags win over it."""
+    """A config file of the run, whose group security has the same settings; flags win over it."""
     insecure: bool = False
-    """Listen on an address that others can reach, and ask nothing of them."""
+    """Listen without certificates or a token on an address that others can reach."""
 
 
 def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) -> Guard:
@@ -62,7 +62,7 @@ def limits_of(options: SecurityOptions, environ: Mapping[str, str]) -> Limits:
 
 
 def _run_config(options: SecurityOptions, environ: Mapping[str, str]) -> RunConfig:
-    from monolith.cluster.run_config import load_run_config
+    from monolith.run import load_run_config
 
     chosen = {
         f"security.{field}": getattr(options, name)

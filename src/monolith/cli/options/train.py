@@ -18,40 +18,40 @@ Unparsed = Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """Train a task, from its data to checkpoints; started again, it goes on where it was.
+    """Train a task, from its data to checkpoints; started again, it goes on from the last one.
 
-    Ctrl-C or SIGTERM ends a run after its current step, saved, with status 130 or 143; a second one
-    aborts it. A config file is one that `monolith config init` writes; or it has the fields of
-    TrainConfig, and [task] for settings of the task. Fields of the former are flags, too, and variables:
-    --cluster.num-ps, MONOLITH_CLUSTER__NUM_PS. `monolith config explain all` lists them.
+    Ctrl-C or SIGTERM saves and ends a run after its current step, with status 130 or 143; a second one
+    aborts it. `monolith config init` writes a config file to begin with. Every field of it is a flag, too,
+    and a variable: --train.save.steps 100, MONOLITH_TRAIN__SAVE__STEPS=100. The flags below are short names
+    for some of them; `monolith config explain all` lists all.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
-    default what job.task of the config says."""
+    """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
+    one; by default job.task of the config."""
     launch: Literal["local", "ray"] | None = None
     """Start all processes of the run: as children of this one, or on a Ray cluster."""
     num_ps: int | None = None
-    """Parameter servers, which hold rows and weights; with 0, the default, the one worker does."""
+    """The number of parameter servers, which hold rows and weights; by default 0: the worker does."""
     num_workers: int | None = None
-    """Processes that train, each on its share of the data; by default 1."""
+    """The number of processes that train, each on its share of the data; by default 1."""
     ray_address: str | None = None
-    """With --launch ray: the cluster, as auto, host:port or ray://host:port; by default one is started here
-    for as long as the run lasts."""
+    """The Ray cluster for --launch ray: auto, host:port or ray://host:port; by default one is started on this
+    machine for as long as the run lasts."""
     model_dir: str | None = None
-    """Where checkpoints, summaries and the run's manifest go; without it nothing is kept."""
+    """The folder of checkpoints, summaries and the run's manifest; without it nothing is kept."""
     config: Path | None = None
-    """A TOML file with the settings of the run; flags and variables win over it."""
+    """A TOML or JSON file with the settings of the run; flags and variables win over it."""
     set: Settings = ()
-    """key=value for a setting of the task; may be given several times."""
+    """A setting of the task, as key=value; may be given several times."""
     steps: int | None = None
-    """End after so many more steps."""
+    """End the run after this many more steps."""
     max_steps: int | None = None
-    """End when the model has taken so many steps in all its runs."""
+    """End the run when the model has taken this many steps in all its runs."""
     max_time: str | None = None
-    """End after so long: seconds, or as in 90m or 1h30m."""
+    """End the run after this long: seconds, or as in 90m or 1h30m."""
     seed: int | None = None
-    """The same seed gives the same first weights and random numbers."""
+    """The seed of the first weights and of random numbers."""
     deterministic: bool = False
     """Let nothing depend on time: the same data gives the same bits, also through restarts."""
     save_steps: int | None = None
@@ -61,7 +61,7 @@ class TrainOptions:
     max_to_keep: int | None = None
     """How many checkpoints to keep; 0 keeps all."""
     full_every: int | None = None
-    """Every so many checkpoints a full one; those between hold only the rows that changed."""
+    """How many checkpoints there are to one that is full; the others hold only the rows that changed."""
     restore_dir: str | None = None
     """Another model_dir to start from, where this one has no checkpoint of its own."""
     restore_checkpoint: str | None = None
@@ -71,17 +71,17 @@ class TrainOptions:
     optimizer_state: Literal["keep", "reset", "auto"] | None = None
     """What to do with the optimizer state of restored rows; auto resets it where the optimizer changed."""
     no_strict: bool = False
-    """Let tables and variables that the checkpoint lacks begin anew."""
+    """Initialize tables and variables that the checkpoint lacks, instead of failing."""
     clear_nn: bool = False
-    """Start dense weights anew, once; rows are restored."""
+    """Initialize the dense weights again, once, and restore only rows."""
     continue_training: bool = False
-    """With --clear-nn, go on with the step of the checkpoint."""
+    """Keep the step of the checkpoint with --clear-nn, instead of counting from 0."""
     prefetch: int | None = None
-    """Batches whose rows are looked up ahead; 0 for none."""
+    """The number of batches whose rows are looked up ahead; 0 for none."""
     no_async_push: bool = False
     """Update rows before the next batch is computed, instead of beside it."""
     evict_every_steps: int | None = None
-    """Drop expired rows that often."""
+    """Drop expired rows every so many steps."""
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     summaries: bool = False
@@ -95,8 +95,8 @@ class TrainOptions:
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port; 0 chooses a free one."""
     metrics_host: str | None = None
-    """The address of that port, by default 127.0.0.1. Another one needs certificates or a token: see the
-    group security of the config."""
+    """The address of the metrics port, by default 127.0.0.1. Another one needs certificates or a token: see
+    the group security of the config."""
     quiet: bool = False
     """Show no progress."""
     json: bool = False
@@ -112,19 +112,19 @@ class EvaluateOptions:
     """Measure a checkpoint of a task on its evaluation data."""
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
-    default what job.task of the config says."""
+    """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
+    one; by default job.task of the config."""
     model_dir: str | None = None
-    """Where its training left checkpoints."""
+    """The folder with the checkpoints of the training."""
     config: Path | None = None
-    """The TOML file that it was trained with; flags win over it."""
+    """The config file that it was trained with; flags win over it."""
     set: Settings = ()
-    """key=value for a setting of the task; may be given several times."""
+    """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """Which checkpoint that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its files; by
-    default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
+    files; by default the newest."""
     steps: int | None = None
-    """Batches to look at; by default all there are."""
+    """The number of batches to evaluate; by default all there are."""
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False
@@ -135,32 +135,32 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictOptions:
-    """Write what a checkpoint of a task predicts of its prediction data to a file.
+    """Write the predictions of a checkpoint of a task for its prediction data to a file.
 
     Columns are prediction.HEAD, label.HEAD where the data has labels, and line_id.FIELD where batches have
     them as features.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
-    """package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns one; by
-    default what job.task of the config says."""
+    """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
+    one; by default job.task of the config."""
     to: str | None = None
     """The file to write (.parquet, .csv, .tsv, .jsonl, .tfrecord); it appears when all is written."""
     to_format: str | None = None
-    """How to write; by default told by the name of the file."""
+    """The format to write; by default told by the name of the file."""
     model_dir: str | None = None
-    """Where its training left checkpoints."""
+    """The folder with the checkpoints of the training."""
     config: Path | None = None
-    """The TOML file that it was trained with; flags win over it."""
+    """The config file that it was trained with; flags win over it."""
     set: Settings = ()
-    """key=value for a setting of the task; may be given several times."""
+    """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """Which checkpoint that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its files; by
-    default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
+    files; by default the newest."""
     columns: tuple[str, ...] = ()
     """Features of the batch to write too, such as user, to know whose prediction it is."""
     steps: int | None = None
-    """Batches to predict; by default all there are."""
+    """The number of batches to predict; by default all there are."""
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
     quiet: bool = False

@@ -15,23 +15,6 @@ that changes hands goes on where its last owner stopped yielding.
     source.position()       # saved with the model: {"source": "kafka", "offsets": {"clicks": {"0": 17}}, ...}
 """
 
-from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, read_settings
-from monolith.data.kafka.positions import merge_positions
-from monolith.data.kafka.sink import KafkaSink
-from monolith.data.kafka.source import KafkaSource, create_plain_kafka_dataset
-from monolith.data.kafka.strings import KEY, VALUE, plain_strings, string_column
+from monolith.front_door import open_when_asked
 
-__all__ = [
-    "KEY",
-    "VALUE",
-    "ByWorker",
-    "Decode",
-    "KafkaConfig",
-    "KafkaSink",
-    "KafkaSource",
-    "create_plain_kafka_dataset",
-    "merge_positions",
-    "plain_strings",
-    "read_settings",
-    "string_column",
-]
+__getattr__, __dir__ = open_when_asked(__name__)

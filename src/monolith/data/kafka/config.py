@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from monolith.data.format import BadRecord
-from monolith.data.records import Records
+from monolith.config import Secret
 from monolith.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from monolith.data.format import BadRecord
+    from monolith.data.records import Records
 
 STARTS = ("earliest", "latest")
 OURS = ("enable.auto.commit", "enable.auto.offset.store", "auto.offset.reset", "enable.partition.eof")
@@ -31,7 +34,9 @@ class ByWorker:
     """Gives each worker fixed partitions: p of topic number t to worker (p + t) mod `num_workers`."""
 
     worker: int
+    """The number of this worker, from 0 on."""
     num_workers: int
+    """How many workers share the partitions."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.worker < self.num_workers:
@@ -50,6 +55,7 @@ class KafkaConfig:
     servers: tuple[str, ...]
     """host:port of some brokers, which know the others."""
     topics: tuple[str, ...]
+    """The topics to read, each once."""
     group: str
     """The consumer group: who shares out partitions, and under whose name offsets are committed."""
     assignment: ByWorker | None = None
@@ -72,6 +78,10 @@ class KafkaConfig:
     """How long to try until a broker answers for the first time."""
     outage_timeout: timedelta = timedelta(minutes=10)
     """How long the brokers may be out of reach later on."""
+    username: str | None = None
+    """The user name for SASL."""
+    password: Secret | None = None
+    """The password for SASL."""
     settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     """Anything else librdkafka knows, security included: {"security.protocol": "SASL_SSL", ...}."""
 
@@ -93,6 +103,14 @@ class KafkaConfig:
             if given is not None and given < timedelta(0):
                 raise ConfigError(f"kafka: {name} must not be negative, got {given}")
         check_settings(self.settings, OURS)
+
+    @property
+    def client_settings(self) -> dict[str, str | int | float | bool]:
+        """What librdkafka is given of the settings and the login; reveals the password."""
+        login = {} if self.username is None else {"sasl.username": self.username}
+        if self.password is not None:
+            login["sasl.password"] = self.password.reveal()
+        return {**self.settings, **login}
 
 
 def check_settings(settings: Mapping[str, object], ours: Sequence[str]) -> None:

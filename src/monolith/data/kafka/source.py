@@ -267,7 +267,7 @@ class KafkaSource:
             raise DataError(f"kafka: the source of {self._who()} was closed")
         self._settle()
         settings: dict[str, Any] = {
-            **self.config.settings,
+            **self.config.client_settings,
             "bootstrap.servers": ",".join(self.config.servers),
             "group.id": self.config.group,
             "enable.auto.commit": False,

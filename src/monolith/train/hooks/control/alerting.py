@@ -11,13 +11,14 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from monolith.errors import ConfigError, DivergedError
 from monolith.observe import Metrics
 from monolith.train.hook import Hook, Run, StepResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -27,17 +28,18 @@ class AlertConfig:
     """What counts as diverged, and what then happens."""
 
     action: Literal["warn", "stop", "rollback"] = "warn"
-    """Say so; end the run with a DivergedError; or go back to the last good checkpoint."""
+    """What happens when the loss diverged: a warning, the end of the run with a DivergedError, or a return to
+    the last good checkpoint."""
     every_steps: int = 100
-    """How many steps are looked at together."""
+    """How many steps there are between two looks at the loss."""
     explosion: float | None = 10.0
     """How many times its running mean the mean loss may be; None looks for NaN and infinity only."""
     warmup_checks: int = 10
-    """How many looks make a running mean that can be trusted: the first losses are high."""
+    """How many looks pass before the running mean is trusted: the first losses are high."""
     decay: float = 0.9
-    """What one look leaves of the running mean."""
+    """The share of the running mean that one look keeps."""
     max_rollbacks: int = 3
-    """After as many, the next divergence ends the run."""
+    """How many rollbacks are allowed; the next divergence ends the run."""
 
     def __post_init__(self) -> None:
         if self.action not in ("warn", "stop", "rollback"):

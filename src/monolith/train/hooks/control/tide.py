@@ -32,10 +32,13 @@ class TideWindow:
     """
 
     start_hour: int
+    """The hour in which the window begins, 0 to 23, UTC."""
     start_minute: int | None
-    """None means 0, here and for the end."""
+    """The minute in which the window begins; None means 0."""
     end_hour: int
+    """The hour in which the window ends, 0 to 23, UTC."""
     end_minute: int | None
+    """The minute in which the window ends; None means 0."""
 
     def __post_init__(self) -> None:
         for name, value, limit in (

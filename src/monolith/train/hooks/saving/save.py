@@ -65,18 +65,21 @@ class SaveConfig:
     """How often to save, and what an error means. With neither interval only the end is saved."""
 
     secs: float | None = None
+    """Seconds between saves; not beside `steps`."""
     steps: int | None = None
+    """Steps between saves."""
     tide: TideWindow | None = None
-    """Outside of this window `tide_secs` is the interval."""
+    """The daily hours outside of which `tide_secs` is the interval."""
     tide_secs: float | None = None
+    """Seconds between saves outside of the daily window."""
     ignore_errors: bool = False
-    """Train on when a save failed. Requests have a say of their own: see `SaveHook.trigger_save`."""
+    """Whether training goes on when a save failed; a request for a save has a setting of its own."""
     asynchronous: bool = False
-    """Write beside the training."""
+    """Whether a checkpoint is written while training goes on."""
     retry_secs: float = 30.0
-    """How soon to try again after a save that failed, or that had to wait for the one before."""
+    """Seconds until the next try after a save that failed, or that had to wait for the one before."""
     close_secs: float = 600.0
-    """How long a run that ends by an error waits for the save being written, before it gives that up."""
+    """Seconds that a run which ends by an error waits for the save being written."""
 
     def __post_init__(self) -> None:
         if self.secs is not None and self.steps is not None:

@@ -2,12 +2,14 @@ import json
 
 import pytest
 
-from monolith.cluster import runtime
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.files_discovery import FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery
-from monolith.cluster.run_config import RunConfig, load_run_config
-from monolith.cluster.runtime import (
+from monolith.cluster.tf_config import TfConfigDiscovery
+from monolith.cluster.zookeeper import ZooKeeperConfig
+from monolith.errors import ConfigError
+from monolith.run import RunConfig, load_run_config, runtime
+from monolith.run.runtime import (
     Role,
     discovery_defaults,
     listen_address,
@@ -15,9 +17,6 @@ from monolith.cluster.runtime import (
     place,
     role_from_environment,
 )
-from monolith.cluster.tf_config import TfConfigDiscovery
-from monolith.cluster.zookeeper import ZooKeeperConfig
-from monolith.errors import ConfigError
 
 CLUSTER = {
     "chief": ["host0:2222"],
@@ -126,23 +125,6 @@ def test_a_process_that_mlp_started_to_read_data_does_not_train():
 def test_flags_say_who_this_is_with_every_other_registry():
     config = load(num_ps=1, num_workers=3, index=2, model_dir="m", uuid="u")
     assert place(config, {**MLP, **RANK, "TF_CONFIG": tf_config("ps", 0)}) == config
-
-
-def test_in_synchronous_training_the_rank_does():
-    placed = place(load(enable_sync_training=True, model_dir="m"), RANK)
-    assert (placed.cluster.index, placed.cluster.num_workers) == (2, 4)
-    assert placed.data.reorder_fids
-    alone = load(enable_sync_training=True)
-    assert place(alone, {}) == alone
-
-
-def test_partly_synchronous_workers_on_gpus_have_their_rank_as_index():
-    values = {"enable_partial_sync_training": True, "enable_gpu_training": True}
-    values |= {"num_ps": 1, "num_workers": 4, "model_dir": "m"}
-    assert place(load(**values), RANK).cluster.index == 2
-    assert place(load(**values, index=1), RANK).cluster.index == 1
-    assert place(load(**values, server_type="ps"), RANK).cluster.index == 0
-    assert place(load(**values), {}).cluster.index == 0
 
 
 def test_a_local_run_is_left_alone():

@@ -18,11 +18,11 @@ from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery, MLPEnv
 from monolith.cluster.mpi import world_from_environment
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
-from monolith.cluster.run_config import RunConfig, for_rank
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.yarn import application_master_address
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
+from monolith.run.config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,32 +82,25 @@ def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
 def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     """Return the config with role and index as whoever launched this process says.
 
-    That is the registry, where it is TF_CONFIG or MLP, and the rank in synchronous training. Otherwise
-    role and index are what flags, environment and file said. Counts that the config leaves at their
-    defaults are taken over, too.
+    That is the registry, where it is TF_CONFIG or MLP. Otherwise role and index are what flags, environment
+    and file said. Counts that the config leaves at their defaults are taken over, too.
 
     Raises:
         ConfigError: The registry says nothing, or that this process does not train.
     """
     if config.job.local:
         return config
-    training, cluster = config.training, config.cluster
-    if training.fully_synchronous:
-        world = world_from_environment(environ)
-        return config if world is None else for_rank(config, world.rank, world.size)
+    cluster = config.cluster
     if config.discovery.kind == "tf_config":
         role = _from_tf_config(config.discovery.tf_config or "", environ)
     elif config.discovery.kind == "mlp":
         role = _from_mlp(environ)
-    elif training.partially_synchronous and training.gpu and cluster.role == "worker" and not cluster.index:
-        world = world_from_environment(environ)
-        return config if world is None else replace(config, cluster=replace(cluster, index=world.rank))
     else:
         return config
     if role.kind not in ("worker", "ps"):
         raise ConfigError(
             f"{role.source} says that this process is a {role.kind}, which does not train; "
-            "`monolith data dispatcher` and `monolith data worker` start what reads data"
+            "`monolith data dispatcher` and `monolith data worker` start the processes that read data"
         )
     placed = replace(
         cluster,

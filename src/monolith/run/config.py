@@ -1,0 +1,79 @@
+"""A whole run as one value: it contains the configs of the rooms, and adds what is between them.
+
+A field is said once, in the config of the room that obeys it: `train` is the `TrainConfig` that a trainer
+takes, `kafka` the `KafkaConfig` that a source takes, `security` what listeners ask for. So a file, a flag
+(--train.save.steps), a variable (MONOLITH_TRAIN__SAVE__STEPS) and Python code all use the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from monolith.cluster.security import SecurityConfig
+from monolith.config import Checked, Problem
+from monolith.data.config import DataConfig, DataServiceConfig
+from monolith.data.kafka.config import KafkaConfig
+from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
+from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
+from monolith.table.admission_config import AdmissionConfig
+from monolith.train.config import TrainConfig
+from monolith.wire.limits import Limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(Checked):
+    """A whole run. Building one reads, writes and starts nothing; `settle` decides what None leaves open."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the task, by name."""
+    data: DataConfig | None = None
+    """The files that the task reads; needs a task with a setting of type DataConfig."""
+    kafka: KafkaConfig | None = None
+    """The stream that the task reads; needs a task with a setting of type KafkaConfig."""
+    data_service: DataServiceConfig | None = None
+    """The data service that the task reads from; needs a task with a setting of type DataServiceConfig."""
+    admission: AdmissionConfig | None = None
+    """How ids earn their rows; needs a task with a setting of type AdmissionConfig."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    limits: Limits = field(default_factory=Limits)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    threads: ThreadsConfig = field(default_factory=ThreadsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is more than this process."""
+        return not self.job.local and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
+
+    @property
+    def inputs(self) -> dict[str, object]:
+        """What the run says of the task's data and rows, by group: for settings of the task of that type."""
+        groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}
+        return {name: given for name, given in groups.items() if given is not None}
+
+    def problems(self) -> Iterator[Problem]:
+        several = ("job.local", "cluster.num_ps", "cluster.num_workers")
+        if self.distributed and not self.train.model_dir:
+            yield Problem(
+                ("train.model_dir", *several),
+                "model dir can't be empty: the processes of a run share their files there; set --model-dir",
+            )
+        if self.distributed and self.discovery.kind == "zookeeper" and not self.job.name:
+            yield Problem(
+                ("job.name", "discovery.kind", *several),
+                "discovery by ZooKeeper needs job.name: the processes meet under the job's name",
+            )
+        for name in () if self.kafka is None else self.kafka.settings:
+            if re.search("password|secret|token", name) and not name.endswith("location"):
+                yield Problem(
+                    ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"
+                )

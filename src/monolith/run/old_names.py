@@ -1,0 +1,396 @@
+"""The names that fields had elsewhere: in ByteDance's Monolith, and in earlier versions of our own config.
+
+`ALIASES` has every field of the original's three configs; `FLAGS_OF_OTHERS` has flags that it defined
+elsewhere: in its runners, its data service, its environment. Each is a field that acts, or says why there
+is none. `MOVED` has the former paths of our own fields, which are read nowhere any more: who uses one is
+told the path it has now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from monolith.config import Dropped, Renamed, Unsupported
+from monolith.config.fields import leaf_paths
+from monolith.errors import ConfigError
+from monolith.run.processes import FailoverConfig
+from monolith.train.config import TrainConfig
+
+
+def milliseconds(value: object) -> object:
+    """A number of milliseconds as a duration; a negative one meant no limit, which nothing has."""
+    number = _number(value)
+    if number is None:
+        return value
+    if number < 0:
+        raise ConfigError(
+            "a call without a limit would wait forever for a server that hangs; name a limit, or leave it out"
+        )
+    return f"{value}ms"
+
+
+def zero_is_default(value: object) -> object:
+    """0 meant that the number of retries follows from other fields."""
+    return FailoverConfig().max_retries if _number(value) == 0 else value
+
+
+def empty_is_open(value: object) -> object:
+    """Empty text meant that nothing was chosen."""
+    return None if value == "" else value
+
+
+def listed(value: object) -> object:
+    """Names with commas between them."""
+    if not isinstance(value, str):
+        return value
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def from_json(value: object) -> object:
+    """A table written as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else {}
+    except ValueError as cause:
+        raise ConfigError(f"malformed JSON: {cause}") from cause
+
+
+def turned_round(value: object) -> object:
+    """A table from old names of weights to new ones, as one from new names to old."""
+    table = from_json(value)
+    if not isinstance(table, Mapping):
+        return table
+    turned = {str(new): old for old, new in table.items()}
+    if len(turned) < len(table):
+        new = next(each for each in turned if [*map(str, table.values())].count(each) > 1)
+        raise ConfigError(f"two old names become {new}; which one is it?")
+    return turned
+
+
+def queue_folder(value: object) -> object:
+    """Dynamic sharding was a switch, and needs a folder now."""
+    if str(value).strip().lower() in ("", "0", "false", "no", "off", "none"):
+        return None
+    raise ConfigError(
+        "workers take files from a queue in a folder that all of them see: name it as data.queue"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Old words for values -> new ones, in any case."""
+
+    words: Mapping[str, str]
+
+    def __call__(self, value: object) -> object:
+        return self.words.get(value.lower(), value.lower()) if isinstance(value, str) else value
+
+
+DISCOVERY_WORDS = Words({"primus": "tf_config", "zk": "zookeeper"})
+FORMAT_WORDS = Words(
+    {"instance": "framed_instance", "example": "framed_example", "examplebatch": "framed_example_batch"}
+)
+
+_CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
+
+_OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
+_SPARES = "not built yet: spare servers; each is told its share when it starts, so start num_ps of them"
+_RANKS = "not built yet: ranks that step together; workers train asynchronously on parameter servers"
+_SERVING = "not built yet: sending changed rows to servers that answer requests"
+_ITEMS = "not built yet: a pass over all items after training"
+_INSIGHT = "predictions are reported by a hook of the task: DeepInsightHook"
+_LOG = "log lines are counted in time, not in steps: train.report_every"
+_FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
+
+ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
+    # CpuTrainingConfig
+    "server_type": Renamed("cluster.role"),
+    "index": Renamed("cluster.index"),
+    "num_ps": Renamed("cluster.num_ps"),
+    "num_workers": Renamed("cluster.num_workers"),
+    "model_name": Renamed("job.model_name"),
+    "filter_capacity": Renamed("admission.capacity"),
+    "filter_split_num": Renamed("admission.split_num"),
+    "filter_type": Renamed("admission.kind"),
+    "filter_equal_probability": Renamed("admission.equal"),
+    "hashtable_init_capacity": Unsupported(_OWN_TABLES),
+    "use_native_multi_hash_table": Dropped("a store looks up all tables at once, whatever they are"),
+    "embedding_prefetch_capacity": Renamed("train.prefetch"),
+    "enable_embedding_postpush": Renamed("train.async_push"),
+    "enable_variable_prefetch": Unsupported(
+        "not built yet: fetching dense weights ahead; they come with the answer to each push"
+    ),
+    "enable_variable_postpush": Unsupported(
+        "not built yet: pushing dense gradients behind the step; those of rows are, with train.async_push"
+    ),
+    "enable_sync_training": Unsupported(_RANKS),
+    "enable_partial_sync_training": Unsupported(_RANKS),
+    "enable_gpu_training": Unsupported(
+        "a module computes where the task has moved it to; move it in the task's model()"
+    ),
+    "processes_per_gpu": Unsupported(_RANKS, default=1),
+    "merge_sync_training_ckpt": Unsupported(
+        "all processes of a run write one checkpoint; there is no other way", default=True
+    ),
+    "mode": Renamed("job.mode"),
+    "partial_recovery": Unsupported(
+        "not built yet: restoring only the server that was lost; all of them go back to the last checkpoint, "
+        "as often as failover.max_retries allows"
+    ),
+    "tide_start_hour": Renamed("train.tide.start_hour"),
+    "tide_start_minute": Renamed("train.tide.start_minute"),
+    "tide_end_hour": Renamed("train.tide.end_hour"),
+    "tide_end_minute": Renamed("train.tide.end_minute"),
+    "tide_save_secs": Renamed("train.save.tide_secs"),
+    "enable_realtime_training": Unsupported(_SERVING),
+    "enable_async_optimize": Unsupported(_RANKS),
+    "enable_pipelined_fwda2a": Unsupported(_RANKS),
+    "enable_pipelined_bwda2a": Unsupported(_RANKS),
+    "profile_some_steps_from": Renamed("profile.from_step"),
+    "profile_save_steps_interval": Unsupported(
+        "profiles are not taken regularly; name their first step with profile.from_step", default=5000
+    ),
+    "profile_with_nvprof_from_to": Unsupported(
+        "no outside profiler is told when to record; torch's own does, from profile.from_step on"
+    ),
+    "reorder_fids_in_data_pipeline": Dropped(
+        "a lookup removes duplicate ids and sorts them by server anyway"
+    ),
+    "chief_timeout_secs": Renamed("timeouts.finish"),
+    "save_checkpoints_secs": Renamed("train.save.secs"),
+    "save_checkpoints_steps": Renamed("train.save.steps"),
+    "dense_only_save_checkpoints_secs": Renamed("train.dense_save.secs"),
+    "dense_only_save_checkpoints_steps": Renamed("train.dense_save.steps"),
+    "dense_only_stop_training_when_save": Unsupported("dense weights are saved without holding the workers"),
+    "warmup_file": Unsupported(_SERVING, default="./warmup_file"),
+    "skip_zero_embedding_when_serving": Unsupported(_SERVING),
+    "max_rpc_deadline_millis": Renamed("timeouts.lookup", milliseconds),
+    "checkpoints_max_to_keep": Renamed("train.keep.max_to_keep"),
+    "submit_time_secs": Renamed("job.submitted_at"),
+    "containers_ready_time_secs": Dropped("the chief takes the time itself, when all processes are there"),
+    "cluster_type": Renamed("cluster.kind"),
+    "max_slow_start_wait_minute": Unsupported(
+        "workers start together: none holds back while the first steps are made", default=10
+    ),
+    "enable_model_ckpt_info": Dropped("a checkpoint always has the number of ids of each slot beside it"),
+    "feature_eviction_on_save": Renamed("train.keep.evict"),
+    "only_feature_engineering": Renamed("job.dump_features"),
+    "enable_variable_partition": Unsupported(
+        "not built yet: splitting a weight over servers; each lies whole on the server that has least",
+        default=False,
+    ),
+    "enable_fused_layout": Dropped("all features of a batch are looked up and laid out in one call anyway"),
+    "force_shutdown_ps": Dropped("servers always end with the run"),
+    "clear_nn": Renamed("train.restore.clear_nn"),
+    "continue_training": Renamed("train.restore.continue_training"),
+    "reload_alias_map": Renamed("train.restore.alias_map", turned_round),
+    "enable_alias_map_auto_gen": Renamed("train.restore.auto_alias"),
+    "enable_model_dump": Unsupported(
+        "no model is written beside its checkpoints; `monolith checkpoint inspect` shows what one holds, "
+        "`monolith checkpoint export` writes it out"
+    ),
+    "enable_resource_constrained_roughsort": Unsupported(_ITEMS),
+    "roughsort_candidate_items_path": Unsupported(_ITEMS),
+    "roughsort_items_use_parquet": Unsupported(_ITEMS),
+    "items_input_lagrangex_header": Unsupported(_ITEMS),
+    "items_input_has_sort_id": Unsupported(_ITEMS),
+    "items_input_kafka_dump": Unsupported(_ITEMS),
+    "items_input_kafka_dump_prefix": Unsupported(_ITEMS),
+    "device_fn": Dropped("a module computes where the task has moved it to"),
+    "use_dataservice": Renamed("data_service.enabled"),
+    "num_extra_dsworker_on_gpu_worker": Unsupported(
+        "not built yet: data workers that a GPU worker starts; start them with `monolith data worker`"
+    ),
+    "save_summary_steps": Renamed("train.summary_every_steps"),
+    "log_step_count_steps": Unsupported(_LOG, default=100),
+    # DistributedCpuTrainingConfig
+    "model_dir": Renamed("train.model_dir"),
+    "tensorboard_log_path": Unsupported("summaries are in summaries/ of the model_dir"),
+    "intra_op_parallelism_threads": Renamed("threads.intra_op"),
+    "inter_op_parallelism_threads": Renamed("threads.inter_op"),
+    "num_extra_ps": Unsupported(_SPARES),
+    "num_redundant_ps": Unsupported(_SPARES),
+    "uuid": Renamed("job.id"),
+    "operation_timeout_in_ms": Renamed("timeouts.operation", milliseconds),
+    "session_creation_timeout_secs": Renamed("timeouts.start"),
+    "max_retry_times": Renamed("failover.max_retries", zero_is_default),
+    "retry_wait_in_secs": Renamed("failover.wait"),
+    "fountain_zk_host": Dropped(_FOUNTAIN),
+    "fountain_model_name": Dropped(_FOUNTAIN),
+    "dc_aware": Unsupported(_SERVING),
+    # RunnerConfig
+    "task": Renamed("job.task", beside_table=True),
+    "tf_config": Renamed("discovery.tf_config", empty_is_open),
+    "deep_insight_name": Renamed("job.name", empty_is_open),
+    "discovery_type": Renamed("discovery.kind", DISCOVERY_WORDS),
+    "zk_server": Renamed("discovery.zookeeper", empty_is_open),
+    "zk_watch_address_family": Unsupported(_SERVING, default="ipv4"),
+    "is_local": Renamed("job.local"),
+    "enable_fid_dedup": Dropped("an id that a batch has twice is always sent once"),
+    "bzid": Unsupported(_SERVING),
+    "ps_replica_num": Unsupported(_SERVING),
+    "tf_grpc_worker_cache_threads": Dropped(_CALLS),
+    "monolith_grpc_worker_service_handler_multiplier": Dropped(_CALLS),
+    "params_override": Renamed("task", from_json),
+    "base_name": Unsupported(_SERVING),
+    "data_type": Renamed("data.format", FORMAT_WORDS),
+    "feature_list": Renamed("data.columns", listed),
+    "sort_id": Renamed("data.sort_id"),
+    "restore_dir": Renamed("train.restore.dir", empty_is_open),
+    "restore_ckpt": Renamed("train.restore.checkpoint", empty_is_open),
+    "deep_insight_target": Unsupported(_INSIGHT),
+    "deep_insight_sample_ratio": Unsupported(_INSIGHT),
+    "unified_serving": Unsupported(_SERVING),
+    "use_estimator": Dropped("there is one way to train, without TensorFlow's estimator"),
+    "kafka_topics": Renamed("kafka.topics", listed),
+    "kafka_group_id": Renamed("kafka.group"),
+    "kafka_servers": Renamed("kafka.servers", listed),
+    "input_path": Renamed("data.path"),
+    "is_hourly": Renamed("data.hourly"),
+    "wildcard": Renamed("data.pattern"),
+    "start_date": Renamed("data.start_date"),
+    "end_date": Renamed("data.end_date"),
+    "start_hour": Renamed("data.start_hour"),
+    "end_hour": Renamed("data.end_hour"),
+    "enable_dynamic_sharding": Renamed("data.queue", queue_folder),
+    "max_task_num_per_worker": Unsupported("a worker reads one file at a time", default=1),
+    "disable_native_metrics": Unsupported("the core has no metrics of its own", default=True),
+    "lagrangex_header": Renamed("data.lagrangex"),
+    "kafka_dump": Renamed("data.kafka_dump"),
+    "kafka_dump_prefix": Renamed("data.kafka_dump_prefix"),
+}
+"""Old name -> where the field is now, or why there is none."""
+
+_TPU = "there is no TPU runner; a task runs on CPUs and GPUs"
+
+FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
+    "dataset_use_dataservice": Renamed("data_service.enabled"),
+    "data_service_dispatcher": Renamed("data_service.dispatcher"),
+    "enable_parameter_sync": Unsupported(_SERVING),
+    "metric_prefix": Renamed("metrics.prefix"),
+    "save_summary_interval": Renamed("train.summary_every_steps"),
+    "root_log_interval": Unsupported(_LOG),
+    "overwrite_end_date": Renamed("data.end_date", empty_is_open),
+    "enable_local_profiling": Dropped("name the first step with profile.from_step"),
+    "tf_version": Dropped("there is no TensorFlow"),
+    "tpu": Dropped(_TPU),
+    "gcp_project": Dropped(_TPU),
+    "tpu_zone": Dropped(_TPU),
+    "iterations_per_loop": Dropped(_TPU),
+    "pipeline_execution": Dropped(_TPU),
+    "enable_tpu_version_config": Dropped(_TPU),
+    "host_call_every_n_steps": Dropped(_TPU),
+    "enable_stopping_signals": Dropped(_TPU),
+    "cpu_test": Dropped("every task runs on a CPU"),
+    "partition_strategy": Dropped("an id's shard is its remainder; there is no other way"),
+    "with_horovod": Dropped("ranks are taken from the environment that MPI or torchrun sets"),
+    "with_byteps": Dropped("ranks exchange gradients through torch.distributed"),
+}
+"""Old flags, and variables less their MONOLITH_, that no config had."""
+
+OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, **ALIASES}
+
+_MOVED = {
+    "job.model_dir": "train.model_dir",
+    "job.params": "task",
+    "training.intra_op_threads": "threads.intra_op",
+    "training.inter_op_threads": "threads.inter_op",
+    "embedding.prefetch": "train.prefetch",
+    "embedding.postpush": "train.async_push",
+    "embedding.filter.kind": "admission.kind",
+    "embedding.filter.capacity": "admission.capacity",
+    "embedding.filter.splits": "admission.split_num",
+    "embedding.filter.equal_probability": "admission.equal",
+    "checkpoint.every": "train.save.secs",
+    "checkpoint.every_steps": "train.save.steps",
+    "checkpoint.dense_every": "train.dense_save.secs",
+    "checkpoint.dense_every_steps": "train.dense_save.steps",
+    "checkpoint.keep": "train.keep.max_to_keep",
+    "checkpoint.evict_expired": "train.keep.evict",
+    "checkpoint.max_expired_share": "train.expiry.max_share",
+    "checkpoint.max_clock_ahead": "train.expiry.max_ahead",
+    "restore.folder": "train.restore.dir",
+    "restore.reset_dense": "train.restore.clear_nn",
+    "restore.keep_step": "train.restore.continue_training",
+    "restore.renamed": "train.restore.alias_map, from new names to old ones",
+    "restore.guess_renamed": "train.restore.auto_alias",
+    "tide.save_every": "train.save.tide_secs",
+    "metrics.summary_every_steps": "train.summary_every_steps",
+    "data.record": "data.format",
+    "data.features": "data.columns",
+    "data.dynamic_sharding": "data.queue",
+    "data.dump_features_only": "job.dump_features",
+    **{
+        f"data.framing.{name}": f"data.{name}"
+        for name in ("lagrangex", "sort_id", "kafka_dump", "kafka_dump_prefix")
+    },
+}
+_GONE = {
+    "job.business_id": "bzid",
+    "cluster.num_extra_ps": "num_extra_ps",
+    "cluster.num_redundant_ps": "num_redundant_ps",
+    "cluster.force_ps_shutdown": "force_shutdown_ps",
+    "discovery.address_family": "zk_watch_address_family",
+    "failover.partial_recovery": "partial_recovery",
+    "timeouts.slow_start": "max_slow_start_wait_minute",
+    "training.synchronous": "enable_sync_training",
+    "training.partially_synchronous": "enable_partial_sync_training",
+    "training.realtime": "enable_realtime_training",
+    "training.gpu": "enable_gpu_training",
+    "training.processes_per_gpu": "processes_per_gpu",
+    "training.defer_sparse_updates": "enable_async_optimize",
+    "training.overlap_forward": "enable_pipelined_fwda2a",
+    "training.overlap_backward": "enable_pipelined_bwda2a",
+    "embedding.initial_capacity": "hashtable_init_capacity",
+    "embedding.fused_layout": "enable_fused_layout",
+    "embedding.dedup": "enable_fid_dedup",
+    "dense.prefetch": "enable_variable_prefetch",
+    "dense.postpush": "enable_variable_postpush",
+    "dense.partition": "enable_variable_partition",
+    "checkpoint.dense_barrier": "dense_only_stop_training_when_save",
+    "checkpoint.merge_ranks": "merge_sync_training_ckpt",
+    "checkpoint.count_fids": "enable_model_ckpt_info",
+    "data.tasks_per_worker": "max_task_num_per_worker",
+    "data.reorder_fids": "reorder_fids_in_data_pipeline",
+    "data_service.extra_workers": "num_extra_dsworker_on_gpu_worker",
+    "sync": "base_name",
+    "serving": "warmup_file",
+    "serving.dump_model": "enable_model_dump",
+    "candidates": "enable_resource_constrained_roughsort",
+    "metrics.targets": "deep_insight_target",
+    "metrics.sample_ratio": "deep_insight_sample_ratio",
+    "metrics.native": "disable_native_metrics",
+    "metrics.log_every_steps": "log_step_count_steps",
+    "metrics.tensorboard_dir": "tensorboard_log_path",
+    "profile.every_steps": "profile_save_steps_interval",
+    "profile.cuda_steps": "profile_with_nvprof_from_to",
+}
+"""Former path -> the old name that says why there is no such field."""
+
+
+def moved_fields() -> dict[str, str | Dropped | Unsupported]:
+    """Return the former paths of our own fields: where each is now, or why there is none.
+
+    Fields of a training stood at the top of a file once, without `train` before them.
+    """
+    flat = {path: f"train.{path}" for path in leaf_paths(TrainConfig)}
+    return {**flat, **dict(_reasons()), **_MOVED}
+
+
+def _reasons() -> Iterator[tuple[str, Dropped | Unsupported]]:
+    for path, old in _GONE.items():
+        reason = ALIASES[old]
+        assert not isinstance(reason, Renamed)
+        yield path, reason
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
