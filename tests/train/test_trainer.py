@@ -226,7 +226,7 @@ def test_train_evaluate_predict_again_and_again_in_one_process(tmp_path: Path) -
 def test_without_a_checkpoint_there_is_nothing_to_evaluate(tmp_path: Path) -> None:
     with pytest.raises(RestoreError, match="train first"):
         Trainer(TASK, TrainConfig(model_dir=str(tmp_path))).evaluate()
-    with pytest.raises(ConfigError, match="set model_dir"):
+    with pytest.raises(ConfigError, match="needs model_dir"):
         Trainer(TASK, TrainConfig()).evaluate()
 
 
@@ -347,7 +347,7 @@ def test_checkpoints_that_are_all_gone_are_not_started_over_silently(tmp_path: P
     train(TASK, StopAt(5), model_dir=str(tmp_path))
     for path in tmp_path.glob("*.manifest"):
         path.unlink()
-    with pytest.raises(RestoreError, match="all gone"):
+    with pytest.raises(RestoreError, match="all of its checkpoints are missing"):
         train(TASK, model_dir=str(tmp_path))
 
 
