@@ -32,7 +32,7 @@ def server_of(key: int, servers: int) -> int:
 
 
 class ServersPart:
-    """What a chief does: every server writes its piece, and one entry of all goes into the manifest."""
+    """What a chief does: every server writes its share, and one entry of all goes into the manifest."""
 
     name = "tables"
 
@@ -86,7 +86,7 @@ class Servers:
             TablesPart(
                 tables,
                 {"item": self.filters[k]} if filters else {},
-                piece=(k, servers),
+                share=(k, servers),
                 num_shards=2,
                 incremental=True,
             )

@@ -45,7 +45,7 @@ class Run:
     item: TableConfig = ITEM
     user: TableConfig = USER
     max_to_keep: int = 10
-    shard: tuple[int, int] | None = None
+    share: tuple[int, int] = (0, 1)
     seed: int = 0
     position: dict[str, int] = field(default_factory=lambda: {"next": 0})
 
@@ -63,7 +63,7 @@ class Run:
                 self.tables,
                 {"item": self.filter},
                 incremental=self.full_every > 1,
-                shard=self.shard,
+                share=self.share,
             ),
             DensePart(self.model, [self.optimizer]),
             StatePart("position", lambda: self.position, self.position.update),
@@ -222,15 +222,15 @@ def test_counts_of_rows_lie_beside_a_checkpoint(make: Callable[..., Run], tmp_pa
 # What may differ
 
 
-def test_a_checkpoint_restores_into_any_number_of_shards(make: Callable[..., Run]) -> None:
+def test_a_checkpoint_restores_into_any_number_of_shares(make: Callable[..., Run]) -> None:
     run = make()
     run.train(*range(-10, 40))
     run.train(*range(-10, 40))
     prefix = run.checkpointer.save(1)
     whole = run.state()["rows"]["item"]
     parts = []
-    for shard in range(3):
-        other = make(shard=(shard, 3))
+    for number in range(3):
+        other = make(share=(number, 3))
         other.checkpointer.restore(prefix)
         parts.append(other.state()["rows"]["item"])
     assert sum(map(len, parts)) == len(whole)

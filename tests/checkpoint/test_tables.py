@@ -146,7 +146,7 @@ def test_whatever_happened_and_whoever_wrote_it_all_is_found_again(
         assert restored(whole, readers) == run.content()
 
 
-def test_checkpoints_that_say_nothing_of_pieces_are_in_one(folder: Path) -> None:
+def test_checkpoints_that_say_nothing_of_shares_are_in_one(folder: Path) -> None:
     run, prefixes, contents = chain(folder, 1, 1, 1, 1)
     for prefix in prefixes:
         link = read_manifest(prefix)
@@ -178,14 +178,14 @@ def test_one_writer_leaves_files_where_they_always_were(folder: Path) -> None:
 def test_each_server_writes_into_a_folder_of_its_own(folder: Path) -> None:
     prefix = chain(folder, 2, 2, 2, 2, filters=True)[1][3]
     assert sorted(path.name for path in Path(f"{prefix}.assets").iterdir()) == ["ps-0-of-2", "ps-1-of-2"]
-    for piece in Path(f"{prefix}.assets").iterdir():
-        names = {path.name for path in piece.iterdir()}
+    for share in Path(f"{prefix}.assets").iterdir():
+        names = {path.name for path in share.iterdir()}
         assert {"item.manifest", "item.removed.manifest", "user.manifest"} <= names
         assert any(name.startswith("hash_filter_item-") for name in names)
 
 
 @pytest.mark.parametrize("kind", [DictTable, NativeTable])
-def test_any_kind_of_table_takes_several_pieces(folder: Path, kind: Any) -> None:
+def test_any_kind_of_table_takes_several_shares(folder: Path, kind: Any) -> None:
     _, prefixes, contents = chain(folder, 2, 2, 2, 2)
     table = kind(USER)
     part = TablesPart({"user": table})
@@ -193,30 +193,30 @@ def test_any_kind_of_table_takes_several_pieces(folder: Path, kind: Any) -> None
     assert rows_of(table) == contents[-1]["user"]
 
 
-# Which pieces are read
+# Which shares are read
 
 
 @pytest.mark.parametrize(
-    ("shard", "writers", "read"),
-    [((1, 2), 2, {1}), ((3, 4), 2, {1}), ((1, 2), 4, {1, 3}), ((0, 3), 2, {0, 1}), (None, 2, {0, 1})],
+    ("share", "writers", "read"),
+    [((1, 2), 2, {1}), ((3, 4), 2, {1}), ((1, 2), 4, {1, 3}), ((0, 3), 2, {0, 1}), ((0, 1), 2, {0, 1})],
 )
-def test_only_pieces_that_may_hold_rows_of_the_shard_are_read(
-    folder: Path, shard: tuple[int, int] | None, writers: int, read: set[int]
+def test_only_shares_that_may_hold_rows_of_the_share_are_read(
+    folder: Path, share: tuple[int, int], writers: int, read: set[int]
 ) -> None:
     _, prefixes, contents = chain(folder, *[writers] * 4)
     for prefix in prefixes:
-        for piece in set(range(writers)) - read:
-            shutil.rmtree(f"{prefix}.assets/ps-{piece}-of-{writers}")
+        for other in set(range(writers)) - read:
+            shutil.rmtree(f"{prefix}.assets/ps-{other}-of-{writers}")
     table = NativeTable(USER)
-    TablesPart({"user": table}, shard=shard).restore(saved_parts(prefixes[-1]), RestoreOptions())
-    number, total = shard or (0, 1)
+    TablesPart({"user": table}, share=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
+    number, total = share
     expected = {key: row for key, row in contents[-1]["user"].items() if server_of(key, total) == number}
     assert rows_of(table) == expected
-    for piece in read:
-        shutil.move(f"{prefixes[0]}.assets/ps-{piece}-of-{writers}", folder / "aside")
-        with pytest.raises(RestoreError, match=f"piece ps-{piece}-of-{writers} of model.ckpt-1"):
-            TablesPart({"user": table}, shard=shard).restore(saved_parts(prefixes[-1]), RestoreOptions())
-        shutil.move(folder / "aside", f"{prefixes[0]}.assets/ps-{piece}-of-{writers}")
+    for needed in read:
+        shutil.move(f"{prefixes[0]}.assets/ps-{needed}-of-{writers}", folder / "aside")
+        with pytest.raises(RestoreError, match=f"share ps-{needed}-of-{writers} of model.ckpt-1"):
+            TablesPart({"user": table}, share=share).restore(saved_parts(prefixes[-1]), RestoreOptions())
+        shutil.move(folder / "aside", f"{prefixes[0]}.assets/ps-{needed}-of-{writers}")
     assert rows_of(table) == expected
 
 
@@ -229,7 +229,7 @@ def saved_parts(prefix: str) -> list[SavedPart]:
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
 @pytest.mark.parametrize("damage", ["flipped", "torn", "gone"])
-def test_a_damaged_file_of_any_piece_is_named_and_nothing_is_touched(
+def test_a_damaged_file_of_any_share_is_named_and_nothing_is_touched(
     folder: Path, tmp_path: Path, damage: str, readers: int
 ) -> None:
     _, prefixes, contents = chain(folder, 2, 2, 2, 2, filters=True)
@@ -266,7 +266,7 @@ def test_a_damaged_file_of_any_piece_is_named_and_nothing_is_touched(
     assert run.content() == contents[-1]
 
 
-def test_an_empty_table_is_left_empty_if_a_piece_is_damaged(folder: Path) -> None:
+def test_an_empty_table_is_left_empty_if_a_share_is_damaged(folder: Path) -> None:
     _, prefixes, _ = chain(folder, 2, 2, 2, 2)
     flip(next(Path(f"{prefixes[0]}.assets/ps-1-of-2").glob("user.*-00000-of-*")))
     table = NativeTable(USER)
@@ -275,22 +275,22 @@ def test_an_empty_table_is_left_empty_if_a_piece_is_damaged(folder: Path) -> Non
     assert len(table) == 0
 
 
-def test_pieces_in_each_others_place_are_refused(folder: Path) -> None:
+def test_shares_in_each_others_place_are_refused(folder: Path) -> None:
     run = Servers(folder, 2)
     run.train(1, 2, 3, 4)
     prefix = run.save(1)
-    places = [Path(f"{prefix}.assets/ps-{piece}-of-2") for piece in (0, 1)]
+    places = [Path(f"{prefix}.assets/ps-{share}-of-2") for share in (0, 1)]
     places[0].rename(folder / "aside")
     places[1].rename(places[0])
     (folder / "aside").rename(places[1])
     for readers in (1, 2):
         with pytest.raises(
-            RestoreError, match=r"2 rows in piece ps-0-of-2 of model\.ckpt-1 have ids of other"
+            RestoreError, match=r"2 rows in share ps-0-of-2 of model\.ckpt-1 have ids of other"
         ):
             restored(prefix, readers)
 
 
-def test_a_piece_of_another_save_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_share_of_another_save_is_refused(folder: Path, tmp_path: Path) -> None:
     prefixes = []
     for where, keys in ((folder, (1, 2, 3)), (tmp_path / "other", (1, 2, 3, 5))):
         run = Servers(where, 2)
@@ -298,11 +298,11 @@ def test_a_piece_of_another_save_is_refused(folder: Path, tmp_path: Path) -> Non
         prefixes.append(run.save(1))
     shutil.rmtree(f"{prefixes[0]}.assets/ps-1-of-2")
     shutil.copytree(f"{prefixes[1]}.assets/ps-1-of-2", f"{prefixes[0]}.assets/ps-1-of-2")
-    with pytest.raises(RestoreError, match=r"4 rows in piece ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
+    with pytest.raises(RestoreError, match=r"4 rows in share ps-0-of-2 of model\.ckpt-1 to 1, .* with 3"):
         restored(prefixes[0], 1)
 
 
-def test_a_table_without_room_for_all_pieces_is_left_empty(folder: Path) -> None:
+def test_a_table_without_room_for_all_shares_is_left_empty(folder: Path) -> None:
     run = Servers(folder, 2)
     run.train(*range(20_000))
     prefix = run.save(1)
@@ -313,37 +313,30 @@ def test_a_table_without_room_for_all_pieces_is_left_empty(folder: Path) -> None
     assert len(table) == 0
 
 
-# What a piece is
+# What a share is
 
 
 @pytest.mark.parametrize("share", [(2, 2), (-1, 2), (0, 0)])
 def test_a_share_that_cannot_be_is_refused(share: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match=r"k from 0 to n - 1"):
-        TablesPart({}, piece=share)
-    with pytest.raises(ConfigError, match=r"k from 0 to n - 1"):
-        TablesPart({}, shard=share)
-
-
-def test_a_piece_holds_its_own_share() -> None:
-    with pytest.raises(ConfigError, match=r"share \(0, 3\) .* piece \(0, 2\)"):
-        TablesPart({}, shard=(0, 3), piece=(0, 2))
+        TablesPart({}, share=share)
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_rows_that_a_restore_would_not_find_are_not_saved(folder: Path, full: bool) -> None:
     table = NativeTable(USER)
-    part = TablesPart({"user": table}, piece=(1, 2), incremental=True)
+    part = TablesPart({"user": table}, share=(1, 2), incremental=True)
     table.assign(ids(1, -3, 6), torch.ones(3, 2))
-    with pytest.raises(SaveError, match=r"'user' as piece 1 of 2: .* such as 6\."):
+    with pytest.raises(SaveError, match=r"'user' as share 1 of 2: .* such as 6\."):
         part.cut(1).write(str(folder / "model.ckpt-1"), full=full)
 
 
-def test_the_steepest_scale_of_all_pieces_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_the_steepest_scale_of_all_shares_is_taken(folder: Path, tmp_path: Path) -> None:
     config = TableConfig(name="user", segments=(Segment(dim=2, compressor=OneBit(step_size=1)),))
     run = Servers(folder, 2)
     for tables in run.tables:
         tables["user"] = NativeTable(config)
-    run.parts[:] = [TablesPart({"user": tables["user"]}, piece=(k, 2)) for k, tables in enumerate(run.tables)]
+    run.parts[:] = [TablesPart({"user": tables["user"]}, share=(k, 2)) for k, tables in enumerate(run.tables)]
     run.tables[0]["user"].apply_gradients(ids(2), torch.ones(1, 2), step=400)
     run.tables[1]["user"].apply_gradients(ids(1), torch.ones(1, 2), step=100)
     prefix = run.save(1)
@@ -374,7 +367,7 @@ def seen(folder: Path, servers: int) -> tuple[Servers, str]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (1, 3), (2, 4)])
-def test_counts_go_to_servers_whose_share_lies_within_one_piece(
+def test_counts_go_to_servers_whose_share_lies_within_one_share(
     folder: Path, tmp_path: Path, writers: int, readers: int
 ) -> None:
     run, prefix = seen(folder, writers)
@@ -417,13 +410,13 @@ def test_a_filter_of_another_size_begins_anew_where_the_servers_are_others(
         Servers(tmp_path / "alone", 1, filters=True, capacity=500).restore(prefix)
 
 
-def test_a_filter_that_remembers_no_ids_goes_on_from_any_piece(folder: Path) -> None:
+def test_a_filter_that_remembers_no_ids_goes_on_from_any_share(folder: Path) -> None:
     entries = []
     prefix = str(folder / "model.ckpt-1")
     for k in (0, 1):
         admission = ProbabilisticFilter(SlotThresholds(3))
         admission.refuse(ids(*range(k + 5)))
-        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, piece=(k, 2))
+        part = TablesPart({"user": NativeTable(USER)}, {"user": admission}, share=(k, 2))
         entries.append(part.cut(1).write(prefix, full=True))
     chances = ProbabilisticFilter(SlotThresholds(3))
     part = TablesPart({"user": NativeTable(USER)}, {"user": chances})

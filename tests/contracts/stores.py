@@ -47,7 +47,7 @@ def serve(
         store = LocalStore.from_configs(configs, threads=1, **more)
         stack.callback(store.close)
         share = None if dense is None else DenseShare(*dense(), (number, count))
-        servers.append(ParameterServer([store], share, shard=(number, count), **(server or {})))
+        servers.append(ParameterServer([store], share, share=(number, count), **(server or {})))
         stack.callback(servers[-1].close)
     return servers
 

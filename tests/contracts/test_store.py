@@ -84,20 +84,20 @@ def test_a_call_without_ids_does_nothing(store: Store) -> None:
 def test_gradients_of_several_batches_are_one_step_for_each_id(make: MakeStore) -> None:
     segment = Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=0.0), learning_rate=1.0)
     store = make({"a": TableConfig(name="a", segments=(segment,))})
-    two = TableIds(torch.tensor([1, 2, 2]), torch.tensor([2, 1]), parts=2)
+    two = TableIds(torch.tensor([1, 2, 2]), torch.tensor([2, 1]), batches=2)
     train(store, two, [3.0, 1.0, 1.0])
     # One step of Adagrad from zero moves by the rate, whatever the gradient.
     assert_close(store.lookup(TableIds(torch.tensor([1, 2]), torch.tensor([2]))), torch.tensor([-1.0, -1.0]))
 
 
 def test_ids_of_any_sign_and_size_come_back_in_their_order(make: MakeStore) -> None:
-    """In both tables, in several parts, with widths that differ."""
+    """In both tables, in several batches, with widths that differ."""
     store = make(configs())
     draw = torch.Generator().manual_seed(0)
     first = torch.randint(-(2**62), 2**62, (50,), generator=draw) * 2 + torch.arange(50) % 2
     a, b = first[:30], first[10:]
     sizes = torch.tensor([20, 15, 10, 25])
-    two = TableIds(torch.cat([a[:20], b[:15], a[20:], b[15:]]), sizes, parts=2)
+    two = TableIds(torch.cat([a[:20], b[:15], a[20:], b[15:]]), sizes, batches=2)
     gradients = torch.cat([torch.arange(20 * 2 + 15), torch.arange(100, 100 + 10 * 2 + 25)]).float()
     store.apply_gradients(two, gradients)
     assert_close(store.lookup(two), _after(gradients, sizes))

@@ -39,8 +39,8 @@ MOST_FILES = 300
 
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
-LOOKUP = {"store": 0, "parts": 1, "columns": {"ids": 2}}
-APPLY = {**LOOKUP, "columns": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1}
+LOOKUP = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
+APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1}
 
 WRITE = {"cut": "c", "prefix": "PREFIX", "full": True}
 

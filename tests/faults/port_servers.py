@@ -47,7 +47,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     share = ServedShare(Clicks(), TrainConfig(model_dir=f"{folder}/model"), index=0, num_ps=1, num_workers=2)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(
-        ParameterServer([], shard=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
+        ParameterServer([], share=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
     control = ControlServerHook(
         LocalBarrier(1), saved, security=SecurityConfig(token=Secret(TOKEN)), limits=LIMITS, grace=0.1

@@ -132,7 +132,7 @@ def test_rows_are_not_parameters() -> None:
 def test_a_layout_of_single_tensors_is_a_list() -> None:
     slot = item_slot()
     column = FeatureColumn(slot, "history", FirstN(2))
-    embeddings = EmbeddingCollection([Layout("parts", NONE, [column.bias(), column.columns(0, 3)])])
+    embeddings = EmbeddingCollection([Layout("parts", NONE, [column.bias(), column.floats(0, 3)])])
     fill(embeddings, {1: [1, 2, 3]})
     parts = embeddings({"history": ragged([1, 1, 1], [1])})["parts"]
     assert [part.tolist() for part in parts] == [

@@ -96,7 +96,7 @@ class Wire:
 def main(port: int, number: int, count: int) -> None:
     store = LocalStore.from_configs(CONFIGS, threads=1)
     share = DenseShare(*dense(), (number, count))
-    with ParameterServer([store], share, shard=(number, count), port=port) as server:
+    with ParameterServer([store], share, share=(number, count), port=port) as server:
         sys.stdout.write(server.address + "\n")
         sys.stdout.flush()
         threading.Event().wait()

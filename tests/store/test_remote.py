@@ -71,9 +71,9 @@ class Held:
         self.let_go.clear()
 
 
-def held_server(stack: ExitStack, shard: tuple[int, int] = (0, 1)) -> tuple[ParameterServer, Held]:
+def held_server(stack: ExitStack, share: tuple[int, int] = (0, 1)) -> tuple[ParameterServer, Held]:
     held: Any = Held(LocalStore.from_configs(CONFIGS, threads=1))
-    server = ParameterServer([held], shard=shard)
+    server = ParameterServer([held], share=share)
     stack.callback(server.close)
     stack.callback(held.let_go.set)
     return server, held
@@ -128,7 +128,7 @@ def test_rows_lie_where_checkpoints_look_for_them(stack: ExitStack) -> None:
 def test_a_model_may_have_several_stores(stack: ExitStack) -> None:
     configs = [{name: TableConfig(name=name, segments=(Segment(dim=1, learning_rate=1.0),))} for name in "ab"]
     stores = [LocalStore.from_configs(config, threads=1) for config in configs]
-    server = ParameterServer(stores, shard=(0, 1))
+    server = ParameterServer(stores, share=(0, 1))
     stack.callback(server.close)
     group = group_of(stack, server.address)
     first, second = (ParameterServerStore(group, number, config) for number, config in enumerate(configs))
@@ -330,8 +330,8 @@ def test_lookups_are_repeated_when_the_wire_breaks(stack: ExitStack) -> None:
 def test_whoever_is_interrupted_leaves_no_answer_for_the_next(stack: ExitStack) -> None:
     store = ParameterServerStore(group_of(stack, *addresses(serve(stack, CONFIGS, 2))), 0, CONFIGS)
     store.apply_gradients(keys(0, 1), torch.tensor([1.0, 1.0, 2.0, 2.0]))
-    body = {"store": 0, "parts": 1, "columns": {"ids": 1}}
-    asked = RowRequest(pieces=1, ids=1)
+    body = {"store": 0, "batches": 1, "arrays": {"ids": 1}}
+    asked = RowRequest(cells=1, ids=1)
     asked.sizes[:], asked.ids[:] = 1, 0
     with pytest.raises(TypeError, match="not JSON serializable"):  # after server 0 was asked
         store.group.exchange("lookup", {0: (body, asked.data), 1: ({"store": {1}}, b"")}, repeat=True)
@@ -362,7 +362,7 @@ def test_an_answer_that_does_not_come_in_time_is_given_up(stack: ExitStack) -> N
 
 def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None:
     (quick,) = serve(stack, CONFIGS, 2)[:1]
-    slow, held = held_server(stack, shard=(1, 2))
+    slow, held = held_server(stack, share=(1, 2))
     store = ParameterServerStore(group_of(stack, quick.address, slow.address, timeout=SHORT), 0, CONFIGS)
     held.hold()
     with pytest.raises(DeadlineExceededError, match=r"server 1 of 2 at .*: no answer in 0.2 s"):

@@ -45,7 +45,7 @@ def group_of(stack: ExitStack, *servers: ParameterServer, **options: Any) -> Ser
 def test_a_server_describes_itself(stack: ExitStack) -> None:
     servers = serve(stack, CONFIGS, 2, dense=dense)
     first, second = group_of(stack, *servers).describe()
-    assert (first["shard"], second["shard"]) == ([0, 2], [1, 2])
+    assert (first["share"], second["share"]) == ([0, 2], [1, 2])
     assert first["stores"] == [{"tables": {"item": 2}, "counts_sightings": False}]
     assert first["weights"] == {"a": [[4], "float32"]}
     assert second["weights"] == {"b": [[2], "float32"], "c": [[1], "float32"]}
@@ -70,19 +70,19 @@ def test_calls_that_others_plug_in_are_answered_and_their_errors_too(stack: Exit
 
 def test_a_call_may_not_take_the_name_of_the_servers_own() -> None:
     with pytest.raises(ConfigError, match="a call 'describe' of its own"):
-        ParameterServer([], shard=(0, 1), calls={"describe": lambda _: {}})
+        ParameterServer([], share=(0, 1), calls={"describe": lambda _: {}})
 
 
-@pytest.mark.parametrize("shard", [(1, 1), (-1, 2), (0, 0)])
-def test_a_number_that_makes_no_sense_is_refused(shard: tuple[int, int]) -> None:
+@pytest.mark.parametrize("share", [(1, 1), (-1, 2), (0, 0)])
+def test_a_number_that_makes_no_sense_is_refused(share: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="number 0 to n - 1 of n"):
-        ParameterServer([], shard=shard)
+        ParameterServer([], share=share)
 
 
 def test_a_port_that_is_taken_is_named(stack: ExitStack) -> None:
     (server,) = serve(stack, CONFIGS, 1)
     with pytest.raises(ListenError, match=f"parameter server: cannot listen on 127.0.0.1:{server.port}"):
-        ParameterServer([], shard=(0, 1), port=server.port)
+        ParameterServer([], share=(0, 1), port=server.port)
 
 
 def test_eight_calls_that_wait_keep_neither_lookups_nor_each_other(stack: ExitStack) -> None:
@@ -163,24 +163,24 @@ def test_a_store_that_is_not_there_is_named(stack: ExitStack) -> None:
 
 def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
     group = group_of(stack, *serve(stack, CONFIGS, 1))
-    body = {"store": 0, "parts": 1, "columns": {"ids": 2}}
+    body = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
     with pytest.raises(ClusterError, match="there is no call 'look'"):
         group.exchange("look", {0: (body, b"")}, repeat=False)
     with pytest.raises(TableArgumentError, match="5 bytes came for 2 ids and 0 floats, which take 24"):
         group.exchange("lookup", {0: (body, b"12345")}, repeat=False)
-    with pytest.raises(RequestError, match="columns: it is missing"):
+    with pytest.raises(RequestError, match="arrays: it is missing"):
         group.exchange("lookup", {0: ({}, b"")}, repeat=False)
     for wrong, message in [
         ({"store": -1}, "store must be a whole number from 0"),
-        ({"parts": 0}, "parts must be a whole number from 1"),
-        ({"parts": 1 << 40}, "parts must be a whole number from 1"),
-        ({"columns": {"ids": -2}}, r"columns\.ids must be a whole number from 0"),
-        ({"columns": {"ids": 2, "floats": 0.5}}, r"columns\.floats must be a whole number"),
-        ({"columns": {"ids": (1 << 26) + 1}}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
+        ({"batches": 0}, "batches must be a whole number from 1"),
+        ({"batches": 1 << 40}, "batches must be a whole number from 1"),
+        ({"arrays": {"ids": -2}}, r"arrays\.ids must be a whole number from 0"),
+        ({"arrays": {"ids": 2, "floats": 0.5}}, r"arrays\.floats must be a whole number"),
+        ({"arrays": {"ids": (1 << 26) + 1}}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
     ]:
         with pytest.raises(RequestError, match=message):
             group.exchange("lookup", {0: ({**body, **wrong}, b"")}, repeat=False)
-    request = RowRequest(pieces=1, ids=2)
+    request = RowRequest(cells=1, ids=2)
     request.sizes[:], request.ids[:] = 2, (1, 2)
     answer = group.exchange("lookup", {0: (body, request.data)}, repeat=False)[0]
     assert answer.data.view(np.float32).tolist() == [0.0] * 4

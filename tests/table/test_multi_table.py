@@ -236,8 +236,8 @@ def test_a_closed_group_answers_no_call(make: Make) -> None:
     for call in (
         lambda: len(tables),
         lambda: tables.lookup({"a": one}),
-        lambda: tables.fused_lookup(one, one, num_shards=1),
-        lambda: tables.fused_apply_gradients(one, one, floats(1), num_shards=1),
+        lambda: tables.fused_lookup(one, one, num_batches=1),
+        lambda: tables.fused_apply_gradients(one, one, floats(1), num_batches=1),
     ):
         with pytest.raises(TableClosedError):
             call()
@@ -292,10 +292,10 @@ def test_a_slot_cannot_live_in_a_table_that_is_not_there(table_class: Any) -> No
 # Fused calls
 
 
-def test_a_fused_lookup_lays_rows_out_by_shard_then_table(make: Make) -> None:
+def test_a_fused_lookup_lays_rows_out_by_batch_then_table(make: Make) -> None:
     tables = make(b=WIDE, a=SGD)
     tables.assign({"a": (ids(1, 2), rows([1.0], [2.0])), "b": (ids(1), rows([3.0, 4.0]))})
-    found = tables.fused_lookup(ids(1, 1, 2, 7), ids(1, 0, 0, 1, 1, 1), num_shards=3)
+    found = tables.fused_lookup(ids(1, 1, 2, 7), ids(1, 0, 0, 1, 1, 1), num_batches=3)
     assert found.embeddings.tolist() == [1, 3, 4, 2, 0, 0]
     assert found.recv_splits.tolist() == [1, 2, 3]
     assert found.id_offsets.tolist() == [0, 1, 1, 1, 2, 3, 4]
@@ -306,7 +306,7 @@ def test_a_fused_lookup_lays_rows_out_by_shard_then_table(make: Make) -> None:
 def test_fused_rates_follow_the_order_of_the_tables(make: Make) -> None:
     tables = make(b=config(SGD, SGD), a=SGD)
     tables.fused_apply_gradients(
-        ids(1, 1), ids(1, 1), floats(1, 1, 1), num_shards=1, learning_rates=floats(0.5, 2, 3)
+        ids(1, 1), ids(1, 1), floats(1, 1, 1), num_batches=1, learning_rates=floats(0.5, 2, 3)
     )
     assert tables["a"].lookup(ids(1)).tolist() == [[-0.5]]
     assert tables["b"].lookup(ids(1)).tolist() == [[-2.0, -3.0]]
@@ -315,8 +315,8 @@ def test_fused_rates_follow_the_order_of_the_tables(make: Make) -> None:
 def test_without_fused_rates_each_segment_takes_its_own_at_that_step(make: Make) -> None:
     fading = PolynomialDecay(initial_learning_rate=1.0, decay_steps=10, end_learning_rate=0.0)
     tables = make(a=replace(SGD, learning_rate=fading), b=replace(SGD, learning_rate=0.25))
-    tables.fused_apply_gradients(ids(1, 1), ids(1, 1), floats(1, 1), num_shards=1, step=5)
-    assert tables.fused_lookup(ids(1, 1), ids(1, 1), num_shards=1).embeddings.tolist() == [-0.5, -0.25]
+    tables.fused_apply_gradients(ids(1, 1), ids(1, 1), floats(1, 1), num_batches=1, step=5)
+    assert tables.fused_lookup(ids(1, 1), ids(1, 1), num_batches=1).embeddings.tolist() == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize("dedup", [False, True])
@@ -324,7 +324,7 @@ def test_equal_ids_of_one_table_meet_across_shards(make: Make, dedup: bool) -> N
     adagrad = replace(SGD, optimizer=Adagrad(initial_accumulator_value=0.0))
     tables = make(a=adagrad, b=adagrad)
     tables.fused_apply_gradients(
-        ids(1, 1, 1), ids(1, 1, 1, 0), floats(3, 1, 4), num_shards=2, dedup=dedup, event_time=ids(9, 1, 5)
+        ids(1, 1, 1), ids(1, 1, 1, 0), floats(3, 1, 4), num_batches=2, dedup=dedup, event_time=ids(9, 1, 5)
     )
     _, row = tables["a"].lookup_rows(ids(1))
     assert row.values.item() == pytest.approx(-1.0 if dedup else -1 - 4 / 5)
@@ -337,8 +337,8 @@ def test_fused_latest_values_are_laid_out_as_gradients(make: Make) -> None:
     tables.assign({"b": (ids(1, 2), rows([10.0], [20.0]))})
     wanted = (ids(1, 1, 1, 2), ids(1, 1, 1, 1), floats(1, 1, 1, 2))
     with pytest.raises(TableArgumentError, match="latest_values"):
-        tables.fused_apply_gradients(*wanted, num_shards=2)
-    tables.fused_apply_gradients(*wanted, num_shards=2, latest_values=floats(0, 7, 0, 15))
+        tables.fused_apply_gradients(*wanted, num_batches=2)
+    tables.fused_apply_gradients(*wanted, num_batches=2, latest_values=floats(0, 7, 0, 15))
     assert tables["a"].lookup(ids(1)).item() == -2
     assert tables["b"].lookup(ids(1, 2)).tolist() == [[10 - (1 + 3)], [20 - (2 + 4 * 5)]]
 
@@ -359,11 +359,11 @@ def test_fused_arguments_that_do_not_fit_touch_nothing(make: Make) -> None:
         (ids(1, 1).int(), 1),
     ):
         with pytest.raises(TableArgumentError):
-            tables.fused_lookup(ids(1, 1), sizes, num_shards=shards)  # type: ignore[arg-type]
+            tables.fused_lookup(ids(1, 1), sizes, num_batches=shards)  # type: ignore[arg-type]
         with pytest.raises(TableArgumentError):
-            tables.fused_apply_gradients(ids(1, 1), sizes, floats(1, 1, 1), num_shards=shards)  # type: ignore[arg-type]
-    with pytest.raises(TableArgumentError, match=r"expected 2, got 1 \(2 tables, 1 shards, 2 ids\)"):
-        tables.fused_lookup(ids(1, 1), ids(1), num_shards=1)
+            tables.fused_apply_gradients(ids(1, 1), sizes, floats(1, 1, 1), num_batches=shards)  # type: ignore[arg-type]
+    with pytest.raises(TableArgumentError, match=r"expected 2, got 1 \(2 tables, 1 batches, 2 ids\)"):
+        tables.fused_lookup(ids(1, 1), ids(1), num_batches=1)
     for wrong in (
         {"gradients": floats(1, 1)},
         {"gradients": floats(1, 1, 1).double()},
@@ -379,7 +379,7 @@ def test_fused_arguments_that_do_not_fit_touch_nothing(make: Make) -> None:
             "ids": ids(1, 1),
             "sizes": ids(1, 1),
             "gradients": floats(1, 1, 1),
-            "num_shards": 1,
+            "num_batches": 1,
         } | wrong
         with pytest.raises(TableArgumentError):
             tables.fused_apply_gradients(**arguments)  # type: ignore[arg-type]
@@ -389,7 +389,7 @@ def test_fused_arguments_that_do_not_fit_touch_nothing(make: Make) -> None:
 def test_a_group_with_a_serving_table_is_not_trained(make: Make) -> None:
     tables = make(a=SGD, b=config(SGD, serving=True))
     with pytest.raises(ServingTableError):
-        tables.fused_apply_gradients(ids(1, 1), ids(1, 1), floats(1, 1), num_shards=1)
+        tables.fused_apply_gradients(ids(1, 1), ids(1, 1), floats(1, 1), num_batches=1)
     with pytest.raises(ServingTableError):
         tables.apply_gradients({name: (ids(1), rows([1.0])) for name in "ab"})
     assert len(tables) == 0
@@ -397,8 +397,8 @@ def test_a_group_with_a_serving_table_is_not_trained(make: Make) -> None:
 
 def test_a_call_of_no_ids_and_a_group_of_no_tables_are_fine(make: Make) -> None:
     for tables, sizes in ((make(), ids()), (make(a=SGD, b=WIDE), ids(0, 0, 0, 0))):
-        tables.fused_apply_gradients(ids(), sizes, floats(), num_shards=2)
-        found = tables.fused_lookup(ids(), sizes, num_shards=2)
+        tables.fused_apply_gradients(ids(), sizes, floats(), num_batches=2)
+        found = tables.fused_lookup(ids(), sizes, num_batches=2)
         assert found.embeddings.tolist() == []
         assert found.recv_splits.tolist() == [0, 0]
         assert found.id_offsets.tolist() == [0] * (len(sizes) + 1)
@@ -408,8 +408,8 @@ def test_a_call_of_no_ids_and_a_group_of_no_tables_are_fine(make: Make) -> None:
 
 def test_tables_of_different_kinds_work_together() -> None:
     tables = MultiTable({"a": NativeTable(config(SGD)), "b": DictTable(config(WIDE))})
-    tables.fused_apply_gradients(ids(1, 1, 1), ids(1, 1, 1, 0), floats(1, 2, 3, 4), num_shards=2)
-    assert tables.fused_lookup(ids(1, 1), ids(1, 1), num_shards=1).embeddings.tolist() == [-5, -2, -3]
+    tables.fused_apply_gradients(ids(1, 1, 1), ids(1, 1, 1, 0), floats(1, 2, 3, 4), num_batches=2)
+    assert tables.fused_lookup(ids(1, 1), ids(1, 1), num_batches=1).embeddings.tolist() == [-5, -2, -3]
 
 
 # Against plain calls
@@ -470,7 +470,7 @@ def test_a_fused_call_is_one_plain_call_per_table(layout: Any, seed: int, dedup:
                 flat(keys),
                 counts,
                 flat(grads),
-                num_shards=shards,
+                num_batches=shards,
                 learning_rates=torch.cat(rates),
                 step=step,
                 event_time=flat(times) if timed else 3,
@@ -488,10 +488,10 @@ def test_a_fused_call_is_one_plain_call_per_table(layout: Any, seed: int, dedup:
                 latest_values=of(seen, k),
             )
 
-        found = native.fused_lookup(flat(keys), counts, num_shards=shards)
+        found = native.fused_lookup(flat(keys), counts, num_batches=shards)
         one_by_one = [single[k].lookup(piece) for row in keys for k, piece in enumerate(row)]
         assert torch.equal(found.embeddings, torch.cat([piece.flatten() for piece in one_by_one]))
-        expected = plain.fused_lookup(flat(keys), counts, num_shards=shards)
+        expected = plain.fused_lookup(flat(keys), counts, num_batches=shards)
         np.testing.assert_allclose(found.embeddings, expected.embeddings, rtol=1e-4, atol=1e-5)
         for name in ("recv_splits", "id_offsets", "emb_offsets"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -346,7 +346,7 @@ def fused_lookup(case: Case) -> Any:
     found = _multi_table(case).fused_lookup(
         id_tensor(case.inputs["ids"]),
         torch.tensor(case.inputs["fused_slot_size"]),
-        num_shards=case.params["num_of_shards"],
+        num_batches=case.params["num_of_shards"],
     )
     names = ("embeddings", "recv_splits", "id_offsets", "emb_offsets")
     return {name: getattr(found, name) for name in names}
@@ -360,10 +360,10 @@ def fused_apply_gradient(case: Case) -> Any:
         ids,
         sizes,
         floats(inputs["grads"]),
-        num_shards=shards,
+        num_batches=shards,
         learning_rates=floats(inputs["learning_rates"]),
     )
-    return {"lookup_after": tables.fused_lookup(ids, sizes, num_shards=shards).embeddings}
+    return {"lookup_after": tables.fused_lookup(ids, sizes, num_batches=shards).embeddings}
 
 
 def multi_table_reinitialize(case: Case) -> Any:

@@ -250,7 +250,7 @@ def serve(number: int, count: int, dim: int, dense_bytes: int) -> None:
     """Be one of several servers until standard input ends."""
     store = LocalStore.from_configs(table_configs(dim), threads=1)
     share = DenseShare(*make_dense(dense_bytes), (number, count))
-    with ParameterServer([store], share, shard=(number, count)) as server:
+    with ParameterServer([store], share, share=(number, count)) as server:
         announce(server.address)
 
 

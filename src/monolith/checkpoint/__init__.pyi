@@ -25,8 +25,8 @@ from monolith.checkpoint.offline.rewriting import compact, export, reshard
 from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
 from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
-from monolith.checkpoint.pieces import merge_entries
 from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.shares import merge_entries
 from monolith.checkpoint.tables import TablesPart
 
 __all__ = [

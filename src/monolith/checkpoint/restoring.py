@@ -59,7 +59,7 @@ def run_restore(listeners: Iterable[RestoreListener]) -> None:
 
 
 class ShardFlag(Protocol):
-    """A flag kept by one shard; a `threading.Event` is one. It is down when the shard starts."""
+    """A flag kept by one server; a `threading.Event` is one. It is down when the server starts."""
 
     def is_set(self) -> bool: ...
 
@@ -67,17 +67,17 @@ class ShardFlag(Protocol):
 
 
 class InitializedShards:
-    """Which shards hold live state.
+    """Which servers hold live state.
 
     Args:
-        flags: Device -> the flag that its shard keeps.
+        flags: Device -> the flag that its server keeps.
     """
 
     def __init__(self, flags: Mapping[str, ShardFlag]) -> None:
         self._flags = dict(flags)
 
     def uninitialised(self, device: str) -> bool:
-        """Whether what is on `device` has yet to be restored. What is on no shard always has."""
+        """Whether what is on `device` has yet to be restored. What is on no server always has."""
         return device not in self._flags or not self._flags[device].is_set()
 
     def mark_all(self) -> None:

@@ -4,8 +4,8 @@
     model.ckpt-100.assets/hash_filter_item-...  what its filter has counted
 
 A cut holds all tables at one moment; see `monolith.table.cuts`. Restoring goes into tables
-of any capacity and, with `shard`, into one of several that share the rows. Several may
-also write one checkpoint together; see `pieces`.
+of any capacity and, with `share`, into one of several that each hold a share of the rows. Several may
+also write one checkpoint together; see `shares`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from monolith import filesystem, native
 from monolith.checkpoint.part import Entry, RestoreOptions, SavedPart
-from monolith.checkpoint.pieces import (
+from monolith.checkpoint.report import RestoreReport
+from monolith.checkpoint.shares import (
     WHOLE,
+    IdShare,
     SavedTable,
-    Share,
     check_share,
     filter_basename,
-    filter_pieces,
-    piece_folder,
+    filter_shares,
+    share_folder,
 )
-from monolith.checkpoint.report import RestoreReport
-from monolith.errors import ConfigError, RestoreError, SaveError
+from monolith.errors import RestoreError, SaveError
 from monolith.feature import MAX_SLOTS_V2, slot_of
 from monolith.observe import Progress
 from monolith.table import (
@@ -63,10 +63,9 @@ class TablesPart:
         tables: By name, which is also the name of their files.
         filters: By the name of the table that asks them.
         num_shards: Files per table; by default one per million rows, up to 4.
-        shard: Which of how many shares of the ids these tables hold, on restore; by default that of
-            `piece`, and all where there is none.
-        piece: Which of how many parameter servers this is, where each writes its share of one checkpoint.
-            What they return goes through `merge_entries` into the manifest.
+        share: The ids these tables hold, where they are one of several parameter servers: (k, n) for those
+            that are k modulo n; by default all. Each writes its share of a checkpoint into a folder of its
+            own, and what all return goes through `merge_entries` into the manifest.
         incremental: Whether tables keep track of changes, so that a checkpoint may be an increment.
         workers: Files to read at once.
         write_workers: Files to write at once; fewer where training goes on beside it.
@@ -74,7 +73,7 @@ class TablesPart:
         write_progress: Advanced by rows that are written, by the thread that writes them.
 
     Raises:
-        ConfigError: There is no such share, or `shard` is another than `piece`.
+        ConfigError: There is no such share.
     """
 
     name = "tables"
@@ -85,27 +84,18 @@ class TablesPart:
         filters: Mapping[str, AdmissionFilter] | None = None,
         *,
         num_shards: int | None = None,
-        shard: Share | None = None,
-        piece: Share | None = None,
+        share: IdShare = WHOLE,
         incremental: bool = False,
         workers: int = 4,
         write_workers: int = 4,
         progress: Progress | None = None,
         write_progress: Progress | None = None,
     ) -> None:
-        for what, share in (("shard", shard), ("piece", piece)):
-            if share is not None:
-                check_share(f"{what} of a checkpoint's tables", share)
-        if None not in (shard, piece) and shard != piece:
-            raise ConfigError(
-                f"tables that hold the share {shard} of the ids cannot write the piece {piece} of a "
-                "checkpoint: a piece holds its own share. Leave `shard` out, or make them the same."
-            )
+        check_share("the share of a checkpoint's tables", share)
         self._tables = dict(tables)
         self._filters = dict(filters or {})
         self._num_shards = num_shards
-        self._piece = piece or WHOLE
-        self._shard = shard or self._piece
+        self._share = share
         self._incremental = incremental
         self._workers = workers
         self._write_workers = write_workers
@@ -129,14 +119,14 @@ class TablesPart:
             num_shards=self._num_shards,
             workers=self._write_workers,
             progress=self._write_progress,
-            piece=self._piece,
+            share=self._share,
         )
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         """Go back to what was saved, by however many writers; see `Part.restore`.
 
-        Reads the pieces that may hold ids of this shard: its own alone where there were as many writers
-        as there are shards. If any table holds rows, all that is to be read of the whole chain, all
+        Reads the shares that may hold ids of this one: its own alone where there were as many writers
+        as there are now. If any table holds rows, all that is to be read of the whole chain, all
         tables and filters, is read once and found good before the first table is touched. Tables that
         are empty are read once, each block checked before it goes in. A table whose restore fails even
         so is left empty.
@@ -186,15 +176,15 @@ class TablesPart:
         verify = any(len(table) for table in self._tables.values())
         for history in histories.values():
             for saved in history:
-                mine = saved.pieces_for(self._shard)
-                files = [saved.inspect(piece, verify=verify, workers=self._workers) for piece in mine]
-                for piece in mine:
-                    saved.inspect_removed(piece, verify=verify)
-                if len(mine) == saved.pieces:
+                mine = saved.shares_for(self._share)
+                files = [saved.inspect(share, verify=verify, workers=self._workers) for share in mine]
+                for share in mine:
+                    saved.inspect_removed(share, verify=verify)
+                if len(mine) == saved.shares:
                     saved.check_rows(sum(file.rows for each in files for file in each))
         for name, admission in self._filters.items():
             old = names.get(name)
-            source, _ = (None, "") if old is None else _filter_source(admission, chain, old, self._shard)
+            source, _ = (None, "") if old is None else _filter_source(admission, chain, old, self._share)
             if verify and source is not None and isinstance(admission, SlidingFilter):
                 filter_files.inspect(source, verify=True)
 
@@ -216,8 +206,8 @@ class TablesPart:
             for saved in history:
                 scales: list[list[float]] = []
                 self._forget_cleared(table, saved)
-                for piece in saved.pieces_for(self._shard):
-                    done = self._load(table, saved, piece, state, clear=not touched)
+                for share in saved.shares_for(self._share):
+                    done = self._load(table, saved, share, state, clear=not touched)
                     touched = True
                     _check_room(name, done)
                     rows += done.rows
@@ -241,14 +231,14 @@ class TablesPart:
         self,
         table: DumpableTable,
         saved: SavedTable,
-        piece: int,
+        share: int,
         state: Literal["keep", "reset"],
         *,
         clear: bool,
     ) -> LoadReport:
-        """Read one piece; a whole one also clears the table before, if it is the first."""
-        own = (piece, saved.pieces)
-        keep = own if self._shard == WHOLE else self._shard
+        """Read one share; a whole one also clears the table before, if it is the first."""
+        own = (share, saved.shares)
+        keep = own if self._share == WHOLE else self._share
         how: dict[str, Any] = {
             "keep": None if keep == WHOLE else keep,
             "optimizer_state": state,
@@ -256,30 +246,30 @@ class TablesPart:
             "progress": self._progress,
         }
         if saved.changes:
-            done = load_changes(table, saved.basename(piece), **how)
+            done = load_changes(table, saved.basename(share), **how)
         else:
-            done = load(table, saved.basename(piece), clear=clear, verify_first=False, **how)
+            done = load(table, saved.basename(share), clear=clear, verify_first=False, **how)
         if keep == own and done.skipped:
             raise RestoreError(
-                f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(piece)} "
-                "have ids of other pieces. Put the files back where each server wrote them."
+                f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(share)} "
+                "have ids of other shares. Put the files back where each server wrote them."
             )
         return done
 
     def _forget_cleared(self, table: DumpableTable, saved: SavedTable) -> None:
         """Remove what the shares held that were cleared before the changes of one checkpoint."""
-        mine = saved.pieces_for(self._shard)
-        gone = [piece for piece in mine if saved.changes and saved.cleared[piece]]
+        mine = saved.shares_for(self._share)
+        gone = [share for share in mine if saved.changes and saved.cleared[share]]
         if not gone:
             return
         if gone == mine:
             table.clear()
             return
         lost: list[Tensor] = []
-        for piece in gone:
-            in_piece = kept_ids((piece, saved.pieces))
-            assert in_piece is not None
-            lost += [rows.ids[in_piece(rows.ids)] for rows in iterate(table)]
+        for share in gone:
+            in_share = kept_ids((share, saved.shares))
+            assert in_share is not None
+            lost += [rows.ids[in_share(rows.ids)] for rows in iterate(table)]
         for ids in lost:
             table.remove(ids)
 
@@ -288,7 +278,7 @@ class TablesPart:
         admission = self._filters.get(name)
         if admission is None:
             return {}
-        source, why = _filter_source(admission, chain, old, self._shard)
+        source, why = _filter_source(admission, chain, old, self._share)
         if source is not None:
             admission.restore(source)
         elif why and isinstance(admission, SlidingFilter):
@@ -307,39 +297,39 @@ class TablesCut:
         num_shards: int | None,
         workers: int,
         progress: Progress | None,
-        piece: Share,
+        share: IdShare,
     ) -> None:
         self._cuts = dict(cuts)
         self._filters = dict(filters)
         self._num_shards = num_shards
         self._workers = workers
         self._progress = progress
-        self._piece = piece
+        self._share = share
         self._stamp = secrets.token_hex(8)  # a second attempt keeps the files of the first
 
     def write(self, prefix: str, *, full: bool) -> Entry:
         """As `PartCut.write`.
 
         Raises:
-            SaveError: A table holds ids that are not of this piece; a restore would not find them.
+            SaveError: A table holds ids that are not of this share; a restore would not find them.
         """
-        piece = self._piece
-        folder = piece_folder(prefix, piece)
+        share = self._share
+        folder = share_folder(prefix, share)
         tables: dict[str, Entry] = {}
         slots = _Slots()
         filesystem.make_dirs(folder)
         for name, cut in self._cuts.items():
             basename = table_basename(folder, name)
-            watchers = [] if piece == WHOLE else [_only(name, piece)]
+            watchers = [] if share == WHOLE else [_only(name, share)]
             if full:
                 tables[name] = self._write_full(_Watched(cut, *watchers), basename, slots)
             else:
                 tables[name] = self._write_changes(_Watched(cut, *watchers), basename)
         for name, one in self._filters.items():
-            one.save(filter_basename(prefix, name, piece))
+            one.save(filter_basename(prefix, name, share))
         entry: Entry = {"tables": tables, "filters": sorted(self._filters), "pieces": 1}
-        if piece != WHOLE:
-            entry["piece"] = list(piece)
+        if share != WHOLE:
+            entry["piece"] = list(share)
         met = slots.met()
         if full and len(met) <= _MOST_SLOTS:
             entry["slots"] = met
@@ -420,7 +410,7 @@ class _Slots:
         return {str(slot): int(self._counts[slot]) for slot in np.flatnonzero(self._counts).tolist()}
 
 
-def _only(table: str, share: Share) -> Callable[[Tensor], None]:
+def _only(table: str, share: IdShare) -> Callable[[Tensor], None]:
     """Return what refuses ids of another share."""
     in_share = kept_ids(share)
     assert in_share is not None
@@ -430,7 +420,7 @@ def _only(table: str, share: Share) -> Callable[[Tensor], None]:
         if not bool(mine.all()):
             number, total = share
             raise SaveError(
-                f"cannot save table {table!r} as piece {number} of {total}: it holds ids of other pieces, "
+                f"cannot save table {table!r} as share {number} of {total}: it holds ids of other shares, "
                 f"such as {int(ids[~mine][0])}. This one is for the ids that are {number} modulo {total}, as "
                 "unsigned numbers; send every id to its own server."
             )
@@ -475,25 +465,25 @@ def _last_with_filter(chain: Sequence[SavedPart], table: str) -> SavedPart | Non
 
 
 def _filter_source(
-    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, shard: Share
+    admission: AdmissionFilter, chain: Sequence[SavedPart], table: str, share: IdShare
 ) -> tuple[str | None, str]:
     """Return where to read what a filter has counted; None if nowhere, and why where it was saved.
 
     A filter keeps no ids, only cells that their hashes lead to, so its counts can be neither divided
-    nor put together. A share that lies within that of one piece takes over all of it: the counts of
+    nor put together. A share that lies within one that was saved takes over all of it: the counts of
     ids it never meets fade.
     """
     newest = _last_with_filter(chain, table)
     if newest is None:
         return None, ""
-    pieces = filter_pieces(newest.entry, table)
-    number, total = shard
-    source = filter_basename(newest.prefix, table, (number % pieces, pieces))
-    if not isinstance(admission, SlidingFilter) or pieces == total:  # others remember no ids
+    shares = filter_shares(newest.entry, table)
+    number, total = share
+    source = filter_basename(newest.prefix, table, (number % shares, shares))
+    if not isinstance(admission, SlidingFilter) or shares == total:  # others remember no ids
         return source, ""
-    if total % pieces:
+    if total % shares:
         whom = "one process" if total == 1 else f"{total} servers"
-        return None, f"counts anew, because what {pieces} servers counted cannot be put together for {whom}"
+        return None, f"counts anew, because what {shares} servers counted cannot be put together for {whom}"
     saved = filter_files.inspect(source)[0]
     core = admission.core
     if (saved.sliding["split_num"], saved.split["total_size"]) != (

@@ -201,8 +201,8 @@ def contents_table(tables: Iterable[TableContents]) -> Table:
         if one.kind == "changes":
             holds = f"{one.changed or 0:,} changed, {one.removed or 0:,} removed"
             holds += ", cleared first" if one.cleared else ""
-            holds += "".join(f", ps-{piece} cleared first" for piece in one.cleared_pieces)
-        files = str(one.shards) if one.pieces == 1 else f"{one.shards} of {one.pieces} servers"
+            holds += "".join(f", ps-{share} cleared first" for share in one.cleared_shares)
+        files = str(one.shards) if one.shares == 1 else f"{one.shards} of {one.shares} servers"
         newest = "" if one.newest_event_time is None else moment(one.newest_event_time)
         shown.add_row(one.name, f"{one.rows:,}", holds, files, decimal(one.bytes), newest, one.layout)
     return shown
@@ -214,7 +214,7 @@ def show_rest(console: Console, found: Contents, most: int) -> None:
     for one in found.filters:
         if one.kind != "none":
             used = "" if one.cells is None else f", {one.cells:,} cells in use, room for {one.capacity:,}"
-            whose = "" if one.pieces == 1 else f", of {one.pieces} servers"
+            whose = "" if one.shares == 1 else f", of {one.shares} servers"
             say(console, f"filter of {one.table}: {one.kind}{whose}{used}")
     for name, value in found.states.items():
         say(console, f"{name}: {json.dumps(plain(value))}")

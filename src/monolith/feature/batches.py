@@ -42,11 +42,11 @@ class FeatureIds:
             object.__setattr__(self, "shared", (False,) * len(self.names))
         if len(self.shared) != len(self.names):
             raise FeatureError(f"batch: shared has {len(self.shared)} entries for {len(self.names)} features")
-        for name, column in (("ids", self.ids), ("splits", self.splits)):
-            if column.dtype is not torch.int64 or column.ndim != 1 or column.device.type != "cpu":
+        for name, array in (("ids", self.ids), ("splits", self.splits)):
+            if array.dtype is not torch.int64 or array.ndim != 1 or array.device.type != "cpu":
                 raise FeatureError(
                     f"batch: {name} must be int64 of one dimension on the CPU, got "
-                    f"{str(column.dtype).removeprefix('torch.')} {tuple(column.shape)} on {column.device}"
+                    f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)} on {array.device}"
                 )
 
     @classmethod

@@ -1,7 +1,7 @@
 """Combiners: how the embeddings of one example's ids become one.
 
 A feature has any number of ids in an example. A combiner adds them up, averages them,
-takes the largest of each column, or keeps the first of them in order, for a layer
+takes the largest of each float, or keeps the first of them in order, for a layer
 that wants a sequence. An example without ids reads as zeros.
 """
 
@@ -43,7 +43,7 @@ class Mean(Combiner):
 
 @dataclass(frozen=True, slots=True)
 class Max(Combiner):
-    """Takes the largest value of each column; ids that tie share its gradient evenly."""
+    """Takes the largest value of each float of the rows; ids that tie share its gradient evenly."""
 
     pooling = Pooling.MAX
 

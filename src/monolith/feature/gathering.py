@@ -156,10 +156,10 @@ class GatheredBatch:
         outputs = [rows.new_zeros(self.batch_size * math.prod(shape)) for shape in plan.shapes]
         for group in self._gatherer.groups:
             moves = self._gatherer.core.moves(self._core, group.uses)
-            begin, to, scale = (_moved(torch.from_numpy(column), device) for column in moves)
-            columns = torch.arange(group.width, device=device)
-            values = rows[begin[:, None] + columns] * scale[:, None].to(rows.dtype)
-            places = (to[:, None] + columns).view(-1)
+            begin, to, scale = (_moved(torch.from_numpy(array), device) for array in moves)
+            offsets = torch.arange(group.width, device=device)
+            values = rows[begin[:, None] + offsets] * scale[:, None].to(rows.dtype)
+            places = (to[:, None] + offsets).view(-1)
             output = outputs[group.output]
             if group.takes_maximum:
                 peaks = largest(values.reshape(-1), places, torch.zeros_like(output))
@@ -221,12 +221,12 @@ def _group_uses(plan: LayoutPlan) -> list[_Group]:
     return [_Group(uses, output, width, alone >= 0) for (output, width, alone), uses in together.items()]
 
 
-def _borrowed(column: NDArray[Any]) -> Tensor:
+def _borrowed(array: NDArray[Any]) -> Tensor:
     """Return a tensor over memory that the core owns."""
-    return torch.from_numpy(column)
+    return torch.from_numpy(array)
 
 
-def _moved(column: Tensor, device: torch.device) -> Tensor:
+def _moved(array: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
-        return column.to(device)
-    return column.pin_memory().to(device, non_blocking=True)
+        return array.to(device)
+    return array.pin_memory().to(device, non_blocking=True)

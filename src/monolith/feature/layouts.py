@@ -62,7 +62,7 @@ class SliceSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One named output over columns of slots."""
+    """One named output over slices of features."""
 
     name: str
     kind: LayoutKind
@@ -146,11 +146,11 @@ def plan_layouts(
     for layout in sorted(layouts, key=lambda layout: layout.name):
         if layout.name in names:
             raise DuplicateNameError(f"two layouts are named {layout.name!r}")
-        for part in layout.slices:
-            _check_slice(layout, part, numbers, ordered, tables)
+        for one in layout.slices:
+            _check_slice(layout, one, numbers, ordered, tables)
         first = len(shapes)
-        lengths = [ordered[numbers[part.feature]].combiner.length for part in layout.slices]
-        shapes += _place(layout, lengths, first, [numbers[part.feature] for part in layout.slices], uses)
+        lengths = [ordered[numbers[one.feature]].combiner.length for one in layout.slices]
+        shapes += _place(layout, lengths, first, [numbers[one.feature] for one in layout.slices], uses)
         names[layout.name] = tuple(range(first, len(shapes)))
     return LayoutPlan(
         tables=tuple(table_names),
@@ -165,17 +165,17 @@ def plan_layouts(
 
 def _check_slice(
     layout: LayoutSpec,
-    part: SliceSpec,
+    spec: SliceSpec,
     numbers: dict[str, int],
     features: Sequence[FeatureSpec],
     tables: dict[str, int],
 ) -> None:
-    if part.feature not in numbers:
-        raise UnknownFeatureError(f"layout {layout.name!r}: there is no feature {part.feature!r}")
-    width = tables[features[numbers[part.feature]].table]
-    if not 0 <= part.start < part.end <= width:
+    if spec.feature not in numbers:
+        raise UnknownFeatureError(f"layout {layout.name!r}: there is no feature {spec.feature!r}")
+    width = tables[features[numbers[spec.feature]].table]
+    if not 0 <= spec.start < spec.end <= width:
         raise FeatureError(
-            f"layout {layout.name!r}: columns [{part.start}, {part.end}) of feature {part.feature!r} "
+            f"layout {layout.name!r}: floats [{spec.start}, {spec.end}) of feature {spec.feature!r} "
             f"are not within its rows, which have {width}"
         )
 
@@ -186,11 +186,11 @@ def _place(
     """Append the uses of one layout; return the shapes of its outputs."""
     if not layout.slices:
         raise ConfigError(f"layout {layout.name!r} has no slices")
-    dims = [part.dim for part in layout.slices]
-    parts = list(zip(features, layout.slices, dims, strict=True))
+    dims = [one.dim for one in layout.slices]
+    slices = list(zip(features, layout.slices, dims, strict=True))
     if layout.kind is NONE:
-        for number, (feature, part, dim) in enumerate(parts):
-            uses.append(Use(feature, part.start, dim, first + number, 0, dim, adds=False))
+        for number, (feature, one, dim) in enumerate(slices):
+            uses.append(Use(feature, one.start, dim, first + number, 0, dim, adds=False))
         return [(length, dim) if length else (dim,) for length, dim in zip(lengths, dims, strict=True)]
     if len(set(lengths)) > 1:
         raise FeatureError(
@@ -200,8 +200,8 @@ def _place(
     length = lengths[0]
     if layout.kind is CONCAT:
         offset = 0
-        for feature, part, dim in parts:
-            uses.append(Use(feature, part.start, dim, first, offset, sum(dims), adds=False))
+        for feature, one, dim in slices:
+            uses.append(Use(feature, one.start, dim, first, offset, sum(dims), adds=False))
             offset += dim
         return [(length, sum(dims)) if length else (sum(dims),)]
     if len(set(dims)) > 1:
@@ -214,12 +214,12 @@ def _place(
             raise FeatureError(
                 f"layout {layout.name!r}: features that keep their first ids cannot be added up"
             )
-        for number, (feature, part, _) in enumerate(parts):
-            uses.append(Use(feature, part.start, dim, first, 0, 0, adds=number > 0))
+        for number, (feature, one, _) in enumerate(slices):
+            uses.append(Use(feature, one.start, dim, first, 0, 0, adds=number > 0))
         return [(dim,)]
-    for number, (feature, part, _) in enumerate(parts):
-        uses.append(Use(feature, part.start, dim, first, number * max(length, 1) * dim, dim, adds=False))
-    return [(len(parts), length, dim) if length else (len(parts), dim)]
+    for number, (feature, one, _) in enumerate(slices):
+        uses.append(Use(feature, one.start, dim, first, number * max(length, 1) * dim, dim, adds=False))
+    return [(len(slices), length, dim) if length else (len(slices), dim)]
 
 
 def _product(shape: tuple[int, ...]) -> int:

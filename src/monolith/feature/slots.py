@@ -1,9 +1,9 @@
-"""Slots, slices and columns: what a feature's rows are made of, and which input reads them.
+"""Slots, slices and feature columns: what a feature's rows are made of, and which input reads them.
 
-A slot owns rows: a user's, an item's. A slice is a stretch of those rows that one
-part of the model uses: a bias for the linear part, a vector for the interactions. A
-column is an input of the batch that is looked up in a slot and combined; several
-columns may share a slot, as a user's last clicks share the rows of items.
+A slot owns rows: a user's, an item's. A slice is a stretch of the floats of those rows,
+for one use: a bias for the linear part, a vector for the interactions. A feature column
+is a column of the data that is looked up in a slot and combined; several of them
+may share a slot, as a user's last clicks share the rows of items.
 
     item = FeatureSlot(SlotConfig(name="item", has_bias=True))
     vector = item.add_slice(16)
@@ -99,7 +99,7 @@ class SlotConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSlice:
-    """Columns [start, end) of a slot's rows."""
+    """Floats [start, end) of a slot's rows."""
 
     slot: FeatureSlot
     start: int
@@ -143,7 +143,7 @@ class FeatureSlot:
 
     @property
     def bias(self) -> FeatureSlice:
-        """The one column a slot with a bias begins with."""
+        """The one float that the rows of a slot with a bias begin with."""
         if not self.config.has_bias:
             raise FeatureError(f"slot {self.name!r} has no bias; make it with SlotConfig(has_bias=True)")
         return self._slices[0]
@@ -169,7 +169,7 @@ class FeatureSlot:
         compressor: Compressor | None = None,
         learning_rate: float | LearningRate | None = None,
     ) -> FeatureSlice:
-        """Append `dim` columns; what is not given is the slot's default. A rate of 0.0 is a rate."""
+        """Add `dim` floats to the rows; what is not given is the slot's default. A rate of 0.0 is a rate."""
         config = self.config
         return self._append(
             Segment(
@@ -193,33 +193,33 @@ class FeatureSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureColumn:
-    """An input of the batch, looked up in a slot and combined."""
+    """A column of the data, whose ids are looked up in a slot and combined."""
 
     slot: FeatureSlot
     feature: str
     combiner: Combiner = field(default_factory=Sum)
 
-    def lookup(self, part: FeatureSlice) -> SliceUse:
+    def lookup(self, of: FeatureSlice) -> SliceUse:
         """Return the combined embeddings of one slice, for a layout to place."""
-        if part.slot is not self.slot:
+        if of.slot is not self.slot:
             raise FeatureError(
                 f"feature {self.feature!r} reads slot {self.slot.name!r}, "
-                f"and the slice is of slot {part.slot.name!r}"
+                f"and the slice is of slot {of.slot.name!r}"
             )
-        return SliceUse(self, part.start, part.end)
+        return SliceUse(self, of.start, of.end)
 
     def bias(self) -> SliceUse:
         """Return the combined bias."""
         return self.lookup(self.slot.bias)
 
-    def columns(self, start: int, end: int) -> SliceUse:
+    def floats(self, start: int, end: int) -> SliceUse:
         """Return any stretch of the combined rows, across slices if need be."""
         return SliceUse(self, start, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SliceUse:
-    """Columns [start, end) of a feature's combined rows."""
+    """Floats [start, end) of a feature's combined rows."""
 
     column: FeatureColumn
     start: int
@@ -249,7 +249,7 @@ def collect_tables(slots: Iterable[FeatureSlot], *, seed: int = 0) -> SlotTables
 
     Raises:
         DuplicateNameError: Two slots have one name.
-        EmptySlotError: A slot has no slice, so its rows would have no columns.
+        EmptySlotError: A slot has no slice, so its rows would be empty.
         ConfigError: Slots that share a table have different rows, or limits of their own without a slot_id.
     """
     groups: dict[str, list[FeatureSlot]] = {}

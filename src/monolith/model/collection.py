@@ -102,7 +102,7 @@ class EmbeddingCollection(nn.Module):
     """Features over a store.
 
     Args:
-        layouts: The tensors to make, over columns of slots.
+        layouts: The tensors to make, over slices of features.
         store: Where rows live, with the tables the slots need; by default a `LocalStore` made here, or what
             `default_stores` says.
         device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
@@ -247,8 +247,8 @@ def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:
             known = columns.setdefault(use.column.feature, use.column)
             if known is not use.column:
                 raise FeatureError(
-                    f"layout {layout.name!r}: feature {use.column.feature!r} has two columns; a feature is "
-                    "read from one slot in one way, so make the column once and use it in every layout"
+                    f"layout {layout.name!r}: feature {use.column.feature!r} has two feature columns; it is "
+                    "read from one slot in one way, so make its FeatureColumn once and use it in every layout"
                 )
     return columns
 

@@ -1,6 +1,6 @@
-"""Feature and FeatureSet: a list of features becomes slots, columns and slices.
+"""Feature and FeatureSet: a list of features becomes slots, feature columns and slices.
 
-Slots and columns say everything there is to say about rows, and a model of thirty
+Slots and feature columns say everything there is to say about rows, and a model of thirty
 features would say it thirty times. A `Feature` is a name with what is special about it;
 a `FeatureSet` gives the rest, and hands out slices by name:
 
@@ -9,7 +9,7 @@ a `FeatureSet` gives the rest, and hands out slices by name:
     embeddings = EmbeddingCollection([Layout("vectors", CONCAT, vectors)])
 
 A feature that shares another's rows shares its slices too: here "item" and "clicked" read
-the same sixteen columns of the same rows.
+the same sixteen floats of the same rows.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Feature:
 
 
 class FeatureSet:
-    """The slots and columns of a model's features.
+    """The slots and feature columns of a model's features.
 
     Args:
         features: In the order a model reads them; a plain name is a `Feature` of that name.
@@ -177,7 +177,7 @@ class FeatureSet:
         return len(self._features)
 
     def column(self, name: str) -> FeatureColumn:
-        """Return the one column of a feature."""
+        """Return the feature column of a feature."""
         return self._columns[self._known(name)]
 
     def bias(self, features: Sequence[str] | None = None) -> list[SliceUse]:
@@ -195,9 +195,9 @@ class FeatureSet:
         compressor: Compressor | None = None,
         learning_rate: float | LearningRate | None = None,
     ) -> list[SliceUse]:
-        """Return one slice of each feature, combined: `dim` columns that are added to its rows on first use.
+        """Return one slice of each feature, combined: `dim` floats that are added to its rows on first use.
 
-        The same name on a feature, or on one that shares its rows, gives the same columns again; how
+        The same name on a feature, or on one that shares its rows, gives the same floats again; how
         they are trained is settled by the first use.
 
         Raises:
@@ -218,7 +218,7 @@ class FeatureSet:
                 )
             elif found.dim != dim:
                 raise FeatureError(
-                    f"feature {feature!r}: slice {name!r} of slot {slot.name!r} has {found.dim} columns, "
+                    f"feature {feature!r}: slice {name!r} of slot {slot.name!r} has {found.dim} floats, "
                     f"and {dim} are asked for; give the other slice a name of its own"
                 )
             uses.append(column.lookup(found))

@@ -181,7 +181,7 @@ def _joined(keys: list[TableIds]) -> TableIds:
         torch.cat([one.ids for one in keys]),
         torch.cat([one.sizes for one in keys]),
         torch.cat(counts) if len(counts) == len(keys) else None,
-        parts=sum(one.parts for one in keys),
+        batches=sum(one.batches for one in keys),
     )
 
 

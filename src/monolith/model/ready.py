@@ -54,20 +54,20 @@ class FloatFeatures:
         if not self.widths:
             return None
         found = batch.floats if floats is None and isinstance(batch, Batch) else floats or {}
-        columns = []
+        tensors = []
         for name, width in self.widths.items():
             if name not in found:
                 raise FeatureError(
                     f"the model reads float feature {name!r}, which the batch does not have; "
                     f"it has {', '.join(found) or 'none'}. Without a Batch, pass `floats`."
                 )
-            column = found[name]
-            if column.ndim != 2 or column.shape[1] != width:
+            tensor = found[name]
+            if tensor.ndim != 2 or tensor.shape[1] != width:
                 raise FeatureError(
-                    f"float feature {name!r} must have shape (examples, {width}), got {tuple(column.shape)}"
+                    f"float feature {name!r} must have shape (examples, {width}), got {tuple(tensor.shape)}"
                 )
-            columns.append(column.to(device, torch.float32, non_blocking=True))
-        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+            tensors.append(tensor.to(device, torch.float32, non_blocking=True))
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Every process builds the whole module, because that is what a task describes. Each weight
 has one server that trains it; what the others hold of it is a copy that nobody reads. No
-weight is cut in pieces, so an optimizer sees it whole.
+weight is divided, so an optimizer sees it whole.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class DenseShare:
     Args:
         parameters: All weights of the module, by name. Nobody else may change them.
         optimizer: Holds all of them; the others never have a gradient here. None where there are none.
-        shard: Which of how many servers this is. Number 0 counts the steps.
+        share: Which of how many servers this is, (k, n). Number 0 counts the steps.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
-        shard: tuple[int, int],
+        share: tuple[int, int],
     ) -> None:
-        number, count = shard
+        number, count = share
         if optimizer is None and parameters:
             raise FeatureError("dense weights need an optimizer; give the one the task makes")
         if optimizer is not None:
@@ -73,7 +73,7 @@ class DenseShare:
         servers = share_of_weights(parameters, count)
         self._mine = {name: parameters[name] for name, server in servers.items() if server == number}
         self._optimizer = optimizer
-        self._shard = shard
+        self._share = share
         self._lock = threading.Lock()  # guards weights, optimizer and _step
         self._step = 0
 
@@ -106,7 +106,7 @@ class DenseShare:
         for name, gradient in gradients.items():
             weight = self._mine.get(name)
             if weight is None:
-                raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {name!r}")
+                raise FeatureError(f"server {self._share[0]} is not in charge of the weight {name!r}")
             if gradient.shape != weight.shape or gradient.dtype != weight.dtype:
                 raise FeatureError(
                     f"the gradient of {name!r} has {_kind(gradient)}, and the weight {_kind(weight)}"

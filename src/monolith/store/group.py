@@ -184,7 +184,7 @@ class ServerGroup:
         """
         found = self.call_all("describe")
         for server, about in enumerate(found):
-            number, count = about["shard"]
+            number, count = about["share"]
             if (number, count) != (server, len(self)):
                 raise ConfigError(
                     f"{self._name(server)} is number {number} of {count}, and was given as number {server} "

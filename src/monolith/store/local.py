@@ -103,7 +103,7 @@ class LocalStore:
         return self._multi[name]
 
     def lookup(self, ids: TableIds) -> Tensor:
-        return self._multi.fused_lookup(ids.ids, ids.sizes, num_shards=ids.parts).embeddings
+        return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
 
     def apply_gradients(
         self,
@@ -118,10 +118,10 @@ class LocalStore:
             ids.ids,
             ids.sizes,
             gradients,
-            num_shards=ids.parts,
+            num_batches=ids.batches,
             step=step,
             event_time=event_time,
-            dedup=ids.parts > 1,
+            dedup=ids.batches > 1,
             latest_values=latest_values,
             counts=ids.counts if self._counts_sightings else None,
         )

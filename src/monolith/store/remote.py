@@ -67,7 +67,9 @@ class ParameterServerStore:
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
         routes, _ = self._routes(ids)
-        requests = {server: self._request(routes, server, ids.parts, {}, {})[0] for server in _asked(routes)}
+        requests = {
+            server: self._request(routes, server, ids.batches, {}, {})[0] for server in _asked(routes)
+        }
         answers = self.group.exchange("lookup", requests, repeat=True)
         rows = [
             answers[server].data.view(np.float32) if server in answers else np.empty(0, np.float32)
@@ -107,15 +109,15 @@ class ParameterServerStore:
             counts = arguments.id_array(ids.counts, "counts")
         each = isinstance(event_time, Tensor)
         about = {"step": step, "event_time": 0 if each else int(times[0])}
-        columns = {
+        arrays = {
             "times": each,
             "counts": counts is not None,
             "latest": latest is not None and self._delayed is not None,
         }
         requests: dict[int, Request] = {}
         for server in _asked(routes):
-            more = columns | {"floats": routes.num_floats[server]}
-            requests[server], request = self._request(routes, server, ids.parts, more, about)
+            more = arrays | {"floats": routes.num_floats[server]}
+            requests[server], request = self._request(routes, server, ids.batches, more, about)
             routes.send_rows(grads, server, request.gradients)
             if latest is not None and request.latest is not None:
                 routes.send_rows(latest, server, request.latest)
@@ -206,26 +208,26 @@ class ParameterServerStore:
     def _routes(self, ids: TableIds) -> tuple[Routes, int]:
         """Check ids and sizes; return where they go, and how many floats their rows have."""
         keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
-        parts = ids.parts
-        if not isinstance(parts, int) or parts < 1:
-            raise TableArgumentError(f"parts must be a whole number, 1 or more, got {parts!r}")
+        batches = ids.batches
+        if not isinstance(batches, int) or batches < 1:
+            raise TableArgumentError(f"batches must be a whole number, 1 or more, got {batches!r}")
         try:
-            *_, offsets = native.fused_offsets(self._widths, sizes, parts, len(keys))
+            *_, offsets = native.fused_offsets(self._widths, sizes, batches, len(keys))
         except ValueError as cause:
             raise TableArgumentError(
-                f"{cause} ({len(self._widths)} tables, {parts} parts, {len(keys)} ids)"
+                f"{cause} ({len(self._widths)} tables, {batches} batches, {len(keys)} ids)"
             ) from cause
-        return Routes(keys, sizes, np.tile(self._widths, parts), len(self.group)), int(offsets[-1])
+        return Routes(keys, sizes, np.tile(self._widths, batches), len(self.group)), int(offsets[-1])
 
     def _request(
-        self, routes: Routes, server: int, parts: int, columns: dict[str, Any], about: dict[str, Any]
+        self, routes: Routes, server: int, batches: int, arrays: dict[str, Any], about: dict[str, Any]
     ) -> tuple[Request, RowRequest]:
-        """Return a request with ids and sizes in it, and where its other columns are to be written."""
-        columns = {"ids": routes.num_ids[server], **columns}
-        request = RowRequest(pieces=routes.sizes.shape[1], **columns)
+        """Return a request with ids and sizes in it, and where its other arrays are to be written."""
+        arrays = {"ids": routes.num_ids[server], **arrays}
+        request = RowRequest(cells=routes.sizes.shape[1], **arrays)
         request.sizes[:] = routes.sizes[server]
         routes.send_ids(server, request.ids)
-        body = {"store": self._number, "parts": parts, "columns": columns, **about}
+        body = {"store": self._number, "batches": batches, "arrays": arrays, **about}
         return (body, request.data), request
 
     def _push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Any]:

@@ -20,9 +20,9 @@ class Routes:
     """The ids of one call, spread over servers.
 
     Args:
-        ids: Part after part and, within a part, table after table.
-        sizes: Ids of each piece: table k of part p is piece `p * tables + k`.
-        widths: Floats per row, for each piece.
+        ids: Batch after batch and, within a batch, table after table.
+        sizes: Ids of each cell: table k of batch b is cell `b * tables + k`.
+        widths: Floats per row, for each cell.
         num_servers: 1 or more.
     """
 
@@ -33,7 +33,7 @@ class Routes:
         self._width = int(widths[0]) if len(widths) and (widths == widths[0]).all() else None
         self._order: Ids | None = None
         self.sizes = sizes.reshape(1, -1)
-        """int64 of shape (servers, pieces): ids of each piece that each server gets."""
+        """int64 of shape (servers, cells): ids of each cell that each server gets."""
         if num_servers > 1:
             # As `shard_of_ids` has it, at a tenth of the time.
             servers = (ids.view(np.uint64) % np.uint64(num_servers)).astype(np.uint16)
@@ -69,10 +69,10 @@ class Routes:
             return
         starts, id_starts = self._starts()
         at = first = 0
-        for piece in np.flatnonzero(self.sizes[server]).tolist():
-            size, width = int(self.sizes[server, piece]), int(self._widths[piece])
-            block = rows[starts[piece] : starts[piece + 1]]
-            positions = order[first : first + size] - id_starts[piece]
+        for cell in np.flatnonzero(self.sizes[server]).tolist():
+            size, width = int(self.sizes[server, cell]), int(self._widths[cell])
+            block = rows[starts[cell] : starts[cell + 1]]
+            positions = order[first : first + size] - id_starts[cell]
             _take(block, positions, width, out[at : at + size * width])
             at, first = at + size * width, first + size
 
@@ -90,17 +90,17 @@ class Routes:
         out = np.empty(starts[-1], np.float32)
         orders = [self._of(server) for server in range(len(answers))]
         at, first = [0] * len(answers), [0] * len(answers)
-        for piece in np.flatnonzero(self.sizes.sum(0)).tolist():
-            width = int(self._widths[piece])
+        for cell in np.flatnonzero(self.sizes.sum(0)).tolist():
+            width = int(self._widths[cell])
             blocks, positions = [], []
-            for server, size in enumerate(self.sizes[:, piece].tolist()):
+            for server, size in enumerate(self.sizes[:, cell].tolist()):
                 blocks.append(answers[server][at[server] : at[server] + size * width])
                 positions.append(orders[server][first[server] : first[server] + size])
                 at[server], first[server] = at[server] + size * width, first[server] + size
-            order = np.concatenate(positions) - id_starts[piece]
+            order = np.concatenate(positions) - id_starts[cell]
             back = np.empty_like(order)
             back[order] = np.arange(len(back))
-            _take(np.concatenate(blocks), back, width, out[starts[piece] : starts[piece + 1]])
+            _take(np.concatenate(blocks), back, width, out[starts[cell] : starts[cell + 1]])
         return out
 
     def _of(self, server: int) -> Ids:
@@ -109,7 +109,7 @@ class Routes:
         return self._order[end - self.num_ids[server] : end]
 
     def _starts(self) -> tuple[list[int], list[int]]:
-        """Return where each piece begins among the caller's floats and ids, and where the last ends."""
+        """Return where each cell begins among the caller's floats and ids, and where the last ends."""
         sizes = self.sizes.sum(0)
         return [0, *np.cumsum(sizes * self._widths).tolist()], [0, *np.cumsum(sizes).tolist()]
 

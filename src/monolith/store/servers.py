@@ -90,7 +90,7 @@ class SetStep(Meant):
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class Arrays:
     """What a `RowRequest` holds."""
 
     ids: Count
@@ -100,13 +100,13 @@ class Columns:
     latest: bool = False
 
 
-_Parts = Annotated[int, Bounds(1, 1 << 20)]
+_Batches = Annotated[int, Bounds(1, 1 << 20)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(OfStore):
-    parts: _Parts
-    columns: Columns
+    batches: _Batches
+    arrays: Arrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +121,13 @@ class PushDense(Meant):
 
 
 class RowRequest:
-    """Where the columns of a request lie in its buffer: those of 8 bytes first, so that all are aligned.
+    """Where the arrays of a request lie in its buffer: those of 8 bytes first, so that all are aligned.
 
-    sizes of the pieces, ids, event times if each id has its own, counts if they matter,
+    sizes of the cells, ids, event times if each id has its own, counts if they matter,
     gradients, the rows these were computed on if they are asked for.
 
     Args:
-        pieces: Parts times tables.
+        cells: Batches times tables.
         ids: How many.
         floats: Of all their rows; 0 for a lookup.
     """
@@ -136,14 +136,14 @@ class RowRequest:
         self,
         data: Bytes | None = None,
         *,
-        pieces: int,
+        cells: int,
         ids: int,
         floats: int = 0,
         times: bool = False,
         counts: bool = False,
         latest: bool = False,
     ) -> None:
-        lengths = [8 * pieces, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest]
+        lengths = [8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest]
         ends = np.cumsum(lengths).tolist()
         self.data: Bytes = np.empty(ends[-1], np.uint8) if data is None else data
         if min(lengths) < 0 or len(self.data) != ends[-1]:
@@ -151,12 +151,12 @@ class RowRequest:
                 f"{SERVICE.name}: {len(self.data)} bytes came for {ids} ids and {floats} floats, which take "
                 f"{ends[-1]}. Both sides must run the same version."
             )
-        columns = [self.data[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        self.sizes, self.ids = columns[0].view(np.int64), columns[1].view(np.int64)
-        self.times = columns[2].view(np.int64) if times else None
-        self.counts = columns[3].view(np.int64) if counts else None
-        self.gradients = columns[4].view(np.float32)
-        self.latest = columns[5].view(np.float32) if latest else None
+        arrays = [self.data[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        self.sizes, self.ids = arrays[0].view(np.int64), arrays[1].view(np.int64)
+        self.times = arrays[2].view(np.int64) if times else None
+        self.counts = arrays[3].view(np.int64) if counts else None
+        self.gradients = arrays[4].view(np.float32)
+        self.latest = arrays[5].view(np.float32) if latest else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class ParameterServer:
         stores: One for each collection of the model's features, in an order that all processes share.
             Still the caller's: to save, to restore, and to close after the server.
         dense: The dense weights it is in charge of; None where the model has none.
-        shard: Which of how many servers this is.
+        share: Which of how many servers this is, (k, n): it holds the ids that are k modulo n.
         host: Where to listen; only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present.
@@ -191,7 +191,7 @@ class ParameterServer:
 
     Raises:
         ListenError: The port is taken.
-        ConfigError: `shard` makes no sense, or a call has a name that is taken.
+        ConfigError: There is no such share, or a call has a name that is taken.
         MissingExtraError: pyarrow is not installed.
     """
 
@@ -200,7 +200,7 @@ class ParameterServer:
         stores: Sequence[LocalStore],
         dense: DenseShare | None = None,
         *,
-        shard: tuple[int, int],
+        share: tuple[int, int],
         host: str = "127.0.0.1",
         port: int = 0,
         guard: PortGuard | None = None,
@@ -208,9 +208,9 @@ class ParameterServer:
         polls: Mapping[str, Poll] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not 0 <= shard[0] < shard[1]:
-            raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got shard={shard}")
-        self._shard = shard
+        if not 0 <= share[0] < share[1]:
+            raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got share={share}")
+        self._share = share
         self.process = secrets.token_hex(8)
         """Names this start of the server."""
         self._held = self._holding(secrets.token_hex(8), stores, dense)
@@ -297,7 +297,7 @@ class ParameterServer:
         return {
             "process": self.process,
             "incarnation": held.incarnation,
-            "shard": list(self._shard),
+            "share": list(self._share),
             "stores": [
                 {"tables": dict(store.tables), "counts_sightings": store.counts_sightings}
                 for store in held.stores
@@ -347,27 +347,27 @@ class ParameterServer:
     def _request(
         self, store: LocalStore, body: Lookup | ApplyGradients, data: Bytes
     ) -> tuple[TableIds, RowRequest]:
-        parts, columns = body.parts, body.columns
-        if columns.ids > self._limits.ids:
-            raise RequestError(f"it has {columns.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
+        batches, arrays = body.batches, body.arrays
+        if arrays.ids > self._limits.ids:
+            raise RequestError(f"it has {arrays.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
         request = RowRequest(
             data,
-            pieces=parts * len(store.tables),
-            ids=columns.ids,
-            floats=columns.floats,
-            times=columns.times,
-            counts=columns.counts,
-            latest=columns.latest,
+            cells=batches * len(store.tables),
+            ids=arrays.ids,
+            floats=arrays.floats,
+            times=arrays.times,
+            counts=arrays.counts,
+            latest=arrays.latest,
         )
         counts = None if request.counts is None else torch.from_numpy(request.counts)
-        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, parts)
+        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, batches)
         return ids, request
 
     def _push_dense(self, body: PushDense, data: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
         weights = held.dense.weights
         if unknown := [name for name in body.names if name not in weights]:
-            raise FeatureError(f"server {self._shard[0]} is not in charge of the weight {unknown[0]!r}")
+            raise FeatureError(f"server {self._share[0]} is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body.names])
         after = held.dense.push(dict(zip(body.names, gradients, strict=True)))
         return self._about(held), self._packed(after)
@@ -388,7 +388,7 @@ class ParameterServer:
     # Inside
 
     def _holding(self, incarnation: str, stores: Sequence[LocalStore], dense: DenseShare | None) -> _Held:
-        return _Held(incarnation, list(stores), DenseShare({}, None, self._shard) if dense is None else dense)
+        return _Held(incarnation, list(stores), DenseShare({}, None, self._share) if dense is None else dense)
 
     def _meant(self, body: Meant) -> _Held:
         """Return what is held, if that is what the caller means."""

@@ -23,13 +23,13 @@ class TableIds:
     """Ids of all tables of a store, in one tensor."""
 
     ids: Tensor
-    """int64: part after part and, within a part, table after table in the order of `Store.tables`.
-    Within one table of one part they are distinct."""
+    """int64: batch after batch and, within a batch, table after table in the order of `Store.tables`.
+    Within one table of one batch they are distinct."""
     sizes: Tensor
-    """int64 of shape (parts * tables,): how many ids each table has in each part."""
+    """int64 of shape (batches * tables,): how many ids each table has in each batch."""
     counts: Tensor | None = None
     """int64, one per id: how many sightings it stands for; None for one each."""
-    parts: int = 1
+    batches: int = 1
     """Batches laid end to end: more than one where gradients were accumulated."""
 
 
@@ -59,7 +59,7 @@ class Store(Protocol):
         event_time: int | Tensor = 0,
         latest_values: Tensor | None = None,
     ) -> None:
-        """Take one optimizer step for every distinct id, with the sum of its gradients over the parts.
+        """Take one optimizer step for every distinct id, with the sum of its gradients over the batches.
 
         Args:
             gradients: float32, laid out as the rows of `lookup`.

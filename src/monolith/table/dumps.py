@@ -690,12 +690,12 @@ def _restore_scales(table: DumpableTable, description: Description) -> None:
 def kept_ids(keep: Keep | None) -> Callable[[Tensor], Tensor] | None:
     if not isinstance(keep, tuple):
         return keep
-    shard, num_shards = keep
-    if not 0 <= shard < num_shards:
-        raise TableArgumentError(f"keep must be (shard, num_shards) with shard below num_shards, got {keep}")
+    number, total = keep
+    if not 0 <= number < total:
+        raise TableArgumentError(f"keep must be a share (k, n) with k from 0 to n - 1, got {keep}")
 
     def mine(ids: Tensor) -> Tensor:
-        return torch.from_numpy(ids.numpy().view(np.uint64) % np.uint64(num_shards) == np.uint64(shard))
+        return torch.from_numpy(ids.numpy().view(np.uint64) % np.uint64(total) == np.uint64(number))
 
     return mine
 

@@ -31,19 +31,19 @@ from monolith.table.table import Table, TableStats
 
 @dataclass(frozen=True, slots=True)
 class FusedRows:
-    """The embeddings of a fused lookup over K tables and N shards, and where each piece of them lies.
+    """The embeddings of a fused lookup over K tables and N batches, and where each cell of them lies.
 
-    Piece `shard * K + table` holds the embeddings of one table's ids in one shard.
+    Cell `batch * K + table` holds the embeddings of one table's ids in one batch.
     """
 
     embeddings: Tensor
-    """float32, flat: piece after piece, one embedding per id, in the order of the ids."""
+    """float32, flat: cell after cell, one embedding per id, in the order of the ids."""
     recv_splits: Tensor
-    """int64 of shape (N,): floats of each shard."""
+    """int64 of shape (N,): floats of each batch."""
     id_offsets: Tensor
-    """int64 of shape (K * N + 1,): where each piece begins among the ids, then their number."""
+    """int64 of shape (K * N + 1,): where each cell begins among the ids, then their number."""
     emb_offsets: Tensor
-    """int64 of shape (K * N + 1,): where each piece begins in `embeddings`, then its length."""
+    """int64 of shape (K * N + 1,): where each cell begins in `embeddings`, then its length."""
 
 
 class MultiTable:
@@ -224,18 +224,18 @@ class MultiTable:
 
     # Fused calls
 
-    def fused_lookup(self, ids: Tensor, sizes: Tensor, *, num_shards: int) -> FusedRows:
-        """Look up the ids of K tables and N shards at once.
+    def fused_lookup(self, ids: Tensor, sizes: Tensor, *, num_batches: int) -> FusedRows:
+        """Look up the ids of K tables and N batches at once.
 
         Args:
-            ids: int64, flat: shard after shard and, within a shard, table after table as in `tables`.
-            sizes: int64 of shape (N * K,): how many ids there are at `shard * K + table`.
-            num_shards: N, 1 or more.
+            ids: int64, flat: batch after batch and, within a batch, table after table as in `tables`.
+            sizes: int64 of shape (N * K,): how many ids there are at `batch * K + table`.
+            num_batches: N, 1 or more.
         """
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
-        recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_shards, len(keys))
+        recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
         embeddings = np.empty(int(emb_offsets[-1]), np.float32)
-        self._group().lookup(keys, counts, num_shards, embeddings)
+        self._group().lookup(keys, counts, num_batches, embeddings)
         return FusedRows(*map(torch.from_numpy, (embeddings, recv_splits, id_offsets, emb_offsets)))
 
     def fused_apply_gradients(
@@ -244,7 +244,7 @@ class MultiTable:
         sizes: Tensor,
         gradients: Tensor,
         *,
-        num_shards: int,
+        num_batches: int,
         learning_rates: Tensor | None = None,
         step: int = 0,
         event_time: int | Tensor = 0,
@@ -252,18 +252,18 @@ class MultiTable:
         latest_values: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> None:
-        """Train K tables at once; each takes its ids of all N shards in one call, in shard order.
+        """Train K tables at once; each takes its ids of all N batches in one call, in batch order.
 
         Args:
             ids: As for `fused_lookup`.
             sizes: As for `fused_lookup`.
             gradients: float32, flat, laid out as the embeddings of `fused_lookup`.
-            num_shards: N, 1 or more.
+            num_batches: N, 1 or more.
             learning_rates: float32, flat: one per segment, table after table as in `tables`; by
                 default each table's own at `step`.
             step: The global step.
             event_time: Unix seconds: one for all, or int64 with one per id.
-            dedup: Whether equal ids of one table, of whichever shards, become one step with the sum
+            dedup: Whether equal ids of one table, of whichever batches, become one step with the sum
                 of their gradients and the latest of their event times.
             latest_values: float32, laid out as `gradients`; required by delay-compensated segments only.
             counts: int64, one per id: how many sightings it stands for.
@@ -273,8 +273,8 @@ class MultiTable:
             arguments.check_trainable(self._serving, "fused_apply_gradients")
         if self._delayed is not None and latest_values is None:
             arguments.latest_array(None, self._delayed, 0)
-        keys, pieces = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
-        shape = (int(self._offsets(pieces, num_shards, len(keys))[-1][-1]),)
+        keys, cells = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
+        shape = (int(self._offsets(cells, num_batches, len(keys))[-1][-1]),)
         rates = (
             self._rates(step)
             if learning_rates is None
@@ -282,8 +282,8 @@ class MultiTable:
         )
         self._group().apply_gradients(
             keys,
-            pieces,
-            num_shards,
+            cells,
+            num_batches,
             gradients=arguments.float_array(gradients, shape, "gradients"),
             rates=rates,
             step=step,
@@ -346,7 +346,7 @@ class MultiTable:
     ) -> list[_Batch]:
         """Check every slot of a call, then bring the slots of each table together."""
         second = 0 if isinstance(event_time, Mapping) else arguments.event_second(event_time)
-        pieces: dict[str, list[dict[str, Tensor]]] = {}
+        by_slot: dict[str, list[dict[str, Tensor]]] = {}
         for slot in sorted(updates):
             columns = dict(zip(("ids", "values"), updates[slot], strict=True))
             if isinstance(event_time, Mapping):
@@ -354,10 +354,10 @@ class MultiTable:
             if latest_values is not None:
                 columns["latest_values"] = _given(latest_values, slot, "latest_values")
             _check_columns(columns, slot, self[slot].dim)
-            pieces.setdefault(self._slots[slot], []).append(columns)
+            by_slot.setdefault(self._slots[slot], []).append(columns)
         batches = []
-        for name, parts in sorted(pieces.items()):
-            whole = {column: _joined([part[column] for part in parts]) for column in parts[0]}
+        for name, several in sorted(by_slot.items()):
+            whole = {column: _joined([one[column] for one in several]) for column in several[0]}
             times, latest = whole.get("event_time", second), whole.get("latest_values")
             batches.append(_Batch(name, self._tables[name], whole["ids"], whole["values"], times, latest))
         return batches
@@ -374,14 +374,14 @@ class MultiTable:
             found[name] = rates
         return found
 
-    def _offsets(self, sizes: NDArray[np.int64], num_shards: int, num_ids: int) -> list[NDArray[np.int64]]:
-        if not isinstance(num_shards, int) or num_shards < 1:
-            raise TableArgumentError(f"num_shards must be a whole number, 1 or more, got {num_shards!r}")
+    def _offsets(self, sizes: NDArray[np.int64], num_batches: int, num_ids: int) -> list[NDArray[np.int64]]:
+        if not isinstance(num_batches, int) or num_batches < 1:
+            raise TableArgumentError(f"num_batches must be a whole number, 1 or more, got {num_batches!r}")
         try:
-            return list(native.fused_offsets(self._dims, sizes, num_shards, num_ids))
+            return list(native.fused_offsets(self._dims, sizes, num_batches, num_ids))
         except ValueError as cause:
             raise TableArgumentError(
-                f"{cause} ({len(self._tables)} tables, {num_shards} shards, {num_ids} ids)"
+                f"{cause} ({len(self._tables)} tables, {num_batches} batches, {num_ids} ids)"
             ) from cause
 
     def _group(self) -> _Group:
@@ -445,14 +445,14 @@ class _Group(Protocol):
     """Fused calls on checked arrays. `native.TableGroup` is one."""
 
     def lookup(
-        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_shards: int, out: NDArray[np.float32]
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_batches: int, out: NDArray[np.float32]
     ) -> None: ...
 
     def apply_gradients(
         self,
         ids: NDArray[np.int64],
         sizes: NDArray[np.int64],
-        num_shards: int,
+        num_batches: int,
         *,
         gradients: NDArray[np.float32],
         rates: NDArray[np.float32],
@@ -471,19 +471,19 @@ class _PlainGroup:
         self._tables = tables
 
     def lookup(
-        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_shards: int, out: NDArray[np.float32]
+        self, ids: NDArray[np.int64], sizes: NDArray[np.int64], num_batches: int, out: NDArray[np.float32]
     ) -> None:
-        tables = self._tables * num_shards
-        pieces = torch.from_numpy(ids).split_with_sizes(sizes.tolist())
-        places = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_shards))
-        for table, piece, place in zip(tables, pieces, places, strict=True):
-            table.lookup(piece, out=place.view(-1, table.dim))
+        tables = self._tables * num_batches
+        cells = torch.from_numpy(ids).split_with_sizes(sizes.tolist())
+        places = torch.from_numpy(out).split_with_sizes(self._floats(sizes, num_batches))
+        for table, cell, place in zip(tables, cells, places, strict=True):
+            table.lookup(cell, out=place.view(-1, table.dim))
 
     def apply_gradients(
         self,
         ids: NDArray[np.int64],
         sizes: NDArray[np.int64],
-        num_shards: int,
+        num_batches: int,
         *,
         gradients: NDArray[np.float32],
         rates: NDArray[np.float32],
@@ -493,16 +493,16 @@ class _PlainGroup:
         latest: NDArray[np.float32] | None,
         counts: NDArray[np.uint32] | None,
     ) -> None:
-        cuts, floats = sizes.tolist(), self._floats(sizes, num_shards)
+        cuts, floats = sizes.tolist(), self._floats(sizes, num_batches)
         seconds = np.broadcast_to(times, ids.shape).astype(np.int64)
         segments = [len(table.config.segments) for table in self._tables]
         often = np.ones_like(ids) if counts is None else counts.astype(np.int64)
         columns = [(ids, cuts), (gradients, floats), (seconds, cuts), (often, cuts)]
         columns += [] if latest is None else [(latest, floats)]
-        pieces = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
+        cells = [torch.from_numpy(column).split_with_sizes(lengths) for column, lengths in columns]
         own = torch.from_numpy(rates).split_with_sizes(segments)
         for k, table in enumerate(self._tables):
-            keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in pieces)
+            keys, grads, when, met, *seen = (torch.cat(column[k :: len(self._tables)]) for column in cells)
             table.apply_gradients(
                 keys,
                 grads.view(-1, table.dim),
@@ -514,6 +514,6 @@ class _PlainGroup:
                 counts=None if counts is None else met,
             )
 
-    def _floats(self, sizes: NDArray[np.int64], num_shards: int) -> list[int]:
-        widths = [table.dim for table in self._tables] * num_shards
+    def _floats(self, sizes: NDArray[np.int64], num_batches: int) -> list[int]:
+        widths = [table.dim for table in self._tables] * num_batches
         return [n * dim for n, dim in zip(sizes.tolist(), widths, strict=True)]

@@ -106,8 +106,7 @@ class Model:
         *,
         incremental: bool = False,
         beside: bool = False,
-        shard: tuple[int, int] | None = None,
-        piece: tuple[int, int] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> TablesPart:
         """Return what a checkpoint keeps of the rows; see `parts` and `TablesPart`."""
         tables, filters = self._tables()
@@ -115,8 +114,7 @@ class Model:
         return TablesPart(
             tables,
             filters,
-            shard=shard,
-            piece=piece,
+            share=share,
             incremental=incremental,
             write_workers=1 if beside else 4,
             write_progress=Resting(SHARE) if beside and busy else None,

@@ -182,7 +182,7 @@ def test_a_run_of_many_rows_is_compared_in_blocks(folder: Path) -> None:
 # Of several servers
 
 
-def test_the_same_rows_in_other_pieces_are_the_same(tmp_path: Path) -> None:
+def test_the_same_rows_in_other_shares_are_the_same(tmp_path: Path) -> None:
     prefixes = []
     for servers in (1, 2, 3):
         run = small_servers.Servers(tmp_path / str(servers), servers)
@@ -193,7 +193,7 @@ def test_the_same_rows_in_other_pieces_are_the_same(tmp_path: Path) -> None:
         assert compare(other, prefixes[0]).same
 
 
-def test_what_differs_between_other_pieces_is_counted(tmp_path: Path) -> None:
+def test_what_differs_between_other_shares_is_counted(tmp_path: Path) -> None:
     one = small_servers.Servers(tmp_path / "one", 1)
     two = small_servers.Servers(tmp_path / "two", 2)
     for run in (one, two):

@@ -249,14 +249,14 @@ def test_a_checkpoint_of_several_servers_shows_them_together(folder: Path) -> No
     found = read_contents(prefixes[0], verify=True)
     assert found.problems == ()
     item, user = found.tables
-    assert (item.rows, item.pieces, item.shards) == (len(contents[0]["item"]), 2, 4)
+    assert (item.rows, item.shares, item.shards) == (len(contents[0]["item"]), 2, 4)
     assert user.newest_event_time == 3
     (one,) = read_contents(prefixes[-1], verify=True).filters
-    assert (one.kind, one.pieces, one.cells) == ("sliding", 2, sum(map(len, run.filters)))
+    assert (one.kind, one.shares, one.cells) == ("sliding", 2, sum(map(len, run.filters)))
     alone = small_servers.Servers(folder.with_name("alone"), 1, filters=True).save(1)
     assert one.capacity == 2 * (read_contents(alone).filters[0].capacity or 0)
     _, user = read_contents(prefixes[2], verify=True).tables
-    assert (user.rows, user.cleared, user.cleared_pieces) == (len(contents[2]["user"]), False, (1,))
+    assert (user.rows, user.cleared, user.cleared_shares) == (len(contents[2]["user"]), False, (1,))
 
 
 def test_every_damaged_file_of_any_server_is_named(folder: Path) -> None:
@@ -278,11 +278,11 @@ def test_every_damaged_file_of_any_server_is_named(folder: Path) -> None:
         Path(f"{prefixes[-1]}.assets/ps-0-of-2/{table}.manifest").unlink()
     problems = read_contents(prefixes[-1]).problems
     assert len(problems) == 2
-    assert all("piece ps-0-of-2 of model.ckpt-4" in problem for problem in problems)
+    assert all("share ps-0-of-2 of model.ckpt-4" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("layouts", [(2, 2, 2, 2), (1, 3, 2, 2)])
-def test_a_row_is_found_in_whichever_piece_it_is(folder: Path, layouts: tuple[int, ...]) -> None:
+def test_a_row_is_found_in_whichever_share_it_is(folder: Path, layouts: tuple[int, ...]) -> None:
     _, prefixes, contents = small_servers.chain(folder, *layouts)
     for prefix, content in zip(prefixes, contents, strict=True):
         for table in ("item", "user"):

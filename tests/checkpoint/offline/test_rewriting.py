@@ -416,14 +416,14 @@ def test_damaged_rows_leave_no_export_that_looks_whole(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("layouts", [(2, 2, 2, 2), (1, 3, 2, 2)])
-def test_pieces_become_one(folder: Path, tmp_path: Path, layouts: tuple[int, ...]) -> None:
+def test_shares_become_one(folder: Path, tmp_path: Path, layouts: tuple[int, ...]) -> None:
     _, prefixes, contents = small_servers.chain(folder, *layouts)
     for number in (0, 2, 3):
         done = reshard(prefixes[number], str(tmp_path / "to"), num_shards=3)
         assert done.rows == {name: len(rows) for name, rows in contents[number].items()}
         found = read_contents(done.prefix, verify=True)
         assert found.problems == ()
-        assert {(table.pieces, table.shards) for table in found.tables} == {(1, 3)}
+        assert {(table.shares, table.shards) for table in found.tables} == {(1, 3)}
         assert not list(Path(f"{done.prefix}.assets").glob("ps-*"))
         for readers in (1, 2):
             assert small_servers.restored(done.prefix, readers) == contents[number]
@@ -448,7 +448,7 @@ def test_filters_of_several_servers_stay_as_they_are(folder: Path, tmp_path: Pat
     else:
         prefix = compact(prefixes[-1]).prefix
     (found,) = read_contents(prefix, verify=True).filters
-    assert (found.kind, found.pieces) == ("sliding", 2)
+    assert (found.kind, found.shares) == ("sliding", 2)
     others = small_servers.Servers(tmp_path / "other", 2, filters=True)
     assert others.restore(prefix).complete
     assert others.content() == contents[-1]
@@ -460,13 +460,13 @@ def test_filters_of_several_servers_stay_as_they_are(folder: Path, tmp_path: Pat
     assert list(alone.restore(prefix).reset) == ["filter of item"]
     assert alone.content() == contents[-1]
     again = reshard(prefix, str(tmp_path / "again")).prefix
-    assert [one.pieces for one in read_contents(again, verify=True).filters] == [2]
+    assert [one.shares for one in read_contents(again, verify=True).filters] == [2]
     path = next(Path(f"{again}.assets/ps-1-of-2").glob("hash_filter_item-00000-*"))
     flip(path)
     assert any(path.name in problem for problem in read_contents(again, verify=True).problems)
 
 
-def test_a_full_checkpoint_of_several_servers_is_left_in_its_pieces(folder: Path) -> None:
+def test_a_full_checkpoint_of_several_servers_is_left_in_its_shares(folder: Path) -> None:
     _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2)
     before = sorted(path for path in Path(f"{prefixes[0]}.assets").rglob("*"))
     compact(prefixes[0])
@@ -474,7 +474,7 @@ def test_a_full_checkpoint_of_several_servers_is_left_in_its_pieces(folder: Path
     assert small_servers.restored(prefixes[-1], 1) == contents[-1]
 
 
-def test_compacting_pieces_may_be_killed_at_any_moment(
+def test_compacting_shares_may_be_killed_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, clean = tmp_path / "run", tmp_path / "clean"

@@ -1,4 +1,4 @@
-"""The rows of a chain in any pieces: each once, in the order of their hashes, as a restore finds them."""
+"""The rows of a chain in any shares: each once, in the order of their hashes, as a restore finds them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_range_of_hashes_holds_its_part(folder: Path) -> None:
     assert content([rows for part in parts for rows in part]) == contents[-1]["item"]
 
 
-def test_two_chains_side_by_side_whatever_their_pieces(folder: Path, tmp_path: Path) -> None:
+def test_two_chains_side_by_side_whatever_their_shares(folder: Path, tmp_path: Path) -> None:
     histories = []
     for where, servers, keys in ((folder, 3, (1, 2, 3, 4)), (tmp_path / "b", 2, (2, 3, 4, 5, 6))):
         run = Servers(where, servers)
@@ -70,12 +70,12 @@ def test_two_chains_side_by_side_whatever_their_pieces(folder: Path, tmp_path: P
     assert sorted(key for one in found for key in one.before.ids.tolist()) == [2, 3, 4]
 
 
-def test_pieces_of_two_models_are_refused(folder: Path) -> None:
+def test_shares_of_two_models_are_refused(folder: Path) -> None:
     prefix = Servers(folder, 2).save(1)
-    piece = Path(f"{prefix}.assets/ps-1-of-2")
-    for path in list(piece.glob("user.*")):
+    share = Path(f"{prefix}.assets/ps-1-of-2")
+    for path in list(share.glob("user.*")):
         path.unlink()
-    for path in list(piece.glob("item.*")):
-        path.rename(piece / path.name.replace("item", "user"))
-    with pytest.raises(RestoreError, match=r"piece ps-1-of-2 of model\.ckpt-1 has 3 values"):
+    for path in list(share.glob("item.*")):
+        path.rename(share / path.name.replace("item", "user"))
+    with pytest.raises(RestoreError, match=r"share ps-1-of-2 of model\.ckpt-1 has 3 values"):
         describe_table(history(prefix, "user"))

@@ -184,7 +184,7 @@ class Saver:
         """Go on where an earlier saver of this folder ended, and finish the deletions it had begun.
 
         Files that it left without their names go too: state files, and those of listed checkpoints,
-        which are complete. Of one that is not, somebody may still be writing a piece.
+        which are complete. Of one that is not, a server may still be writing its share.
 
         Checkpoints that are gone are passed over. When one was saved is what the state file
         says; of those it says nothing about, when their manifest was changed.

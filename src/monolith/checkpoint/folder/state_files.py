@@ -466,7 +466,7 @@ class CkptInfo:
     def counting(
         cls, slots: Iterable[tuple[int, int]] = (), tables: Iterable[tuple[str, int]] = ()
     ) -> CkptInfo:
-        """Add up counts that come in parts, one from each shard."""
+        """Add up counts that come in parts, one from each server."""
         slot_counts: Counter[int] = Counter()
         feature_counts: Counter[str] = Counter()
         for slot, rows in slots:

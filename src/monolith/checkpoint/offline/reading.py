@@ -19,7 +19,7 @@ from monolith.checkpoint.folder.manifest import Link, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists
 from monolith.checkpoint.folder.state_files import absolute_path, read_checkpoint_state
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.pieces import SavedTable, filter_basename, filter_pieces
+from monolith.checkpoint.shares import SavedTable, filter_basename, filter_shares
 from monolith.errors import (
     ConfigError,
     CorruptFileError,
@@ -182,7 +182,7 @@ def find_id(prefix: str, table: str, id_: int) -> FoundRow:
         raise ConfigError(f"an id has 64 bits, got {id_}")
     key = id_ - (1 << 64) if id_ >= 1 << 63 else id_
     for saved in reversed(SavedTables(read_chain(prefix)).history(table)):
-        step = saved.step(id_ % (1 << 64) % saved.pieces)
+        step = saved.step(id_ % (1 << 64) % saved.shares)
         rows = find_row(step.basename, key)
         if rows is not None:
             layout = describe_dump(step.basename).layout
@@ -234,13 +234,13 @@ class TableContents:
     bytes: int
     """Of what this checkpoint holds itself."""
     shards: int
-    """Files, in all pieces together."""
-    pieces: int = 1
+    """Files, in all shares together."""
+    shares: int = 1
     """Servers that each wrote their share."""
     changed: int | None = None
     removed: int | None = None
     cleared: bool = False
-    cleared_pieces: tuple[int, ...] = ()
+    cleared_shares: tuple[int, ...] = ()
     """Where not all were: the servers whose share was cleared."""
     newest_event_time: int | None = None
     """Unix seconds, of the rows that this checkpoint holds itself."""
@@ -266,7 +266,7 @@ class FilterContents:
     cells: int | None = None
     """In use."""
     capacity: int | None = None
-    pieces: int = 1
+    shares: int = 1
     """Servers that each counted for themselves."""
 
 
@@ -358,24 +358,24 @@ def check_files(link: Link, *, verify: bool = False, progress: Progress | None =
         saved = SavedTable.find(link.prefix, part, name)
         assert saved is not None
         found = [
-            _attempt(report.problems, saved.inspect, piece, verify=verify, progress=progress)
-            for piece in range(saved.pieces)
+            _attempt(report.problems, saved.inspect, share, verify=verify, progress=progress)
+            for share in range(saved.shares)
         ]
-        shards = [shard for piece in found for shard in piece or ()]
-        for piece in range(saved.pieces):
-            _attempt(report.problems, saved.inspect_removed, piece, verify=verify)
+        shards = [shard for share in found for shard in share or ()]
+        for share in range(saved.shares):
+            _attempt(report.problems, saved.inspect_removed, share, verify=verify)
         if None not in found:
             _attempt(report.problems, saved.check_rows, sum(shard.rows for shard in shards))
         report.tables.append(_table_contents(saved, shards))
     for name in part["filters"]:
-        pieces = filter_pieces(part, name)
+        shares = filter_shares(part, name)
         each = [
             _attempt(
-                report.problems, check_filter, name, filter_basename(link.prefix, name, (one, pieces)), verify
+                report.problems, check_filter, name, filter_basename(link.prefix, name, (one, shares)), verify
             )
-            for one in range(pieces)
+            for one in range(shares)
         ]
-        report.filters.append(_joined_filter(name, [one for one in each if one is not None], pieces))
+        report.filters.append(_joined_filter(name, [one for one in each if one is not None], shares))
     return report
 
 
@@ -400,22 +400,22 @@ def _table_contents(saved: SavedTable, shards: Sequence[ShardInfo]) -> TableCont
         rows=entry["rows"],
         bytes=entry["bytes"],
         shards=len(shards),
-        pieces=saved.pieces,
+        shares=saved.shares,
         changed=entry.get("changed"),
         removed=entry.get("removed"),
         cleared=all(saved.cleared),
-        cleared_pieces=() if all(saved.cleared) else tuple(np.flatnonzero(saved.cleared).tolist()),
+        cleared_shares=() if all(saved.cleared) else tuple(np.flatnonzero(saved.cleared).tolist()),
         newest_event_time=max((shard.max_event_time for shard in shards), default=0) or None,
     )
 
 
-def _joined_filter(table: str, found: Sequence[FilterContents], pieces: int) -> FilterContents:
-    if len(found) < pieces:
+def _joined_filter(table: str, found: Sequence[FilterContents], shares: int) -> FilterContents:
+    if len(found) < shares:
         return FilterContents(table, "damaged")
     cells = [one.cells for one in found if one.cells is not None]
     room = [one.capacity for one in found if one.capacity is not None]
     return FilterContents(
-        table, found[0].kind, sum(cells) if cells else None, sum(room) if room else None, pieces
+        table, found[0].kind, sum(cells) if cells else None, sum(room) if room else None, shares
     )
 
 

@@ -2,7 +2,7 @@
 
 All three stream rows from dump to dump, in the order of their hashes, so none needs room
 for a table in memory. `reshard` and `export` read one folder and write another. Whatever
-number of servers wrote it, what is written is in one piece, but for filters: what several
+number of servers wrote it, what is written is whole, but for filters: what several
 have counted cannot be put together, and stays as it is.
 
 `compact` makes the last checkpoint of a chain a full one, in its place, so that it needs no
@@ -10,7 +10,7 @@ other. In this order, under the lock of the folder:
 
     dumps       each table's changes are replaced by all of its rows, by one rename per table
     manifest    replaced in one step: from here on the checkpoint is a full one
-    leftovers   the lists of removed ids and the pieces of servers, which nothing reads any more
+    leftovers   the lists of removed ids and the shares of servers, which nothing reads any more
     journal     that it needs no other; then the saver deletes what only it needed
 
 Killed before the manifest, it is still an increment, of which some tables' changes are all
@@ -63,13 +63,13 @@ from monolith.checkpoint.offline.reading import (
 )
 from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.checkpoint.part import Entry
-from monolith.checkpoint.pieces import (
-    PIECE_FOLDER,
+from monolith.checkpoint.shares import (
+    SHARE_FOLDER,
     assets_folder,
     filter_basename,
-    filter_pieces,
-    piece_count,
-    piece_folder,
+    filter_shares,
+    share_count,
+    share_folder,
 )
 from monolith.errors import CorruptFileError, SaveError
 from monolith.feature import slot_of
@@ -280,24 +280,24 @@ class _Rewriting:
         filesystem.make_dirs(assets_folder(self._target))
         tables = {name: self._write_table(name) for name in self._tables.names}
         filters = self._tables.filters()
-        pieces = {name: self._copy_filter(name, link) for name, link in filters.items()}
+        shares = {name: self._copy_filter(name, link) for name, link in filters.items()}
         slots = {str(slot): many for slot, many in sorted(self._slots.items())}
         entry: Entry = {"tables": tables, "filters": sorted(filters), "pieces": 1, "slots": slots}
-        if several := {name: many for name, many in sorted(pieces.items()) if many > 1}:
+        if several := {name: many for name, many in sorted(shares.items()) if many > 1}:
             entry["filter_pieces"] = several
         return entry
 
     def _copy_filter(self, name: str, link: Link) -> int:
-        """Copy a filter in as many pieces as it has, since they cannot be put together; return how many."""
-        pieces = filter_pieces(link.manifest.parts["tables"], name)
-        for number in range(pieces):
-            piece = (number, pieces)
-            source, target = (filter_basename(prefix, name, piece) for prefix in (link.prefix, self._target))
-            filesystem.make_dirs(piece_folder(self._target, piece))
+        """Copy a filter in as many shares as it has, since they cannot be put together; return how many."""
+        shares = filter_shares(link.manifest.parts["tables"], name)
+        for number in range(shares):
+            share = (number, shares)
+            source, target = (filter_basename(prefix, name, share) for prefix in (link.prefix, self._target))
+            filesystem.make_dirs(share_folder(self._target, share))
             check_filter(name, source, verify=True)
             for path in filter_paths(source):
                 _copy_file(path, target + path.removeprefix(source))
-        return pieces
+        return shares
 
     def _write_table(self, name: str) -> Entry:
         history, entry = self._tables.history(name), self._tables.entry(name)
@@ -355,11 +355,11 @@ def _copy_file(source: str, target: str, record: FileRecord | None = None) -> No
         reading = opened.enter_context(filesystem.open_read(source))
         writing = None if source == target else opened.enter_context(filesystem.atomic_write(target))
         size = crc = 0
-        while piece := reading.read(_CHUNK_BYTES):
-            size += len(piece)
-            crc = native.crc32c(piece, crc)
+        while chunk := reading.read(_CHUNK_BYTES):
+            size += len(chunk)
+            crc = native.crc32c(chunk, crc)
             if writing is not None:
-                writing.write(piece)
+                writing.write(chunk)
         if record is not None and FileRecord(size, crc) != record:
             raise CorruptFileError(
                 source,
@@ -407,19 +407,19 @@ def _refuse_followers(tip: Link) -> None:
 
 
 def _remove_leftovers(prefix: str) -> None:
-    """Remove what a full checkpoint has no use for: lists of removed ids, and pieces it is no longer in."""
+    """Remove what a full checkpoint has no use for: lists of removed ids, and shares it is no longer in."""
     entry = read_manifest(prefix).manifest.parts.get("tables", {"tables": {}})
-    if piece_count(entry) > 1:
-        return  # it was full before, and is in these pieces
+    if share_count(entry) > 1:
+        return  # it was full before, and is in these shares
     folder = assets_folder(prefix)
-    pieces = filesystem.list_folders(folder) if filesystem.exists(folder) else []
-    pieces = [path for path in pieces if PIECE_FOLDER.fullmatch(filesystem.base_name(path))]
+    shares = filesystem.list_folders(folder) if filesystem.exists(folder) else []
+    shares = [path for path in shares if SHARE_FOLDER.fullmatch(filesystem.base_name(path))]
     for name in entry["tables"]:
         remove_dump(removed_basename(table_basename(folder, name)))
-        for path in pieces:
+        for path in shares:
             remove_dump(removed_basename(table_basename(path, name)))
             remove_dump(table_basename(path, name))
-    for path in pieces:
+    for path in shares:
         if not filesystem.list_files(path):  # there may be filters
             filesystem.remove_tree(path)
 

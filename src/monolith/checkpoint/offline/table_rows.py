@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from monolith.checkpoint.pieces import SavedTable
+from monolith.checkpoint.shares import SavedTable
 from monolith.errors import RestoreError
 from monolith.table.row_streams import History, describe_dump
 from monolith.table.shard_files import Description
@@ -15,18 +15,18 @@ SavedHistory = Sequence[SavedTable]
 
 
 def dumps_of(history: SavedHistory) -> History:
-    """Return the dumps of a table, of each checkpoint those of all pieces."""
-    return [[saved.step(piece) for piece in range(saved.pieces)] for saved in history]
+    """Return the dumps of a table, of each checkpoint those of all shares."""
+    return [[saved.step(share) for share in range(saved.shares)] for saved in history]
 
 
 def describe_table(history: SavedHistory) -> Description:
-    """Return what the newest dump of a table says of itself; of its pieces, the scales that grew furthest."""
+    """Return what the newest dump of a table says of itself; of its shares, the scales that grew furthest."""
     newest = history[-1]
     found = [describe_dump(basename) for basename in newest.basenames]
-    for piece, one in enumerate(found):
+    for share, one in enumerate(found):
         if one.layout != found[0].layout:
             raise RestoreError(
-                f"{newest.called(piece)} has {one.layout}, {newest.called(0)} has {found[0].layout}: "
+                f"{newest.called(share)} has {one.layout}, {newest.called(0)} has {found[0].layout}: "
                 "they are not of one checkpoint"
             )
     scales = tuple(max(each) for each in zip(*(one.scales for one in found), strict=True))

@@ -157,7 +157,7 @@ class ServedShare:
     ) -> None:
         self._task = task
         self._config = config
-        self._shard = (index, num_ps)
+        self._share = (index, num_ps)
         self._clock = clock
         self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock) if index == 0 else None
         self._jobs = Jobs(checked(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
@@ -180,7 +180,7 @@ class ServedShare:
         self._server = ParameterServer(
             self._held.stores,
             self._dense(self._held),
-            shard=self._shard,
+            share=self._share,
             host=host,
             port=port,
             guard=guard,
@@ -238,7 +238,7 @@ class ServedShare:
         patience = abandoned_after if began else start_timeout
         if alone > patience.total_seconds():
             raise DeadlineExceededError(
-                f"parameter server {self._shard[0]} has been without a chief for {alone:.0f} s"
+                f"parameter server {self._share[0]} has been without a chief for {alone:.0f} s"
                 + ("; what it held since the last checkpoint is lost. " if began else ". ")
                 + "See the chief's log. This server waits for another chief as long as "
                 + ("timeouts.abandoned says." if began else "timeouts.start says.")
@@ -322,7 +322,7 @@ class ServedShare:
     def _check_run(self, body: Mapping[str, Any]) -> None:
         if body["run"] != self._run:
             raise UnavailableError(
-                f"parameter server {self._shard[0]} restarted or began another run. A chief that begins "
+                f"parameter server {self._share[0]} restarted or began another run. A chief that begins "
                 "again goes on from the last checkpoint."
             )
 
@@ -350,14 +350,13 @@ class ServedShare:
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
             beside=self._config.saves_beside,
-            shard=self._shard,
-            piece=self._shard,
+            share=self._share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
         return _Held(model, stores, part, {})
 
     def _dense(self, held: _Held) -> DenseShare:
-        return DenseShare(held.model.weights(), held.model.dense, self._shard)
+        return DenseShare(held.model.weights(), held.model.dense, self._share)
 
 
 class _Attendance:

@@ -1,15 +1,15 @@
-"""Pieces: the tables of one checkpoint, written by several parameter servers.
+"""Shares: the tables of one checkpoint, written by several parameter servers.
 
     model.ckpt-100.assets/ps-0-of-2/item.manifest ...    the ids that are 0 modulo 2
     model.ckpt-100.assets/ps-1-of-2/item.manifest ...    and those that are 1, as unsigned numbers
 
 A server writes its share of every table, and of every filter, into a folder of its own.
 Who writes alone writes into the assets folder itself, and so did every checkpoint that
-says nothing of pieces. The manifest speaks of all pieces as of one: `merge_entries` makes
-one entry of those the servers returned.
+says nothing of shares. The manifest speaks of all shares as of one, and calls them pieces:
+`merge_entries` makes one entry of those the servers returned.
 
-Which piece an id is in follows from the id. So a reader that holds a share itself reads
-only the pieces that may hold some of it.
+Which share an id is in follows from the id. So a reader that holds a share itself reads
+only the shares that may hold some of it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from monolith.table.dumps import inspect_dump, removed_basename
 from monolith.table.row_streams import DumpStep
 from monolith.table.shard_files import RowLayout, SegmentLayout
 
-Share = tuple[int, int]
+IdShare = tuple[int, int]
 """(k, n): the ids that are, as unsigned numbers, k modulo n."""
 
-WHOLE: Share = (0, 1)
+WHOLE: IdShare = (0, 1)
 
-PIECE_FOLDER = re.compile(r"ps-\d+-of-\d+", re.ASCII)
+SHARE_FOLDER = re.compile(r"ps-\d+-of-\d+", re.ASCII)
 
 _SUMS = {
     "full": ("rows", "bytes", "expired"),
@@ -51,18 +51,18 @@ def assets_folder(prefix: str) -> str:
     return f"{prefix}.assets"
 
 
-def piece_folder(prefix: str, piece: Share = WHOLE) -> str:
+def share_folder(prefix: str, share: IdShare = WHOLE) -> str:
     """Return the folder that one of the writers of a checkpoint writes to."""
-    folder, (number, pieces) = assets_folder(prefix), piece
-    return folder if pieces == 1 else filesystem.join(folder, f"ps-{number}-of-{pieces}")
+    folder, (number, shares) = assets_folder(prefix), share
+    return folder if shares == 1 else filesystem.join(folder, f"ps-{number}-of-{shares}")
 
 
-def filter_basename(prefix: str, table: str, piece: Share = WHOLE) -> str:
+def filter_basename(prefix: str, table: str, share: IdShare = WHOLE) -> str:
     """Return where the filter of a table lies."""
-    return table_basename(piece_folder(prefix, piece), f"hash_filter_{table}")
+    return table_basename(share_folder(prefix, share), f"hash_filter_{table}")
 
 
-def check_share(what: str, share: Share) -> None:
+def check_share(what: str, share: IdShare) -> None:
     """Refuse a share that cannot be.
 
     Raises:
@@ -76,14 +76,14 @@ def check_share(what: str, share: Share) -> None:
 # What a manifest says
 
 
-def piece_count(entry: Entry) -> int:
-    """Return how many pieces the tables of a checkpoint are in."""
+def share_count(entry: Entry) -> int:
+    """Return how many shares the tables of a checkpoint are in."""
     return int(entry.get("pieces", 1))
 
 
-def filter_pieces(entry: Entry, table: str) -> int:
-    """Return how many pieces the filter of a table is in. Who rewrites rows leaves filters as they were."""
-    return int(entry.get("filter_pieces", {}).get(table, piece_count(entry)))
+def filter_shares(entry: Entry, table: str) -> int:
+    """Return how many shares the filter of a table is in. Who rewrites rows leaves filters as they were."""
+    return int(entry.get("filter_pieces", {}).get(table, share_count(entry)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class SavedTable:
 
     prefix: str
     name: str
-    pieces: int
+    shares: int
     entry: Entry
 
     @classmethod
     def find(cls, prefix: str, part: Entry, name: str) -> SavedTable | None:
         """Return the table `name` of a checkpoint whose entry of tables is `part`."""
         entry = part["tables"].get(name)
-        return None if entry is None else cls(prefix, name, piece_count(part), entry)
+        return None if entry is None else cls(prefix, name, share_count(part), entry)
 
     @property
     def changes(self) -> bool:
@@ -107,35 +107,35 @@ class SavedTable:
 
     @property
     def cleared(self) -> tuple[bool, ...]:
-        """Of changes, by piece: whether its share of the table was cleared before them."""
+        """Of changes, by share: whether its share of the table was cleared before them."""
         found = self.entry.get("cleared", False)
-        return tuple(found) if isinstance(found, list) else (found,) * self.pieces
+        return tuple(found) if isinstance(found, list) else (found,) * self.shares
 
     @property
     def basenames(self) -> list[str]:
-        return [self.basename(piece) for piece in range(self.pieces)]
+        return [self.basename(share) for share in range(self.shares)]
 
-    def basename(self, piece: int) -> str:
-        return table_basename(piece_folder(self.prefix, (piece, self.pieces)), self.name)
+    def basename(self, share: int) -> str:
+        return table_basename(share_folder(self.prefix, (share, self.shares)), self.name)
 
-    def step(self, piece: int) -> DumpStep:
-        return DumpStep(self.basename(piece), changes=self.changes, cleared=self.cleared[piece])
+    def step(self, share: int) -> DumpStep:
+        return DumpStep(self.basename(share), changes=self.changes, cleared=self.cleared[share])
 
-    def pieces_for(self, share: Share) -> list[int]:
-        """Return the pieces that may hold ids of a share."""
+    def shares_for(self, share: IdShare) -> list[int]:
+        """Return the numbers of the saved shares that may hold ids of a share."""
         number, total = share
-        apart = math.gcd(total, self.pieces)
-        return [piece for piece in range(self.pieces) if (piece - number) % apart == 0]
+        apart = math.gcd(total, self.shares)
+        return [one for one in range(self.shares) if (one - number) % apart == 0]
 
-    def called(self, piece: int) -> str:
-        """Return what to call a piece in a message."""
+    def called(self, share: int) -> str:
+        """Return what to call a share in a message."""
         where = filesystem.base_name(self.prefix)
-        return where if self.pieces == 1 else f"piece ps-{piece}-of-{self.pieces} of {where}"
+        return where if self.shares == 1 else f"share ps-{share}-of-{self.shares} of {where}"
 
     def inspect(
-        self, piece: int, *, verify: bool = False, workers: int = 4, progress: Progress | None = None
+        self, share: int, *, verify: bool = False, workers: int = 4, progress: Progress | None = None
     ) -> list[ShardInfo]:
-        """Return the files of a piece, without its list of removed ids.
+        """Return the files of a share, without its list of removed ids.
 
         Args:
             verify: Whether every byte is read, and not only what the files say of themselves.
@@ -145,37 +145,37 @@ class SavedTable:
             RestoreError: A file is missing, or is of another dump or layout.
             CorruptFileError: A file is damaged.
         """
-        with self._whole(piece):
-            found = inspect_dump(self.basename(piece), verify=verify, workers=workers, progress=progress)
+        with self._whole(share):
+            found = inspect_dump(self.basename(share), verify=verify, workers=workers, progress=progress)
         layout = found[0].description.layout
         if [[s.dim, s.optimizer, s.state_dim] for s in layout.segments] != self.entry["layout"]:
             raise RestoreError(f"{found[0].path} has {layout}, the checkpoint was saved with {self.layout}")
         return found
 
-    def inspect_removed(self, piece: int, *, verify: bool = False) -> None:
+    def inspect_removed(self, share: int, *, verify: bool = False) -> None:
         """Look at the list of removed ids, if changes are saved; raises as `inspect` does."""
         if self.changes:
-            with self._whole(piece):
-                inspect_dump(removed_basename(self.basename(piece)), verify=verify)
+            with self._whole(share):
+                inspect_dump(removed_basename(self.basename(share)), verify=verify)
 
     @contextlib.contextmanager
-    def _whole(self, piece: int) -> Iterator[None]:
+    def _whole(self, share: int) -> Iterator[None]:
         try:
             yield
         except FileMissingError as cause:
             raise RestoreError(
-                f"table {self.name!r} is not whole in {self.called(piece)}: {cause}. "
+                f"table {self.name!r} is not whole in {self.called(share)}: {cause}. "
                 "Bring the file back, or restore another checkpoint."
             ) from cause
 
     def check_rows(self, found: int) -> None:
-        """Refuse another number of rows than was saved, in all pieces together.
+        """Refuse another number of rows than was saved, in all shares together.
 
         Raises:
             RestoreError: There are more or fewer.
         """
         if not self.changes and found != self.entry["rows"]:
-            where = self.basename(0) if self.pieces == 1 else f"{self.called(0)} to {self.pieces - 1}"
+            where = self.basename(0) if self.shares == 1 else f"{self.called(0)} to {self.shares - 1}"
             raise RestoreError(
                 f"table {self.name!r} has {found:,} rows in {where}, "
                 f"the checkpoint was saved with {self.entry['rows']:,}"
@@ -192,16 +192,16 @@ class SavedTable:
 
 
 def merge_entries(entries: Sequence[Entry]) -> Entry:
-    """Return the one entry of tables for the manifest, made of those that the writers of all pieces returned.
+    """Return the one entry of tables for the manifest, made of those that the writers of all shares returned.
 
-    Counts are added up. Whether a table was cleared is kept by piece: one server may have cleared its
+    Counts are added up. Whether a table was cleared is kept by share: one server may have cleared its
     share, and that takes no row of the others.
 
     Args:
-        entries: Of every piece one, in any order.
+        entries: Of every share one, in any order.
 
     Raises:
-        SaveError: A piece is missing or comes twice, or they are not of one checkpoint: other tables,
+        SaveError: A share is missing or comes twice, or they are not of one checkpoint: other tables,
             filters or layouts, or all rows beside changes.
     """
     ordered = _in_order(entries)
@@ -227,16 +227,16 @@ def merge_entries(entries: Sequence[Entry]) -> Entry:
 
 
 def _in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries by piece, if each piece is there once."""
-    pieces = [tuple(entry.get("piece", WHOLE)) for entry in entries]
-    totals = sorted({total for _, total in pieces})
-    if totals != [len(entries)] or sorted(number for number, _ in pieces) != list(range(len(entries))):
-        found = ", ".join(f"ps-{number}-of-{total}" for number, total in pieces) or "none"
+    """Return the entries by share, if each share is there once."""
+    shares = [tuple(entry.get("piece", WHOLE)) for entry in entries]
+    totals = sorted({total for _, total in shares})
+    if totals != [len(entries)] or sorted(number for number, _ in shares) != list(range(len(entries))):
+        found = ", ".join(f"ps-{number}-of-{total}" for number, total in shares) or "none"
         raise SaveError(
-            f"cannot make one checkpoint of the pieces {found}: each must be there once. "
-            "Every server has to write its piece, with the same number of servers in mind."
+            f"cannot make one checkpoint of the shares {found}: each must be there once. "
+            "Every server has to write its share, with the same number of servers in mind."
         )
-    return [entry for _, entry in sorted(zip(pieces, entries, strict=True), key=lambda both: both[0])]
+    return [entry for _, entry in sorted(zip(shares, entries, strict=True), key=lambda both: both[0])]
 
 
 def _merge_table(name: str, entries: Sequence[Entry]) -> Entry:
@@ -261,6 +261,6 @@ def _listed(names: Iterable[str]) -> str:
 
 def _unlike(what: str, number: int, found: object, expected: object) -> SaveError:
     return SaveError(
-        f"cannot make one checkpoint of what the servers wrote: {what} of piece {number}: {found}; "
-        f"of piece 0: {expected}. All servers must be of one model, and save the same step alike."
+        f"cannot make one checkpoint of what the servers wrote: {what} of share {number}: {found}; "
+        f"of share 0: {expected}. All servers must be of one model, and save the same step alike."
     )

@@ -11,35 +11,35 @@ import torch
 from contracts.tables import ids
 
 from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart, merge_entries
-from monolith.checkpoint.pieces import SavedTable, filter_basename, piece_folder
+from monolith.checkpoint.shares import SavedTable, filter_basename, share_folder
 from monolith.errors import SaveError
 from monolith.table import NativeTable, Segment, TableConfig
 
 LAYOUT = [[2, "adagrad", 2]]
 
 
-def full(piece: int, pieces: int, **how: Any) -> dict[str, Any]:
-    table = {"kind": "full", "rows": 10 + piece, "bytes": 100, "expired": piece, "layout": LAYOUT}
+def full(share: int, shares: int, **how: Any) -> dict[str, Any]:
+    table = {"kind": "full", "rows": 10 + share, "bytes": 100, "expired": share, "layout": LAYOUT}
     return {
         "tables": {"item": table | how},
         "filters": ["item"],
         "pieces": 1,
-        "piece": [piece, pieces],
-        "slots": {"3": 4, str(10 + piece): 1},
+        "piece": [share, shares],
+        "slots": {"3": 4, str(10 + share): 1},
     }
 
 
-def changes(piece: int, pieces: int, **how: Any) -> dict[str, Any]:
+def changes(share: int, shares: int, **how: Any) -> dict[str, Any]:
     table = {
         "kind": "changes",
         "rows": 10,
         "changed": 2,
         "bytes": 50,
-        "removed": piece,
-        "cleared": piece == 1,
+        "removed": share,
+        "cleared": share == 1,
         "layout": LAYOUT,
     }
-    return {"tables": {"item": table | how}, "filters": [], "pieces": 1, "piece": [piece, pieces]}
+    return {"tables": {"item": table | how}, "filters": [], "pieces": 1, "piece": [share, shares]}
 
 
 def test_counts_of_all_rows_are_added_up() -> None:
@@ -77,7 +77,7 @@ def test_what_was_merged_is_left_as_it_was() -> None:
     assert entries == before
 
 
-def test_one_that_writes_alone_is_one_piece() -> None:
+def test_one_that_writes_alone_is_one_share() -> None:
     alone = full(0, 1)
     del alone["piece"]
     assert merge_entries([alone])["pieces"] == 1
@@ -95,36 +95,36 @@ def test_one_that_writes_alone_is_one_piece() -> None:
         ([full(0, 1), full(0, 1)], "ps-0-of-1, ps-0-of-1"),
     ],
 )
-def test_every_piece_must_be_there_once(entries: list[dict[str, Any]], found: str) -> None:
-    with pytest.raises(SaveError, match=f"pieces {found}: each must be there once"):
+def test_every_share_must_be_there_once(entries: list[dict[str, Any]], found: str) -> None:
+    with pytest.raises(SaveError, match=f"shares {found}: each must be there once"):
         merge_entries(entries)
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (full(1, 2) | {"tables": {}}, "the tables of piece 1: none; of piece 0: item"),
-        (full(1, 2) | {"filters": []}, "the filters of piece 1: none; of piece 0: item"),
-        (full(1, 2, layout=[[4, "sgd", 0]]), "the layout of table 'item' of piece 1"),
+        (full(1, 2) | {"tables": {}}, "the tables of share 1: none; of share 0: item"),
+        (full(1, 2) | {"filters": []}, "the filters of share 1: none; of share 0: item"),
+        (full(1, 2, layout=[[4, "sgd", 0]]), "the layout of table 'item' of share 1"),
         (
             changes(1, 2) | {"filters": ["item"]},
-            "the kind of table 'item' of piece 1: changes; of piece 0: full",
+            "the kind of table 'item' of share 1: changes; of share 0: full",
         ),
     ],
 )
-def test_pieces_that_are_not_of_one_checkpoint_are_refused(other: dict[str, Any], words: str) -> None:
+def test_shares_that_are_not_of_one_checkpoint_are_refused(other: dict[str, Any], words: str) -> None:
     with pytest.raises(SaveError, match=words):
         merge_entries([full(0, 2), other])
 
 
-def test_one_piece_lies_in_the_assets_and_several_in_folders_of_theirs() -> None:
-    assert piece_folder("run/model.ckpt-1") == "run/model.ckpt-1.assets"
-    assert piece_folder("run/model.ckpt-1", (1, 2)) == "run/model.ckpt-1.assets/ps-1-of-2"
+def test_one_share_lies_in_the_assets_and_several_in_folders_of_theirs() -> None:
+    assert share_folder("run/model.ckpt-1") == "run/model.ckpt-1.assets"
+    assert share_folder("run/model.ckpt-1", (1, 2)) == "run/model.ckpt-1.assets/ps-1-of-2"
     assert filter_basename("m", "a:b/c", (0, 2)) == "m.assets/ps-0-of-2/hash_filter_a-b-c"
 
 
 @pytest.mark.parametrize(
-    ("share", "pieces", "found"),
+    ("share", "saved_shares", "found"),
     [
         ((0, 1), 3, [0, 1, 2]),
         ((1, 3), 3, [1]),
@@ -134,30 +134,30 @@ def test_one_piece_lies_in_the_assets_and_several_in_folders_of_theirs() -> None
         ((1, 2), 3, [0, 1, 2]),
     ],
 )
-def test_the_pieces_of_a_share_are_all_that_hold_one_of_its_ids(
-    share: tuple[int, int], pieces: int, found: list[int]
+def test_the_saved_shares_that_are_read_are_all_that_hold_one_of_its_ids(
+    share: tuple[int, int], saved_shares: int, found: list[int]
 ) -> None:
-    saved = SavedTable("m", "item", pieces, {})
-    assert saved.pieces_for(share) == found
+    saved = SavedTable("m", "item", saved_shares, {})
+    assert saved.shares_for(share) == found
     number, total = share
-    assert found == sorted({key % pieces for key in range(number, 100, total)})
+    assert found == sorted({key % saved_shares for key in range(number, 100, total)})
 
 
 @pytest.mark.parametrize("name", ["ps-0-of-2", "item.ps-0-of-2", "item-00000-of-00001"])
-def test_names_of_tables_that_look_like_pieces_are_no_trouble(tmp_path: Path, name: str) -> None:
+def test_names_of_tables_that_look_like_shares_are_no_trouble(tmp_path: Path, name: str) -> None:
     """Both tables in one checkpoint, of two servers and of one."""
-    for pieces in (1, 2):
-        prefix = str(tmp_path / f"model.ckpt-{pieces}")
+    for shares in (1, 2):
+        prefix = str(tmp_path / f"model.ckpt-{shares}")
         entries = []
-        for piece in range(pieces):
+        for share in range(shares):
             tables = {each: new_table(each) for each in ("item", name)}
             for value, table in enumerate(tables.values()):
-                table.assign(ids(piece), torch.full((1, 2), float(value)))
-            entries.append(TablesPart(tables, piece=(piece, pieces)).cut(1).write(prefix, full=True))
+                table.assign(ids(share), torch.full((1, 2), float(value)))
+            entries.append(TablesPart(tables, share=(share, shares)).cut(1).write(prefix, full=True))
         tables = {each: new_table(each) for each in ("item", name)}
         TablesPart(tables).restore([SavedPart(prefix, merge_entries(entries))], RestoreOptions())
         for value, table in enumerate(tables.values()):
-            assert table.lookup(torch.arange(pieces)).tolist() == [[value] * 2] * pieces
+            assert table.lookup(torch.arange(shares)).tolist() == [[value] * 2] * shares
 
 
 def new_table(name: str) -> NativeTable:
