@@ -18,16 +18,16 @@ PIECES = st.lists(
 )
 
 
-def routes_of(pieces: list[tuple[int, list[int]]], num_servers: int) -> Routes:
-    ids = np.array([one for _, ids in pieces for one in ids], np.int64)
-    sizes = np.array([len(ids) for _, ids in pieces], np.int64)
-    return Routes(ids, sizes, np.array([width for width, _ in pieces], np.int64), num_servers)
+def routes_of(cells: list[tuple[int, list[int]]], num_servers: int) -> Routes:
+    ids = np.array([one for _, ids in cells for one in ids], np.int64)
+    sizes = np.array([len(ids) for _, ids in cells], np.int64)
+    return Routes(ids, sizes, np.array([width for width, _ in cells], np.int64), num_servers)
 
 
 @given(PIECES, st.integers(1, 4))
-def test_what_is_sent_comes_back_in_order(pieces: list[tuple[int, list[int]]], num_servers: int) -> None:
-    routes = routes_of(pieces, num_servers)
-    rows = np.arange(sum(width * len(ids) for width, ids in pieces), dtype=np.float32)
+def test_what_is_sent_comes_back_in_order(cells: list[tuple[int, list[int]]], num_servers: int) -> None:
+    routes = routes_of(cells, num_servers)
+    rows = np.arange(sum(width * len(ids) for width, ids in cells), dtype=np.float32)
     answers = [np.empty(count, np.float32) for count in routes.num_floats]
     for server, out in enumerate(answers):
         routes.send_rows(rows, server, out)
@@ -36,13 +36,13 @@ def test_what_is_sent_comes_back_in_order(pieces: list[tuple[int, list[int]]], n
 
 @given(PIECES, st.integers(1, 4))
 def test_each_server_gets_its_ids_table_after_table(
-    pieces: list[tuple[int, list[int]]], num_servers: int
+    cells: list[tuple[int, list[int]]], num_servers: int
 ) -> None:
-    routes = routes_of(pieces, num_servers)
+    routes = routes_of(cells, num_servers)
     for server in range(num_servers):
         mine = [
             [one for one in ids if int(shard_of_ids(torch.tensor(one), num_servers)) == server]
-            for _, ids in pieces
+            for _, ids in cells
         ]
         out = np.empty(routes.num_ids[server], np.int64)
         routes.send_ids(server, out)

@@ -4,6 +4,8 @@ Kept for who moves code over from there, and tested as everything else is.
 """
 
 from monolith.compat.async_functions import AsyncFunctions
+from monolith.compat.devices import Devices, cuda_variables, visible_gpu
+from monolith.compat.feature_sharding import shard_features
 from monolith.compat.gathering import (
     fused_gather_embeddings_by_input,
     fused_gather_embeddings_by_input_gradient,
@@ -11,6 +13,7 @@ from monolith.compat.gathering import (
     gather_embeddings_by_input_gradient,
     map_id_to_embedding,
 )
+from monolith.compat.job_alerts import parse_job_alert
 from monolith.compat.nested import NestedTensors
 from monolith.compat.offset_maps import (
     OffsetMap,
@@ -59,6 +62,7 @@ from monolith.compat.uniqueness import Unique, unique_in_order
 
 __all__ = [
     "AsyncFunctions",
+    "Devices",
     "FusedReorder",
     "InstantiableParams",
     "NestedTensors",
@@ -72,6 +76,7 @@ __all__ = [
     "allowed_kwargs",
     "contract_ragged",
     "copy_params_to",
+    "cuda_variables",
     "expand_ragged",
     "fill_with_offset_map",
     "finalize_shared_tensor",
@@ -88,11 +93,13 @@ __all__ = [
     "pack_tensors",
     "pack_typed_keyed_tensors",
     "params",
+    "parse_job_alert",
     "ragged_split_by_indices",
     "reduce_mean",
     "reduce_sqrtn",
     "reduce_sum",
     "reorder_by_indices",
+    "shard_features",
     "shard_of_ids",
     "split_by_indices",
     "split_tensors_with_type",
@@ -102,5 +109,6 @@ __all__ = [
     "unpack_packed_tensors",
     "unpack_tensors",
     "update_params",
+    "visible_gpu",
     "with_params",
 ]

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from monolith.compat import shard_of_ids, unique_in_order
+from monolith.compat.sharding import shard_of_ids
+from monolith.compat.uniqueness import unique_in_order
 from monolith.errors import FeatureError
 from monolith.feature.batches import FeatureIds
 

@@ -90,7 +90,7 @@ class SetStep(Meant):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrays:
+class RequestArrays:
     """What a `RowRequest` holds."""
 
     ids: Count
@@ -106,7 +106,7 @@ _Batches = Annotated[int, Bounds(1, 1 << 20)]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup(OfStore):
     batches: _Batches
-    arrays: Arrays
+    arrays: RequestArrays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import pytest
 
 from monolith.data.files.discovery import (
     Watch,
-    dated_files,
     expand,
     find_files,
     gen_patterns,
@@ -105,15 +104,6 @@ def test_patterns_are_made_of_days_or_hours_the_end_left_out() -> None:
             gen_patterns("x", wrong)
     with pytest.raises(ConfigError):
         gen_patterns("x", days, (5, 25), is_hourly=True)
-
-
-def test_dated_folders_are_read_day_by_day(tmp_path: Path) -> None:
-    touch(tmp_path, "date=2024-01-31/b", "date=2024-01-31/a", "date=2024-02-02/a", "date=2024-02-03/a")
-    found = dated_files(str(tmp_path), "20240131", "20240203", folder="date=%Y-%m-%d")
-    assert names(tmp_path, found) == ["date=2024-01-31/a", "date=2024-01-31/b", "date=2024-02-02/a"]
-    assert len(dated_files(str(tmp_path), "2024-01-31", folder="date=%Y-%m-%d")) == 2
-    with pytest.raises(DataError, match="20240131"):
-        dated_files(str(tmp_path), "20240131")
 
 
 def test_a_watch_sees_what_appears_and_gives_up_after_a_while(tmp_path: Path) -> None:

@@ -1,1 +1,5 @@
 """The folder of checkpoints: its state files, its lock, which are kept and which go."""
+
+from monolith.front_door import open_when_asked
+
+__getattr__, __dir__ = open_when_asked(__name__)

@@ -113,34 +113,6 @@ def gen_patterns(
     return [join(path, day, f"{hour:02}", wildcard) for day in days for hour in range(*hours)]
 
 
-def dated_files(
-    root: str,
-    start: str | date,
-    end: str | date | None = None,
-    *,
-    folder: str = "%Y%m%d",
-    wildcard: str = "*",
-) -> list[str]:
-    """Return the files in the dated folders below `root`: day after day, each day's sorted.
-
-    Days without a folder are passed over.
-
-    Args:
-        end: The day after the last; None means `start` alone.
-        folder: How folders are named, as for `strftime`: "date=%Y-%m-%d", "%Y/%m/%d".
-
-    Raises:
-        DataError: There is no file in any of them.
-    """
-    first = _day(start)
-    last = first + timedelta(days=1) if end is None else _day(end)
-    patterns = [join(root, day.strftime(folder), wildcard) for day in _days(first, last)]
-    found = [path for pattern in patterns for path in matching_files([pattern])]
-    if not found:
-        find_files(patterns)  # which says what was tried
-    return found
-
-
 class Watch:
     """Files that match patterns, also those that appear later.
 

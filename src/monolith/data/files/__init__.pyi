@@ -1,0 +1,17 @@
+"""Files as a source: found, shared out, put in order, read."""
+
+from monolith.data.files.discovery import Watch, find_files, gen_patterns, matching_patterns
+from monolith.data.files.source import BadRecordPolicy, FileSource
+from monolith.data.files.work_queue import FileQueue, LocalFileQueue, SharedFileQueue
+
+__all__ = [
+    "BadRecordPolicy",
+    "FileQueue",
+    "FileSource",
+    "LocalFileQueue",
+    "SharedFileQueue",
+    "Watch",
+    "find_files",
+    "gen_patterns",
+    "matching_patterns",
+]
