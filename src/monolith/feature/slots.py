@@ -289,7 +289,7 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
         if slot.config.capacity_bytes != first.config.capacity_bytes:
             raise ConfigError(
                 f"slots {first.name!r} and {slot.name!r} share table {name!r}: "
-                "its capacity_bytes is one number, set it alike"
+                "set the same capacity_bytes on both"
             )
     expire, threshold = {}, {}
     for slot in slots:
@@ -300,7 +300,7 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
         elif settings.occurrence_threshold or settings.expire_after != _FOREVER:
             raise ConfigError(
                 f"slot {slot.name!r} shares table {name!r} and has limits of its own: "
-                "it needs a slot_id, by which its ids are known there"
+                "it needs a slot_id to tell its ids apart"
             )
         else:
             warnings.warn(

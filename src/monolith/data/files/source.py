@@ -184,7 +184,8 @@ class FileSource:
             if name not in position or position[name] != value:
                 raise RestoreError(
                     f"cannot restore a file source: the position was taken with {name} "
-                    f"{position.get(name)}, this one has {value}. Use the same settings, or begin anew."
+                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
+                    "beginning."
                 )
         if missing := [field.name for field in fields(Spot) if field.name not in position]:
             raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
@@ -193,9 +194,7 @@ class FileSource:
         if not (file is None or isinstance(file, str)) or not all(
             isinstance(number, int) and number >= 0 for number in numbers.values()
         ):
-            raise RestoreError(
-                f"cannot restore a file source: the numbers make no sense in {position!r:.200}"
-            )
+            raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
         spot = Spot(file=file, **numbers)
         self._files.restore(position, spot)
         self._spot = self._reading = spot
@@ -272,7 +271,7 @@ class FileSource:
                             raise DataError(
                                 f"file source: {spot.file} has {len(chunk.records)} records at place "
                                 f"{spot.place}, but {spot.skip} of them were read before; it was replaced "
-                                "since. Begin anew."
+                                "since. Start from the beginning."
                             )
                         self._reading = spot.past(chunk)
                         self._look_at_bad(spot, chunk)

@@ -670,8 +670,8 @@ class Joiner:
         if snapshots > self.config.keep_snapshots + _MANY and not self._warned:
             self._warned = True
             _log.warning(
-                "joiner: there are %d snapshots in %s, because nobody says which are safe: call "
-                "commit(position) whenever a position was saved, or those before it stay for ever",
+                "joiner: there are %d snapshots in %s, because none was committed: call commit(position) "
+                "whenever a position was saved, or older snapshots are never deleted",
                 snapshots,
                 self._folder(),
             )

@@ -211,7 +211,7 @@ class ItemPool:
             if left < size:
                 return other
             left -= size
-        raise AssertionError("luck is below 1")
+        raise AssertionError("unreachable: a random draw is below 1")
 
     def features(self, rows: Iterable[int]) -> Records:
         """Return the features at rows, in the order given. Rows are good until `settle`."""

@@ -182,7 +182,7 @@ class NegativeGeneration:
             payloads = [base64.b64decode(text, validate=True) for text in state["channels"]]
         except (KeyError, TypeError, binascii.Error) as cause:
             raise RestoreError(
-                f"cannot restore negative generation: it is no state of a pool: {cause}"
+                f"cannot restore negative generation: it is not the state of a pool: {cause}"
             ) from cause
         restore_channels(self.pool, payloads)
 
