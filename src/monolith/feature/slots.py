@@ -66,11 +66,11 @@ class SlotConfig:
     bias_compressor: Compressor = field(default_factory=Fp32)
     bias_learning_rate: float | LearningRate | None = None
     initializer: Initializer = field(default_factory=RandomUniform)
-    """Of slices that do not say; likewise the next three."""
+    """The initializer of slices that set none; `optimizer`, `compressor` and `learning_rate` likewise."""
     optimizer: Optimizer = ROW_OPTIMIZER
     compressor: Compressor = field(default_factory=Fp16)
     learning_rate: float | LearningRate | None = None
-    """None is the optimizer's own, with its warm-up."""
+    """The learning rate of slices that set none; None is the optimizer's own, with its warm-up."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
     expire_after: timedelta = _FOREVER

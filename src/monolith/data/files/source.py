@@ -41,13 +41,14 @@ class BadRecordPolicy:
     """What becomes of records that cannot be read."""
 
     max_share: float = 0.0
-    """Of all records; reading stops when more are malformed. 0 stops at the first."""
+    """The share of malformed records that is tolerated; more stop the reading, and with 0 the first does."""
     after: int = 1000
-    """Records to read before the share is judged: one in the first ten says little. It is judged at the
+    """Records to read before `max_share` is checked: one in the first ten says little. It is checked at the
     end in any case."""
     quarantine: str | None = None
-    """A folder for them: one file of JSON lines per chunk that had any, with path, place, reason and
-    payload in base64. A chunk that is read again, after a restart or in another epoch, writes the same."""
+    """A folder for malformed records: one file of JSON lines per chunk that had any, with path, place, reason
+    and payload in base64. A chunk that is read again, after a restart or in another epoch, writes the
+    same."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_share <= 1:
