@@ -415,7 +415,7 @@ def test_a_chain_whose_link_was_written_anew_is_refused(make: Callable[..., Run]
     again = make(full_every=1)
     again.train(9)
     again.checkpointer.save(1)
-    with pytest.raises(RestoreError, match="written anew"):
+    with pytest.raises(RestoreError, match="overwritten since"):
         make().checkpointer.restore(prefix)
 
 

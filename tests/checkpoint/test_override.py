@@ -82,7 +82,7 @@ def test_others_go_back_every_time_and_leave_no_trace(folder, mode):
 
 def test_the_latest_itself_is_a_warning_and_counts_as_done(folder, caplog):
     assert latest(resolve_restore(folder, restore_ckpt="model.ckpt-61")) == "model.ckpt-61"
-    assert "identity" in caplog.text
+    assert "is the latest checkpoint already" in caplog.text
     assert Path(folder, "restore_ckpt").read_text() == f"{folder}/model.ckpt-61"
 
 
@@ -91,7 +91,7 @@ def test_one_that_is_not_listed_changes_nothing(folder, caplog):
     for mode in ("train", "eval"):
         assert latest(resolve_restore(folder, restore_ckpt="model.ckpt-31", mode=mode)) == "model.ckpt-61"
     assert content(folder) == before
-    assert "model.ckpt-31 not exists" in caplog.text
+    assert "model.ckpt-31 does not exist" in caplog.text
 
 
 def test_only_the_usual_state_file_is_overridden(folder):
@@ -214,7 +214,7 @@ def test_by_default_it_is_the_latest(other, new, caplog):
     assert start_from(other, new) == f"{other}/model.ckpt-61"
     assert caplog.text == ""
     assert start_from(other, f"{new}2", "model.ckpt-31") == f"{other}/model.ckpt-61"
-    assert "model.ckpt-31 not exists" in caplog.text
+    assert "model.ckpt-31 does not exist" in caplog.text
 
 
 def test_a_relative_folder_is_written_whole(other, new, monkeypatch, tmp_path):
@@ -289,7 +289,7 @@ def test_a_folder_that_cannot_be_written_fails_the_chief(other, new, monkeypatch
     monkeypatch.setattr(LocalBackend, "create", refuse)
     with pytest.raises(RestoreError, match="Permission denied"):
         start_from(other, new)
-    assert "the other workers cannot be told" in caplog.text
+    assert "cannot tell the other workers" in caplog.text
 
 
 @pytest.mark.parametrize("target", ["monolith_checkpoint", "checkpoint", "restore_dir"])

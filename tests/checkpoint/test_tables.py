@@ -390,9 +390,11 @@ def test_counts_that_cannot_be_put_together_begin_anew_and_the_report_says_so(
     others = Servers(tmp_path / "other", readers, filters=True)
     others.train(*APART)  # what was counted before the restore is of another history
     report = others.restore(prefix)
-    why = f"counts anew, because what {writers} servers counted cannot be put together for {whom}"
+    why = (
+        f"starts counting from zero, because what {writers} servers counted cannot be put together for {whom}"
+    )
     assert report.reset == {"filter of item": why}
-    assert "filter of item: counts anew" in report.describe()
+    assert "filter of item: starts counting from zero" in report.describe()
     assert set(map(sum, counts(*others.filters))) == {0}
     others.train(APART[3], time=3)
     assert others.content()["item"] == {}
@@ -404,7 +406,7 @@ def test_a_filter_of_another_size_begins_anew_where_the_servers_are_others(
 ) -> None:
     _, prefix = seen(folder, 1)
     smaller = Servers(tmp_path / "other", 2, filters=True, capacity=500)
-    why = "counts anew, because it was saved with another capacity or split_num"
+    why = "starts counting from zero, because it was saved with another capacity or split_num"
     assert smaller.restore(prefix).reset == {"filter of item": why}
     with pytest.raises(RestoreError, match="Restore with the capacity and split_num"):
         Servers(tmp_path / "alone", 1, filters=True, capacity=500).restore(prefix)

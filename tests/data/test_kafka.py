@@ -584,7 +584,7 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
             found += ids(next(reading))
         assert source._consumer is not stuck
     assert found == list(range(20))
-    assert "and joins anew" in caplog.text
+    assert "and rejoins the group" in caplog.text
 
 
 def test_an_outage_is_named_after_a_deadline_and_so_are_messages_that_are_gone(
@@ -615,7 +615,7 @@ def test_an_outage_is_named_after_a_deadline_and_so_are_messages_that_are_gone(
             next(iter(source))
         position = source.position()
         assert position["offsets"] == {topic: {"0": 100}}
-        with pytest.raises(RestoreError, match="the broker has messages 0 to 2; the topic was made anew"):
+        with pytest.raises(RestoreError, match="the broker has messages 0 to 2; the topic was recreated"):
             source.restore(position)
 
 

@@ -81,9 +81,9 @@ def test_a_range_may_span_slices_and_a_feature_may_be_used_twice() -> None:
     ("broken", "error", "message"),
     [
         (layout(CONCAT, ("x", 0, 1)), UnknownFeatureError, "layout 'out': there is no feature 'x'"),
-        (layout(CONCAT, ("a", 0, 6)), FeatureError, r"columns \[0, 6\) of feature 'a' .* which have 5"),
-        (layout(CONCAT, ("a", 2, 2)), FeatureError, r"columns \[2, 2\)"),
-        (layout(CONCAT, ("a", -1, 2)), FeatureError, r"columns \[-1, 2\)"),
+        (layout(CONCAT, ("a", 0, 6)), FeatureError, r"floats \[0, 6\) of feature 'a' .* which have 5"),
+        (layout(CONCAT, ("a", 2, 2)), FeatureError, r"floats \[2, 2\)"),
+        (layout(CONCAT, ("a", -1, 2)), FeatureError, r"floats \[-1, 2\)"),
         (layout(CONCAT), ConfigError, "no slices"),
         (layout(CONCAT, ("a", 0, 1), ("s", 0, 1)), FeatureError, "as many positions"),
         (layout(STACK, ("s", 0, 1), ("u", 0, 1)), FeatureError, "as many positions"),

@@ -151,7 +151,7 @@ def test_a_slot_says_how_its_sightings_are_counted() -> None:
 def test_slots_that_share_a_table_share_one_admission() -> None:
     chance = AdmissionConfig(kind="probabilistic_filter")
     shared = [slot("user", slot_id=1, table="all", admission=chance), slot("item", slot_id=2, table="all")]
-    with pytest.raises(ConfigError, match="share table 'all', which has one admission: set the same"):
+    with pytest.raises(ConfigError, match="share table 'all': set the same admission on both"):
         collect_tables(shared)
     alike = [slot(name, slot_id=number, table="all", admission=chance) for number, name in enumerate("ab")]
     assert collect_tables(alike).thresholds["all"].counting == chance

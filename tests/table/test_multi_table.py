@@ -362,7 +362,7 @@ def test_fused_arguments_that_do_not_fit_touch_nothing(make: Make) -> None:
             tables.fused_lookup(ids(1, 1), sizes, num_batches=shards)  # type: ignore[arg-type]
         with pytest.raises(TableArgumentError):
             tables.fused_apply_gradients(ids(1, 1), sizes, floats(1, 1, 1), num_batches=shards)  # type: ignore[arg-type]
-    with pytest.raises(TableArgumentError, match=r"expected 2, got 1 \(2 tables, 1 shards, 2 ids\)"):
+    with pytest.raises(TableArgumentError, match=r"expected 2, got 1 \(2 tables, 1 batches, 2 ids\)"):
         tables.fused_lookup(ids(1, 1), ids(1), num_batches=1)
     for wrong in (
         {"gradients": floats(1, 1)},

@@ -115,7 +115,7 @@ def test_blocks_of_two_files_do_not_mix(path: str, tmp_path: Path) -> None:
     ours, theirs = Path(path).read_bytes(), Path(other).read_bytes()
     block = ours.index(b"ROWBLOCK")
     Path(path).write_bytes(ours[:block] + theirs[block : block + 320] + ours[block + 320 :])
-    with pytest.raises(CorruptFileError, match="not the one the index speaks of") as caught:
+    with pytest.raises(CorruptFileError, match="not the one in the index") as caught:
         inspect(path, verify=True)
     assert caught.value.offset == block
 

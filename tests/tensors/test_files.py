@@ -208,7 +208,7 @@ def test_we_read_what_the_safetensors_library_writes_if_told_what_to_check_it_by
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.rand(2).to(torch.complex128), "no word for complex128"),
+        (torch.rand(2).to(torch.complex128), "no type for complex128"),
         (torch.eye(2).to_sparse(), "sparse_coo"),
         (torch.empty(2, device="meta"), "meta device"),
     ],

@@ -97,10 +97,10 @@ def resolve_restore(
     latest = state.model_checkpoint_path
     wanted = filesystem.join(filesystem.parent(latest), filesystem.base_name(restore_ckpt))
     if wanted not in state.all_model_checkpoint_paths:
-        _log.warning("checkpoint %s not exists in %s; going on from %s", wanted, model_dir, latest)
+        _log.warning("checkpoint %s does not exist in %s; going on from %s", wanted, model_dir, latest)
         return state
     if wanted == latest:
-        _log.warning("restore_ckpt %s and the latest checkpoint are identity", wanted)
+        _log.warning("restore_ckpt %s is the latest checkpoint already", wanted)
     chosen = replace(state, model_checkpoint_path=wanted)
     if mode == "train":
         if wanted != latest:
@@ -260,7 +260,7 @@ def start_from(
         try:
             _publish(model_dir, "failed", clock(), message)
         except FilesystemError as silenced:
-            _log.error("the other workers cannot be told: %s", silenced)
+            _log.error("cannot tell the other workers: %s", silenced)
         raise RestoreError(message) from cause
     return picked
 
@@ -307,7 +307,7 @@ def _pick(restore_dir: str, restore_ckpt: str | None, sleep: Sleep, *, required:
         if wanted in state.all_model_checkpoint_paths:
             picked = wanted
         else:
-            _log.warning("checkpoint %s not exists in %s; starting from %s", wanted, restore_dir, picked)
+            _log.warning("checkpoint %s does not exist in %s; starting from %s", wanted, restore_dir, picked)
     return absolute_path(require_checkpoint(picked))
 
 

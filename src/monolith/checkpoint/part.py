@@ -31,8 +31,8 @@ class RestoreOptions:
     """What may differ between the checkpoint and what it is restored into."""
 
     optimizer_state: Literal["keep", "reset", "auto"] = "keep"
-    """Of rows: "keep" refuses a checkpoint of other optimizers, "reset" starts all state anew, "auto"
-    starts it anew where the optimizer changed, and says so."""
+    """What becomes of the optimizer state of rows: "keep" refuses a checkpoint of other optimizers, "reset"
+    starts all state from its initial values, "auto" does so where the optimizer changed, and says so."""
     strict: bool = True
     """Whether a table or variable that the checkpoint does not have is an error."""
     custom: CustomRestore = field(default_factory=CustomRestore)

@@ -164,8 +164,8 @@ class SavedTable:
             yield
         except FileMissingError as cause:
             raise RestoreError(
-                f"table {self.name!r} is not whole in {self.called(share)}: {cause}. "
-                "Bring the file back, or restore another checkpoint."
+                f"table {self.name!r} is incomplete in {self.called(share)}: {cause}. "
+                "Restore the missing file, or another checkpoint."
             ) from cause
 
     def check_rows(self, found: int) -> None:
@@ -234,7 +234,7 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
         found = ", ".join(f"ps-{number}-of-{total}" for number, total in shares) or "none"
         raise SaveError(
             f"cannot make one checkpoint of the shares {found}: each must be there once. "
-            "Every server has to write its share, with the same number of servers in mind."
+            "Every server must write its share, with the same number of servers."
         )
     return [entry for _, entry in sorted(zip(shares, entries, strict=True), key=lambda both: both[0])]
 

@@ -483,14 +483,15 @@ def _filter_source(
         return source, ""
     if total % shares:
         whom = "one process" if total == 1 else f"{total} servers"
-        return None, f"counts anew, because what {shares} servers counted cannot be put together for {whom}"
+        why = f"what {shares} servers counted cannot be put together for {whom}"
+        return None, f"starts counting from zero, because {why}"
     saved = filter_files.inspect(source)[0]
     core = admission.core
     if (saved.sliding["split_num"], saved.split["total_size"]) != (
         core.split_num,
         core.split_meta(0).total_size,
     ):
-        return None, "counts anew, because it was saved with another capacity or split_num"
+        return None, "starts counting from zero, because it was saved with another capacity or split_num"
     return source, ""
 
 

@@ -21,7 +21,7 @@ _ALL_BITS = 0xFFFF_FFFF_FFFF_FFFF
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffleConfig:
-    """In which order records come, if not in that of the data."""
+    """How records are put into another order than that of the data."""
 
     seed: int = 0
     buffer: int = 65_536

@@ -67,11 +67,11 @@ class SlotConfig:
     bias_compressor: Compressor = field(default_factory=Fp32)
     bias_learning_rate: float | LearningRate | None = None
     initializer: Initializer = field(default_factory=RandomUniform)
-    """Of slices that do not say; likewise the next three."""
+    """The initializer of slices that set none; `optimizer`, `compressor` and `learning_rate` likewise."""
     optimizer: Optimizer = ROW_OPTIMIZER
     compressor: Compressor = field(default_factory=Fp16)
     learning_rate: float | LearningRate | None = None
-    """None is the optimizer's own, with its warm-up."""
+    """The learning rate of slices that set none; None is the optimizer's own, with its warm-up."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -293,8 +293,8 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
         for shared in ("capacity_bytes", "admission"):
             if getattr(slot.config, shared) != getattr(first.config, shared):
                 raise ConfigError(
-                    f"slots {first.name!r} and {slot.name!r} share table {name!r}, which has one {shared}: "
-                    "set the same for both"
+                    f"slots {first.name!r} and {slot.name!r} share table {name!r}: "
+                    f"set the same {shared} on both"
                 )
     expire, thresholds = {}, {}
     for slot in slots:
@@ -305,7 +305,7 @@ def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig,
         elif settings.occurrence_threshold or settings.expire_after != _FOREVER:
             raise ConfigError(
                 f"slot {slot.name!r} shares table {name!r} and has limits of its own: "
-                "it needs a slot_id, by which its ids are known there"
+                "it needs a slot_id to tell its ids apart"
             )
         else:
             warnings.warn(

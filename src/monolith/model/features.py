@@ -58,9 +58,9 @@ class Feature:
     combiner: Combiner = field(default_factory=Sum)
     """How the embeddings of one example's ids become one."""
     shares: str | None = None
-    """The feature whose rows this one reads; everything below is then said there."""
+    """The feature whose rows this one reads; the settings of the rows are then set there."""
     slot: str | None = None
-    """What its rows are called, as in checkpoints; by default as the feature."""
+    """The name of its rows, as in checkpoints; by default that of the feature."""
     occurrence_threshold: int = 0
     """Sightings after which an id is given a row on the next; 0 at once."""
     admission: AdmissionConfig | None = None

@@ -26,19 +26,20 @@ class UpdateConfig:
 
     clip_type: GradClipType = GradClipType.ClipByGlobalNorm
     clip_norm: float | None = None
-    """None does not clip."""
+    """The norm to which gradients are clipped; None does not clip."""
     sparse_clip_norm: float | None = None
-    """The limit of the rows' gradients where it is another; see `clip_gradients`."""
+    """The norm to which gradients of rows are clipped, where it differs; see `clip_gradients`."""
     sparse_norm_warmup_steps: int | None = None
     """Steps over which the limit of the rows' gradients grows from 0."""
     dense_weight_decay: float = 0.0
-    """This times each dense weight is added to its gradient, after clipping."""
+    """The factor by which each dense weight is added to its gradient, after clipping."""
     divide_dense_by: int = 1
     """For losses that are sums over a batch: its size, with a multiply_rows_by of 1. Before clipping, so that
     norms are of the mean."""
     multiply_rows_by: float | None = None
-    """Times which gradients of rows count. None is the size of the batch, since a loss is a mean over it: so
-    how far a row goes does not depend on how many examples it came with. 1 is for losses that are sums."""
+    """The factor that gradients of rows are multiplied by. None is the size of the batch, since a loss is a
+    mean over it: so how far a row goes does not depend on how many examples it came with. 1 is for losses
+    that are sums."""
     min_norms: Mapping[str, float] = field(default_factory=dict)
     """Table to a norm: where the gradient of its rows is not longer, they are not updated in that step."""
 

@@ -584,7 +584,7 @@ def _shard_paths(basename: str, manifest: DumpManifest) -> list[str]:
     paths = find_sharded(f"{basename}.{manifest.dump}")
     if len(paths) != len(manifest.rows):
         raise RestoreError(
-            f"{basename}.manifest speaks of {len(manifest.rows)} shards, there are {len(paths)}. "
+            f"{basename}.manifest lists {len(manifest.rows)} shards, there are {len(paths)}. "
             "Restore the files as they were written, or use another dump."
         )
     return paths
@@ -602,14 +602,14 @@ def read_dump_manifest(basename: str) -> DumpManifest:
         text = file.read(_MANIFEST_LIMIT)
     body, newline, crc = text.removesuffix(b"\n").rpartition(b"\n")
     if not newline or not text.endswith(b"\n") or crc != b"%08x" % native.crc32c(body):
-        raise CorruptFileError(path, len(body), "the checksum in its last line is not its own")
+        raise CorruptFileError(path, len(body), "the checksum in its last line does not match its content")
     try:
         found = json.loads(body)
         if found["version"] != _MANIFEST_VERSION:
             raise ValueError(f"version {found['version']}, this program reads {_MANIFEST_VERSION}")
         return DumpManifest(**(found | {"rows": tuple(found["rows"]), "bytes": tuple(found["bytes"])}))
     except (ValueError, TypeError, KeyError) as cause:
-        raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
+        raise CorruptFileError(path, 0, f"the manifest is malformed: {cause}") from cause
 
 
 @contextlib.contextmanager

@@ -231,7 +231,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             raise self._corrupt(at, f"an index of {blocks} blocks at {index_at} does not end at the trailer")
         raw = self._read(index_at, at - index_at)
         if native.crc32c(raw) != index_crc:
-            raise self._corrupt(index_at, "the index has another checksum")
+            raise self._corrupt(index_at, "the index does not match its checksum")
         index = np.frombuffer(raw, _INDEX, blocks)
         description, end = self._description(index_at, description_crc)
         self._check_index(index, description.layout, end, index_at, rows)
@@ -248,11 +248,11 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             raise self._corrupt(16, f"a description of {length} bytes does not end where blocks may begin")
         text = self._read(_HEADER.size, length)
         if native.crc32c(text) != own_crc or own_crc != crc:
-            raise self._corrupt(_HEADER.size, "the description has another checksum")
+            raise self._corrupt(_HEADER.size, "the description does not match its checksum")
         try:
             return Description.from_json(bytes(text)), end
         except (ValueError, TypeError, KeyError) as cause:
-            raise self._corrupt(_HEADER.size, f"the description makes no sense: {cause}") from cause
+            raise self._corrupt(_HEADER.size, f"the description is malformed: {cause}") from cause
 
     def _check_index(self, index: NDArray[Any], layout: RowLayout, begin: int, end: int, rows: int) -> None:
         at, total = begin, 0
@@ -273,10 +273,12 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         header = self._sealed(offset, _BLOCK.size, _BLOCK_MAGIC, f"block {number}")
         length = _payload_bytes(rows, layout)
         if _BLOCK.unpack(header)[1:] != (number, rows, length, crc):
-            raise self._corrupt(offset, f"block {number} is not the one the index speaks of")
+            raise self._corrupt(offset, f"block {number} is not the one in the index")
         payload = self._read(offset + _BLOCK.size, length)
         if native.crc32c(payload) != crc:
-            raise self._corrupt(offset + _BLOCK.size, f"the rows of block {number} have another checksum")
+            raise self._corrupt(
+                offset + _BLOCK.size, f"the rows of block {number} do not match their checksum"
+            )
         at = 0
         columns = []
         for dtype, width in (("<i8", None), ("<u4", None), ("<f4", layout.dim), ("<f4", layout.state_dim)):
@@ -295,7 +297,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 at, f"no {what} here: it begins with {bytes(part[:8])!r} instead of {magic!r}"
             )
         if native.crc32c(memoryview(part)[: -_CRC.size]) != _CRC.unpack_from(part, size - _CRC.size)[0]:
-            raise self._corrupt(at, f"the {what} has another checksum")
+            raise self._corrupt(at, f"the {what} does not match its checksum")
         _CRC.pack_into(part, size - _CRC.size, 0)
         return part
 

@@ -290,7 +290,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         raise SaveError(f"cannot write {name!r}: it is on the meta device, so it has no values")
     dtype = _name(tensor.dtype)
     if dtype not in _CODES:
-        raise SaveError(f"cannot write {name!r}: safetensors has no word for {dtype}")
+        raise SaveError(f"cannot write {name!r}: safetensors has no type for {dtype}")
 
 
 def _head(tensors: Mapping[str, Tensor], metadata: dict[str, str], shared: dict[str, str]) -> bytes:
@@ -385,7 +385,7 @@ class _Reader:
                 "with record_of(path) as its record."
             )
         if native.crc32c(self._head) != self._sums()[0]:
-            raise self._corrupt(0, "the header has another checksum")
+            raise self._corrupt(0, "the header does not match its checksum")
 
     def read(self, record: FileRecord | None, only: Callable[[str], bool]) -> dict[str, Tensor]:
         """Read the wanted tensors; with a record, all bytes."""
@@ -432,17 +432,17 @@ class _Reader:
             if own is None or own == expected:
                 continue
             if number == 0:
-                raise self._corrupt(0, "the header has another checksum")
+                raise self._corrupt(0, "the header does not match its checksum")
             place = self._places[number - 1]
             raise self._corrupt(
-                self._data_at + place.begin, f"the tensor {place.name!r} has another checksum"
+                self._data_at + place.begin, f"the tensor {place.name!r} does not match its checksum"
             )
 
     def _sums(self) -> list[int]:
         raw = self._raw_sums()
         *sums, own = (crc for (crc,) in _CRC.iter_unpack(raw))
         if native.crc32c(raw[: -_CRC.size]) != own:
-            raise self._corrupt(self._data_at + self._sums_at.begin, "the checksums have another checksum")
+            raise self._corrupt(self._data_at + self._sums_at.begin, "the checksums do not match their own")
         return sums
 
     def _raw_sums(self) -> bytes:
@@ -465,7 +465,7 @@ class _Reader:
                 raise ValueError("metadata must be text")
             places = [_place(name, entry) for name, entry in header.items()]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
-            raise self._corrupt(_LENGTH.size, f"the header makes no sense: {cause}") from cause
+            raise self._corrupt(_LENGTH.size, f"the header is malformed: {cause}") from cause
         places.sort(key=lambda place: (place.begin, place.end, place.name))
         self._check_places(places, _LENGTH.size + length)
         return bytes(prefix + text), places, metadata
@@ -489,7 +489,7 @@ class _Reader:
             if names & shared.keys() or not names.issuperset(shared.values()):
                 raise ValueError("they are not names of other tensors")
         except (ValueError, TypeError, AttributeError, RecursionError) as cause:
-            raise self._corrupt(_LENGTH.size, f"{SHARED} makes no sense: {cause}") from cause
+            raise self._corrupt(_LENGTH.size, f"{SHARED} is malformed: {cause}") from cause
         return shared
 
     def _read(self, at: int, size: int) -> bytearray:

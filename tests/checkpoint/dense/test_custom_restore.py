@@ -328,5 +328,5 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         CustomRestore(continue_training=True)
     with pytest.raises(ConfigError, match="needs a model_dir"):
         CustomRestore(clear_nn=True).clears(None)
-    with pytest.raises(ConfigError, match="no regular expression"):
+    with pytest.raises(ConfigError, match="not a regular expression"):
         CustomRestore(rules=[("(", "")])

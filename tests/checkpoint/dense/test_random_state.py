@@ -53,7 +53,7 @@ def test_nonsense_is_refused_and_moves_no_generator(part: str) -> None:
     }
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     before = capture_random()
-    with pytest.raises(RestoreError, match="random generators makes no sense"):
+    with pytest.raises(RestoreError, match="random generators is malformed"):
         restore_random(state | {part: nonsense[part]})
     expected = draws()
     restore_random(before)

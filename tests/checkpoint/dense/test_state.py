@@ -394,7 +394,7 @@ def test_a_file_that_the_manifest_knows_and_the_disk_does_not(prefix: str) -> No
     model = mlp()
     records = capture_dense(model).write(prefix)
     Path(optimizer_path(prefix)).unlink()
-    with pytest.raises(RestoreError, match=r"not a valid checkpoint.*manifest speaks of .*optimizer-00000"):
+    with pytest.raises(RestoreError, match=r"not a valid checkpoint.*manifest lists .*optimizer-00000"):
         restore_dense(prefix, model, records=records, random=True)
 
 
@@ -409,10 +409,10 @@ def test_the_wrong_kind_of_file_is_refused(prefix: str) -> None:
     model = mlp()
     capture_dense(model).write(prefix)
     Path(optimizer_path(prefix)).rename(dense_path(prefix))
-    with pytest.raises(CorruptFileError, match=r"no dense file of a checkpoint: .*optimizers"):
+    with pytest.raises(CorruptFileError, match=r"not a dense file of a checkpoint: .*optimizers"):
         restore_dense(prefix, model)
     write_tensors(dense_path(prefix), {"0.weight": torch.ones(1)}, {})
-    with pytest.raises(CorruptFileError, match="no dense file of a checkpoint"):
+    with pytest.raises(CorruptFileError, match="not a dense file of a checkpoint"):
         restore_dense(prefix, model)
     write_tensors(
         dense_path(prefix), {}, {"monolith": json.dumps({"version": 99, "global_step": 0, "extra": {}})}

@@ -225,7 +225,7 @@ def test_what_cannot_be_cleaned_up_stops_nobody(folder: str, caplog: pytest.LogC
     patch = refuse("remove_file", errno.EACCES, "-tmp-")
     saver_of(folder).recover()
     patch.undo()
-    assert f"never completed: cannot remove {left}" in caplog.text
+    assert f"unfinished checkpoints: cannot remove {left}" in caplog.text
     assert listed_steps(folder) == [5]
 
 
@@ -516,7 +516,7 @@ def test_a_save_that_cannot_be_noted_is_a_save(folder: str, caplog: pytest.LogCa
     patch = refuse("create", errno.EACCES, "monolith_checkpoint")
     saver.save(1, write_checkpoint)
     patch.undo()
-    assert "not noted in monolith_checkpoint" in caplog.text
+    assert "cannot update monolith_checkpoint" in caplog.text
     assert listed_steps(folder) == [1]
 
 

@@ -124,7 +124,7 @@ def test_a_link_that_is_missing_or_was_written_anew_is_told(folder: Path) -> Non
     manifest.unlink()
     assert "model.ckpt-2, which is not there" in (by_name(folder)["3"].problem or "")
     manifest.write_bytes(Path(f"{prefixes[0]}.manifest").read_bytes())
-    assert "written anew" in (by_name(folder)["3"].problem or "")
+    assert "overwritten since" in (by_name(folder)["3"].problem or "")
     manifest.write_bytes(good)
     assert list_checkpoints(str(folder)).sound
 

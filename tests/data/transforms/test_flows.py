@@ -174,7 +174,7 @@ def test_a_stream_that_grows_is_read_on():
 
 
 def test_a_position_of_something_else_is_refused():
-    with pytest.raises(RestoreError, match="is no position of one"):
+    with pytest.raises(RestoreError, match="is not a position of one"):
         MergeFlow(SplitFlow(SplitConfig(flows=("a",)), Listed(stream("a")))).restore({"at": 3})
     with pytest.raises(RestoreError, match="merged flows"):
         MergeFlow({"a": Listed(stream("a"))}).restore({"b": {}})

@@ -104,5 +104,5 @@ def test_a_state_of_other_transforms_is_refused():
 
 
 def test_what_cannot_be_called_is_no_transform():
-    with pytest.raises(ConfigError, match="number 1 is no transform"):
+    with pytest.raises(ConfigError, match="number 1 is not a transform"):
         Compose([FilterByAction(has_actions=(1,)), "filter"])  # type: ignore[list-item]

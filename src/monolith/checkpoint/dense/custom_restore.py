@@ -107,7 +107,7 @@ class CustomRestore:
                 re.compile(pattern).sub(replacement, "")
             except re.error as cause:
                 raise ConfigError(
-                    f"rules: ({pattern!r}, {replacement!r}) is no regular expression: {cause}"
+                    f"rules: ({pattern!r}, {replacement!r}) is not a regular expression: {cause}"
                 ) from cause
 
     def clears(self, model_dir: str | None) -> bool:

@@ -72,7 +72,7 @@ class ModelVariables:
             except Exception as cause:  # the code of anybody's module
                 raise RestoreError(
                     f"{type(self._model).__name__} refused a state that fits its variables: {cause}. It may "
-                    "be loaded in part: make it anew before you go on."
+                    "be loaded in part: create it again before you go on."
                 ) from cause
             return
         with torch.no_grad():

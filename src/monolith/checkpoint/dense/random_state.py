@@ -39,7 +39,7 @@ def restore_random(state: dict[str, Any]) -> None:
         _set(state)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as cause:
         _set(before)
-        raise RestoreError(f"the saved state of the random generators makes no sense: {cause}") from cause
+        raise RestoreError(f"the saved state of the random generators is malformed: {cause}") from cause
 
 
 def _set(state: dict[str, Any]) -> None:

@@ -319,8 +319,8 @@ class _SavedFile:
             if record is None:
                 return None
             raise RestoreError(
-                f"The passed save_path is not a valid checkpoint: {prefix}. Its manifest speaks of {path}, "
-                "which is not there. Restore the files as they were written, or use another checkpoint."
+                f"The passed save_path is not a valid checkpoint: {prefix}. Its manifest lists {path}, "
+                "which is missing. Restore the files as they were written, or use another checkpoint."
             ) from cause
         return cls(path, header, _about(path, header, kind), record)
 
@@ -344,7 +344,7 @@ def _about(path: str, header: DenseHeader, kind: str) -> Json:
         if about.keys() != keys:
             raise ValueError(f"it has {', '.join(sorted(about))} instead of {', '.join(sorted(keys))}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
-        raise CorruptFileError(path, 8, f"this is no {kind} file of a checkpoint: {cause!r}") from cause
+        raise CorruptFileError(path, 8, f"this is not a {kind} file of a checkpoint: {cause!r}") from cause
     return about
 
 
@@ -463,7 +463,7 @@ def _does_not_fit(prefix: str, problems: Mapping[str, str], shown: int = 20) -> 
         f"cannot restore {prefix}: {len(listed)} {'name does' if len(listed) == 1 else 'names do'} not fit, "
         f"nothing was changed:{''.join(listed[:shown])}{more}\n"
         "Has the model changed since? Restore with strict=False to load what fits, leave variables out with "
-        "exclude=, give their old names with CustomRestore(alias_map=...), or start optimizers anew with "
+        "exclude=, give their old names with CustomRestore(alias_map=...), or reset optimizers with "
         "optimizer_state='reset'."
     )
 

@@ -321,7 +321,7 @@ class _Load:
         except Exception as cause:  # anybody's code
             raise RestoreError(
                 f"cannot restore {self.title}: {type(self.target).__name__} refused its state: {cause}. "
-                "Nothing was changed. optimizer_state='reset' starts it anew."
+                "Nothing was changed. optimizer_state='reset' starts it from its initial state."
             ) from cause
 
 

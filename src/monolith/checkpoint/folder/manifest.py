@@ -67,14 +67,14 @@ def read_manifest(prefix: str) -> Link:
     text = filesystem.read_bytes(path)
     body, newline, crc = text.removesuffix(b"\n").rpartition(b"\n")
     if not newline or not text.endswith(b"\n") or crc != b"%08x" % native.crc32c(body):
-        raise CorruptFileError(path, len(body), "the checksum in its last line is not its own")
+        raise CorruptFileError(path, len(body), "the checksum in its last line does not match its content")
     try:
         found: dict[str, Any] = json.loads(body)
         if found.get("version") != VERSION:
             raise ValueError(f"version {found.get('version')}, this program reads {VERSION}")
         return Link(prefix, Manifest(**found), native.crc32c(body))
     except (ValueError, TypeError) as cause:
-        raise CorruptFileError(path, 0, f"the manifest makes no sense: {cause}") from cause
+        raise CorruptFileError(path, 0, f"the manifest is malformed: {cause}") from cause
 
 
 def needs_of(prefix: str) -> list[str]:
@@ -99,18 +99,18 @@ def read_chain(prefix: str) -> list[Link]:
     while chain[-1].manifest.kind != "full":
         link = chain[-1]
         if link.manifest.after is None or len(chain) > _LONGEST_CHAIN:
-            raise RestoreError(f"{link.prefix} is an increment that continues nothing")
+            raise RestoreError(f"{link.prefix} is an increment of no checkpoint")
         before = filesystem.join(filesystem.parent(link.prefix), link.manifest.after)
         try:
             chain.append(read_manifest(before))
         except FileMissingError as cause:
             raise RestoreError(
                 f"cannot restore {prefix}: it continues {before}, which is not there. "
-                "Restore a checkpoint before it, or bring that one back."
+                "Restore a checkpoint before it, or put the missing one back."
             ) from cause
         if chain[-1].crc != link.manifest.after_crc:
             raise RestoreError(
                 f"cannot restore {prefix}: {before} is not the checkpoint that {link.prefix} continues; "
-                "it was written anew since. Restore a full checkpoint, or that one itself."
+                "it was overwritten since. Restore a full checkpoint, or that one itself."
             )
     return chain[::-1]

@@ -53,9 +53,7 @@ class Retention:
         if self.max_to_keep is not None and self.max_to_keep < 0:
             raise ConfigError(f"max_to_keep must not be negative, got {self.max_to_keep}; 0 keeps all")
         if self.keep_every is not None and self.keep_every <= timedelta(0):
-            raise ConfigError(
-                f"keep_every must be longer than nothing, got {self.keep_every}; None turns it off"
-            )
+            raise ConfigError(f"keep_every must be above 0, got {self.keep_every}; None turns it off")
         if self.keep_every is not None and self.last_preserved is None:
             raise ConfigError(
                 "keep_every needs last_preserved to count from: the time at which the run began"

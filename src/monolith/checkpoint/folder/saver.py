@@ -249,7 +249,7 @@ class Saver:
         if not checkpoint_exists(prefix):
             raise FileMissingError(
                 f"cannot list checkpoint {prefix}: it was written, and there is no {prefix}{MANIFEST}. "
-                "Whoever writes a checkpoint ends with its manifest."
+                "The writer of a checkpoint must write its manifest last."
             )
 
         now = self._clock()
@@ -363,7 +363,7 @@ class Saver:
         try:
             update_monolith_checkpoint(self._model_dir, table_kind=self._table_kind, saved_at=now)
         except (CorruptFileError, FilesystemError) as cause:
-            _log.error("the save is not noted in monolith_checkpoint: %s", cause)
+            _log.error("cannot update monolith_checkpoint: %s", cause)
 
     # What we delete
 
@@ -379,7 +379,7 @@ class Saver:
         """Delete checkpoints. One that cannot be deleted stays in the journal, to be tried again."""
         for path in paths:
             if not self._is_ours(path):
-                _log.info("checkpoint %s is no longer needed; its folder is not ours to clean", path)
+                _log.info("checkpoint %s is no longer needed; it is left in its other folder", path)
             else:
                 try:
                     if not self._delete_files(path):
@@ -427,7 +427,7 @@ class Saver:
             for path in filter(filesystem.is_temporary, found):
                 filesystem.remove(path)
         except FilesystemError as cause:
-            _log.warning("cannot clean up what was never completed: %s", cause)
+            _log.warning("cannot delete unfinished checkpoints: %s", cause)
 
 
 def _protocol(path: str) -> str:

@@ -100,7 +100,7 @@ def read_checkpoint_state(
                 raise CorruptFileError(
                     path,
                     cause.offset,
-                    f"read ckpt error! {cause.reason}. Write it anew, with the checkpoints that are there",
+                    f"read ckpt error! {cause.reason}. Write it again, with the checkpoints that exist",
                 ) from cause
             sleep(_PAUSE_SECONDS)
     raise AssertionError("unreachable: the last reading returns or raises")
@@ -373,7 +373,8 @@ def read_journal(folder: str, latest_filename: str = CHECKPOINT_FILE) -> Journal
     advice = "Move it away to go on: what it would have deleted then stays"
     body, _, checksum = data.removesuffix(b"\n").rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(body):
-        raise CorruptFileError(path, len(body), f"the checksum in its last line is not its own. {advice}")
+        reason = f"the checksum in its last line does not match its content. {advice}"
+        raise CorruptFileError(path, len(body), reason)
 
     def whole(paths: Iterable[str]) -> tuple[str, ...]:
         return tuple(filesystem.join(folder, each) for each in paths)
@@ -385,7 +386,7 @@ def read_journal(folder: str, latest_filename: str = CHECKPOINT_FILE) -> Journal
         needs = {filesystem.join(folder, path): whole(each) for path, each in found["depends_on"].items()}
         return Journal(whole(found["released"]), whole(found["preserved"]), needs)
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
-        raise CorruptFileError(path, 0, f"the journal makes no sense: {cause}. {advice}") from cause
+        raise CorruptFileError(path, 0, f"the journal is malformed: {cause}. {advice}") from cause
 
 
 def write_journal(folder: str, journal: Journal, latest_filename: str = CHECKPOINT_FILE) -> None:

@@ -235,11 +235,11 @@ class _Folder:
             link = self.links[at]
             at = filesystem.join(filesystem.parent(at), link.manifest.after or "")
             if at in chain or not link.manifest.after:
-                return tuple(chain[::-1]), f"{chain[-1]} is an increment that continues nothing"
+                return tuple(chain[::-1]), f"{chain[-1]} is an increment of no checkpoint"
             if at not in self.links and at not in self.own_problems:
                 self._look(at)  # it may be in another folder than ours
             if at in self.links and self.links[at].crc != link.manifest.after_crc:
-                return tuple(chain[::-1]), f"{at} was written anew since {link.prefix} continued it"
+                return tuple(chain[::-1]), f"{at} was overwritten since {link.prefix} continued it"
             if at not in self.links and at not in self.own_problems:
                 return tuple(chain[::-1]), f"it continues {at}, which is not there"
             chain.append(at)

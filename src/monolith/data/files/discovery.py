@@ -174,7 +174,7 @@ def _values(kind: str, first: str, last: str, pattern: str) -> list[str]:
     try:
         moment, end = (datetime.strptime(text, form).replace(tzinfo=UTC) for text in (first, last))
     except ValueError as cause:
-        raise ConfigError(f"{pattern!r}: {first!r} or {last!r} is no date: {cause}") from cause
+        raise ConfigError(f"{pattern!r}: {first!r} or {last!r} is not a date: {cause}") from cause
     if end < moment:
         raise ConfigError(f"{pattern!r}: the range ends at {last}, before it begins at {first}")
     count = (end - moment) // step + 1
@@ -203,7 +203,7 @@ def _day(text: str | date) -> date:
     try:
         return date.fromisoformat(text)
     except ValueError as cause:
-        raise ConfigError(f"{text!r} is no date: write 20240131 or 2024-01-31") from cause
+        raise ConfigError(f"{text!r} is not a date: write 20240131 or 2024-01-31") from cause
 
 
 def _days(first: date, end: date) -> Iterator[date]:

@@ -41,13 +41,14 @@ class BadRecordPolicy:
     """What becomes of records that cannot be read."""
 
     max_share: float = 0.0
-    """Of all records; reading stops when more are malformed. 0 stops at the first."""
+    """The share of malformed records that is tolerated; more stop the reading, and with 0 the first does."""
     after: int = 1000
-    """Records to read before the share is judged: one in the first ten says little. It is judged at the
+    """Records to read before `max_share` is checked: one in the first ten says little. It is checked at the
     end in any case."""
     quarantine: str | None = None
-    """A folder for them: one file of JSON lines per chunk that had any, with path, place, reason and
-    payload in base64. A chunk that is read again, after a restart or in another epoch, writes the same."""
+    """A folder for malformed records: one file of JSON lines per chunk that had any, with path, place, reason
+    and payload in base64. A chunk that is read again, after a restart or in another epoch, writes the
+    same."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_share <= 1:
@@ -187,7 +188,8 @@ class FileSource:
             if name not in position or position[name] != value:
                 raise RestoreError(
                     f"cannot restore a file source: the position was taken with {name} "
-                    f"{position.get(name)}, this one has {value}. Use the same settings, or begin anew."
+                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
+                    "beginning."
                 )
         if missing := [field.name for field in fields(Spot) if field.name not in position]:
             raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
@@ -196,9 +198,7 @@ class FileSource:
         if not (file is None or isinstance(file, str)) or not all(
             isinstance(number, int) and number >= 0 for number in numbers.values()
         ):
-            raise RestoreError(
-                f"cannot restore a file source: the numbers make no sense in {position!r:.200}"
-            )
+            raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
         spot = Spot(file=file, **numbers)
         self._files.restore(position, spot)
         self._spot = self._reading = spot
@@ -287,7 +287,7 @@ class FileSource:
                             raise DataError(
                                 f"file source: {spot.file} has {len(chunk.records)} records at place "
                                 f"{spot.place}, but {spot.skip} of them were read before; it was replaced "
-                                "since. Begin anew."
+                                "since. Start from the beginning."
                             )
                         self._reading = spot.past(chunk)
                         self._look_at_bad(spot, chunk)

@@ -158,7 +158,7 @@ class PayloadWriter:
 def example_kind(kind: str) -> native.ExampleKind:
     """Return the kind of that name."""
     if kind not in KINDS:
-        raise ConfigError(f"there is no kind of example {kind!r}; there are {', '.join(KINDS)}")
+        raise ConfigError(f"unknown kind of example {kind!r}; there are {', '.join(KINDS)}")
     return KINDS[kind]
 
 

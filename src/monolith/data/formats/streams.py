@@ -239,7 +239,7 @@ class _Decompressing:
                 self._ready += self._stream.decompress(piece)
             except Exception as cause:  # zlib and zstandard have errors of their own
                 raise CorruptFileError(
-                    self._path, self._taken, f"from here on this is no {self._compression} stream: {cause}"
+                    self._path, self._taken, f"from here on this is not a {self._compression} stream: {cause}"
                 ) from cause
             piece = self._stream.unused_data if self._stream.eof else b""
 

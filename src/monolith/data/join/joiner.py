@@ -92,17 +92,18 @@ class JoinerConfig:
     negative_rate: float = 1.0
     """The share of negatives that come out. Chosen by a hash of the key, so always the same ones."""
     seed: int = 0
-    """Chooses other negatives."""
+    """Another seed chooses other negatives."""
     time: str = LINE_ID + "req_time"
-    """Event time, in both streams: one int64 of Unix seconds per record."""
+    """The column of the event time, in both streams: one int64 of Unix seconds per record."""
     action: str = LINE_ID + "actions"
-    """What was done: int64, any number in a record of the actions. Examples have it, too."""
+    """The column of what was done: int64, any number in a record of the actions. Examples have it, too."""
     folder: str | None = None
-    """For what memory does not hold, and for snapshots. One joiner, one folder; keep it as long as those."""
+    """The folder for what memory does not hold, and for snapshots. One joiner, one folder; keep it as long as
+    those."""
     memory_records: int | None = None
     """The most impressions to keep in memory; the older ones go to the folder. None for no limit."""
     memory_bytes: int | None = None
-    """The same in bytes of their columns. The index of keys is not counted."""
+    """The most bytes of impressions to keep in memory, without the index of keys. None for no limit."""
     snapshot_every: int = 1000
     """Batches that a joined source reads between snapshots: so many at most are joined again at a restart."""
     keep_snapshots: int = 10
@@ -670,8 +671,8 @@ class Joiner:
         if snapshots > self.config.keep_snapshots + _MANY and not self._warned:
             self._warned = True
             _log.warning(
-                "joiner: there are %d snapshots in %s, because nobody says which are safe: call "
-                "commit(position) whenever a position was saved, or those before it stay for ever",
+                "joiner: there are %d snapshots in %s, because none was committed: call commit(position) "
+                "whenever a position was saved, or older snapshots are never deleted",
                 snapshots,
                 self._folder(),
             )

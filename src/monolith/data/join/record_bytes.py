@@ -79,9 +79,9 @@ def unpack(data: bytes, path: str) -> tuple[dict[str, Any], Arrays]:
     writable = bytearray(data)  # arrays over bytes are read-only, which torch does not take well
     view = memoryview(writable)
     if native.crc32c(bytes(view[_HEAD.size : begin])) != about_crc:
-        raise CorruptFileError(path, _HEAD.size, "the description does not have its checksum")
+        raise CorruptFileError(path, _HEAD.size, "the description does not match its checksum")
     if native.crc32c(bytes(view[begin:])) != payload_crc:
-        raise CorruptFileError(path, begin, "the payload does not have its checksum")
+        raise CorruptFileError(path, begin, "the payload does not match its checksum")
     description = json.loads(data[_HEAD.size : begin])
     arrays: Arrays = {}
     for name, short, count in description["arrays"]:

@@ -133,9 +133,7 @@ class JoinedSource:
             raise RestoreError(f"cannot restore a joined source: {position!r:.200} is not a position of one")
         taken = position["joiner"].get("taken", [])  # positions of before know none
         if not isinstance(taken, list) or not all(isinstance(count, int) for count in taken):
-            raise RestoreError(
-                f"cannot restore a joined source: it makes no sense to have taken {taken!r:.200}"
-            )
+            raise RestoreError(f"cannot restore a joined source: it cannot have taken {taken!r:.200}")
         state = {name: value for name, value in position["joiner"].items() if name != "taken"}
         for name, one in self._inputs.items():
             one.restore(position[name])

@@ -355,7 +355,9 @@ class KafkaSource:
         session_s = float(self.config.settings.get("session.timeout.ms", 45_000)) / 1000
         if waited_s < max(_REJOIN_S, 3 * session_s) or not self._answers():
             return
-        logger.warning("kafka: %s was given no partitions for %.0f s and joins anew", self._who(), waited_s)
+        logger.warning(
+            "kafka: %s was given no partitions for %.0f s and rejoins the group", self._who(), waited_s
+        )
         stuck, self._consumer = self._consumer, None
         self._joined = self._ahead = False
         self._lost_at = self._clock()
@@ -428,11 +430,11 @@ class KafkaSource:
         low, high = self._ends(partition)
         if not low <= offset <= high:
             happened = (
-                "they were deleted since" if offset < low else "the topic was made anew or has lost its end"
+                "they were deleted since" if offset < low else "the topic was recreated or lost its newest"
             )
             raise RestoreError(
                 f"kafka: cannot go to offset {offset} of {_name(partition)}: the broker has messages "
-                f"{low} to {high - 1}; {happened}. Restore another position, or begin without one"
+                f"{low} to {high - 1}; {happened}. Restore another position, or start without one"
             )
 
     def _ends(self, partition: Partition) -> tuple[int, int]:
@@ -474,7 +476,7 @@ class KafkaSource:
             if self._clock() - begin > self.config.connect_timeout.total_seconds():
                 raise DataError(
                     f"kafka: asked {self._servers()} for {what} for "
-                    f"{self.config.connect_timeout.total_seconds():g} s, in vain: {reason}"
+                    f"{self.config.connect_timeout.total_seconds():g} s, without success: {reason}"
                 )
             time.sleep(_PAUSE_S)
 
@@ -713,7 +715,7 @@ class KafkaSource:
             raise DataError(
                 f"kafka: messages of {_name(_partition(message))} that {self._who()} has not read are gone "
                 f"from the broker: {error.str()}. It read too slowly for the retention of the topic, or the "
-                "topic was made anew; to go on with what is left, begin without a position"
+                "topic was recreated; to go on with what is left, start without a position"
             )
         else:
             raise DataError(

@@ -32,9 +32,9 @@ class ItemPoolConfig:
     """How many items a channel has."""
 
     start_num: int = 500
-    """Nothing is drawn from a channel until it holds more than these."""
+    """Items that a channel must exceed before anything is drawn from it."""
     max_item_num_per_channel: int = 10_000
-    """The oldest item leaves when there would be more."""
+    """The most items of a channel; the oldest is dropped to make room."""
 
     def __post_init__(self) -> None:
         if self.start_num < 0:
@@ -211,7 +211,7 @@ class ItemPool:
             if left < size:
                 return other
             left -= size
-        raise AssertionError("luck is below 1")
+        raise AssertionError("unreachable: a random draw is below 1")
 
     def features(self, rows: Iterable[int]) -> Records:
         """Return the features at rows, in the order given. Rows are good until `settle`."""

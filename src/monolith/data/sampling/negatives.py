@@ -67,10 +67,10 @@ class NegativeGenerationConfig:
     """Highest first: which action of a record decides. If none of them is there, any action does."""
     label_index: int = 0
     positive_label: float = 1.0
-    """A record is positive if its label is this, where no actions are given."""
+    """The label that makes a record positive, where no actions are given."""
 
     negative_label: float = 0.0
-    """Of the negatives made: at every position where the positive has a valid label."""
+    """The label of the negatives made: at every position where the positive has a valid label."""
     negative_action: int | None = None
     """The only action of the negatives made; None for no action."""
 
@@ -182,7 +182,7 @@ class NegativeGeneration:
             payloads = [base64.b64decode(text, validate=True) for text in state["channels"]]
         except (KeyError, TypeError, binascii.Error) as cause:
             raise RestoreError(
-                f"cannot restore negative generation: it is no state of a pool: {cause}"
+                f"cannot restore negative generation: it is not the state of a pool: {cause}"
             ) from cause
         restore_channels(self.pool, payloads)
 

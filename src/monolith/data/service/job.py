@@ -53,9 +53,10 @@ class DataJobConfig:
     """What is to be read, and when somebody is taken for dead."""
 
     splits: tuple[str, ...]
-    """Files, or shards of a source: what the workers' `open_split` understands. Handed out in this order."""
+    """Files, or other divisions of a source: what the workers' `open_split` understands. Handed out in this
+    order."""
     epochs: int = 1
-    """How often each is read."""
+    """How often each split is read."""
     lease: timedelta = timedelta(seconds=10)
     """How long a data worker may stay silent before its splits go to others."""
     trainer_timeout: timedelta | None = None

@@ -71,7 +71,7 @@ class ClickLogConfig:
     likes: bool = False
     """Whether there is a second task, `like`: of the same users and items with other, related vectors."""
     dim: int = 4
-    """Of the hidden vectors."""
+    """Width of the hidden vectors."""
     bias: float = -1.0
     bias_scale: float = 0.5
     vector_scale: float = 1.0

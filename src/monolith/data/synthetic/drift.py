@@ -71,7 +71,7 @@ class DriftConfig:
     cohort: timedelta = timedelta(minutes=10)
     """New users and items appear together, this far apart."""
     new_users: int = 100
-    """Per cohort."""
+    """New users per cohort."""
     new_items: int = 20
     user_life: timedelta = timedelta(days=2)
     """A cohort is seen less and less, evenly, and after this long no more."""
@@ -85,7 +85,7 @@ class DriftConfig:
     """How long what a user or a context wants, and how popular an item is, takes to become something
     unrelated, and then something else again. None keeps all as it is."""
     dim: int = 4
-    """Of the hidden vectors."""
+    """Width of the hidden vectors."""
     bias: float = -1.0
     bias_scale: float = 0.7
     vector_scale: float = 1.0

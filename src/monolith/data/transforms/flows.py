@@ -437,7 +437,7 @@ class _Reader:
         try:
             source, used, number = position["source"], int(position["used"]), int(position["number"])
         except (KeyError, TypeError, ValueError) as cause:
-            raise RestoreError(f"cannot restore a flow: {position!r} is no position of one") from cause
+            raise RestoreError(f"cannot restore a flow: {position!r} is not a position of one") from cause
         self.source.restore(source)
         self.held, self._iterator, self._ended = None, None, False
         self._skip, self._used, self._number = used, 0, number

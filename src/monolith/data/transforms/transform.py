@@ -88,7 +88,7 @@ class Compose:
     def __init__(self, transforms: Sequence[Transform]) -> None:
         for position, transform in enumerate(transforms):
             if not callable(transform):
-                raise ConfigError(f"compose: number {position} is no transform but {transform!r}")
+                raise ConfigError(f"compose: number {position} is not a transform but {transform!r}")
         self.transforms = tuple(transforms)
 
     def __call__(self, records: Records, *, first: int) -> Records:

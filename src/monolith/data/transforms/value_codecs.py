@@ -83,7 +83,7 @@ def decode_values(column: RaggedTensor, codec: Codec) -> RaggedTensor:
     is_long = sizes > 2 * _SHORT if codec == "qtz8mm" else np.zeros(len(sizes), np.bool_)
     if (sizes[~is_long] % 2).any():
         raise DataError(
-            f"cannot decode {codec} values: a string of {sizes[~is_long].max()} bytes or less is odd"
+            f"cannot decode {codec} values: a string of up to {sizes[~is_long].max()} bytes has an odd length"
         )
     if codec == "bf16":
         upper = np.frombuffer(data.tobytes(), "<u2").astype(np.uint32) << 16
