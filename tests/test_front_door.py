@@ -54,3 +54,11 @@ def test_all_names_may_be_asked_for_at_once() -> None:
 def test_a_name_that_is_not_there_is_said_as_python_says_it() -> None:
     with pytest.raises(AttributeError, match=r"module .monolith\.train. has no attribute 'Trainr'"):
         monolith.train.Trainr  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_name_of_a_door_is_a_module_behind_it(room: str) -> None:
+    # Importing the module would put it in the place of the name.
+    folder = SOURCE.joinpath(*room.split(".")[1:])
+    modules = {path.stem for path in folder.iterdir()}
+    assert modules.isdisjoint(__import__(room, fromlist=["__all__"]).__all__)

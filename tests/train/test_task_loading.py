@@ -127,7 +127,7 @@ def test_a_module_of_the_current_folder_is_found(file: str, monkeypatch: pytest.
     ("name", "says"),
     [
         ("Clicks", r"^Invalid model name Clicks"),
-        ("tasks/clicks.py", r"say which task of the file"),
+        ("tasks/clicks.py", "name the task in the file"),
         (":Clicks", r"write package\.module:Name"),
         ("train.tasks:", r"write package\.module:Name"),
         ("train.tasks:SPEC", "is a BatchSpec"),

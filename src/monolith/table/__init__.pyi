@@ -54,6 +54,7 @@ from monolith.table.learning_rates import ConstantRate, LearningRate, Polynomial
 from monolith.table.merging import MergedTable, legacy_names, merge, merged_name
 from monolith.table.multi_table import FusedRows, MultiTable
 from monolith.table.native_table import NativeTable
+from monolith.table.numbered_files import sharded_names, validate_sharded
 from monolith.table.optimizers import (
     OPTIMIZERS,
     STATE_FIELDS,
@@ -78,7 +79,6 @@ from monolith.table.optimizers import (
     from_upstream,
 )
 from monolith.table.shard_files import ShardInfo, inspect
-from monolith.table.sharded_names import sharded_names, validate_sharded
 from monolith.table.table import Rows, Scan, Table, TableStats, iterate
 from monolith.table.tfrecords import tfrecord
 from monolith.table.touched_keys import (

@@ -34,6 +34,7 @@ from monolith.errors import CorruptFileError, FilesystemError, RestoreError, Tab
 from monolith.front_door import module_when_used
 from monolith.table.config import TableConfig
 from monolith.table.cuts import DumpableTable, TableCut
+from monolith.table.numbered_files import find_sharded, parse, sharded_names
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import (
     Description,
@@ -44,7 +45,6 @@ from monolith.table.shard_files import (
     rows_per_block,
     write_shard,
 )
-from monolith.table.sharded_names import find_sharded, parse, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
 if TYPE_CHECKING:

@@ -36,9 +36,9 @@ from monolith.table.dumps import (
     without_expired,
     without_state,
 )
+from monolith.table.numbered_files import find_sharded, has_shards, replace_sharded, sharded_names
 from monolith.table.parallel import StopTogether, in_parallel
 from monolith.table.shard_files import RowLayout
-from monolith.table.sharded_names import find_sharded, has_shards, replace_sharded, sharded_names
 from monolith.table.table import Rows, Table, iterate
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ def _find(name: str) -> Any:
     is_file = place.endswith(".py") or "/" in place
     if not colon:
         if name.endswith(".py") or "/" in name:
-            raise ConfigError(f"{name}: say which task of the file it is, as in {name}:Clicks")
+            raise ConfigError(f"{name}: name the task in the file, as in {name}:Clicks")
         if "." not in name:
             raise ConfigError(f"Invalid model name {name}: {_FORMS}")
         place, _, attribute = name.rpartition(".")
