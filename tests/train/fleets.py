@@ -38,6 +38,7 @@ from monolith.train import (
 from monolith.train.fleet.fleet import NEWS_EVERY
 from monolith.train.fleet.meeting import LOST_AFTER
 from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServerEnd
+from monolith.train.hooks import HooksConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.session import Model as TrainedModel
 
@@ -149,6 +150,7 @@ def run_fleet(
     lost_after: timedelta = LOST_AFTER,
     abandoned_after: timedelta = ABANDONED_AFTER,
     news_every: timedelta = NEWS_EVERY,
+    installed: HooksConfig | None = None,
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
@@ -157,6 +159,7 @@ def run_fleet(
         hooks: Of each worker.
         trainers: Told of each worker's trainer.
         task_of: The task of each worker, where it is not the servers'.
+        installed: What the settings of all say of hooks.
     """
     outcome = Outcome()
     discovery = MemoryDiscovery()
@@ -166,6 +169,7 @@ def run_fleet(
             "save": SaveConfig(steps=6),
             "summary_every_steps": None,
             "idle_after": timedelta(milliseconds=50),
+            "hooks": installed or HooksConfig(),
             **config,
         }
     )

@@ -11,6 +11,7 @@ from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.expiring import ExpiryConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.hooks.config import HooksConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +113,7 @@ class TrainConfig:
     ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
     """Metrics are reported for every so many examples, or so much event time."""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
     operator_files: bool = False
     """Obey files in model_dir: dump_<step>, stop_<step> and limit_req_time."""
     insight_every_steps: int | None = None

@@ -54,6 +54,7 @@ from monolith.train.hooks import (
     TideStoppingHook,
 )
 from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics.metric_set import WindowRow
@@ -379,12 +380,25 @@ class Trainer:
         if self._fleet is not None:
             assert isinstance(run.session, FleetSession)
             hooks.append(FleetHook(run.session, self._fleet, None if run.save is None else run.save.look))
+        hooks = [*self._asked_hooks(run, hooks), *hooks]
         if keeper is not None:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
             hooks += kept
         return hooks
+
+    def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
+        return installed_hooks(
+            self.config,
+            run,
+            run.session.model.module,
+            self.task.name,
+            metrics=self._metrics,
+            others=self._fleet,
+            rest=rest,
+            clock=self._clock,
+        )
 
     def _last_hooks(self, run: LocalRun) -> list[Hook]:
         if self._fleet is None:

@@ -158,6 +158,7 @@ CALLS: Mapping[str, type] = {
     "server.begin": OfRun,
     "server.attend": Attend,
     "server.end": EndRun,
+    "server.health": OfRun,
     "tables.cut": OfCut,
     "tables.close": CloseCut,
     "job.start": StartJob,

@@ -29,6 +29,7 @@ from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, Re
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import TableConfig
 from monolith.train.fleet.news import FleetNews
+from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 
 _log = logging.getLogger(__name__)
 
@@ -218,6 +219,15 @@ class Fleet:
     def servers(self) -> tuple[str, ...]:
         """Names the processes of the servers: one that restarted has another name."""
         return self.group.processes
+
+    def read_step(self) -> int:
+        """Ask server 0 for the step of the whole model."""
+        return self.group.read_step()
+
+    def server_health(self, server: int) -> MachineHealth:
+        """Ask one server for its health. From any thread."""
+        answer = self.group.call(server, "server.health", run=self._run)
+        return MachineHealth(HealthStatus(answer["status"]), answer["message"])
 
     def make_store(self, configs: Mapping[str, TableConfig], **_: Any) -> Store:
         """Return the next store of the model that is being built; see `default_stores`."""

@@ -38,6 +38,7 @@ from monolith.train.fleet.bodies import CALLS, WORK
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
 from monolith.train.fleet.parts import describe_report
+from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.session import Model
 from monolith.train.task import Mode, Task
 from monolith.wire.bodies import Call, Gone, Poll, checked
@@ -195,6 +196,7 @@ class ServedShare:
         return {
             "server.begin": self._begin,
             "server.end": self._end,
+            "server.health": self._health,
             "tables.cut": self._cut,
             "tables.close": self._close,
         }
@@ -279,6 +281,12 @@ class ServedShare:
         self._finished = body["finished"]
         self._over.set()
         return {}
+
+    def _health(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._check_run(body)
+        limit = self._config.hooks.memory_limit_bytes
+        health = MachineHealth() if limit is None else memory_health(limit)
+        return {"status": int(health.status), "message": health.message}
 
     def _cut(self, body: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
