@@ -126,30 +126,31 @@ def test_a_run_that_uses_too_much_memory_halts_until_it_is_stopped_and_is_saved(
         hooks=HooksConfig(memory_limit_bytes=1, memory_check_every=SOON),
         summary_every_steps=None,
     )
+    saved: list[str | None] = []
 
-    def operator() -> None:
-        while not lines(metrics, 'm_out_of_memory_total{process="this process"}'):
-            threading.Event().wait(0.01)
-        trainer.stop("somebody stops it")
-
-    class Halts(Hook):
-        """Lets no step pass before the memory was checked."""
+    class Operator(Hook):
+        """Waits for the halt; then saves twice, and stops the run, from another thread."""
 
         def __init__(self, run: Any) -> None:
             self._run = run
 
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        def after_create(self, run: Run) -> None:  # noqa: ARG002
+            threading.Thread(target=self._act).start()
+
+        def _act(self) -> None:
             while self._run.barrier.placement() is None:
                 threading.Event().wait(0.01)
+            saved.extend(self._run.save.trigger_save().result(PATIENT) for _ in range(2))
+            trainer.stop("somebody stops it")
 
-    trainer = Trainer(Clicks(batches=5), config, metrics=metrics, hooks=lambda run: [Halts(run)])
-    thread = threading.Thread(target=operator)
-    thread.start()
+    trainer = Trainer(Clicks(batches=200), config, metrics=metrics, hooks=lambda run: [Operator(run)])
     report = trainer.train()
-    thread.join(PATIENT)
     assert report.stop_reason == "somebody stops it"
-    assert report.step < 5
-    assert report.checkpoint is not None
+    assert report.step < 200
+    assert report.checkpoint == str(tmp_path / f"model.ckpt-{report.step}")
+    assert len(set(saved)) == 1  # no step was taken between the two
+    assert saved[0] in {str(tmp_path / f"model.ckpt-{report.step - held_back}") for held_back in (0, 1)}
+    assert lines(metrics, "m_out_of_memory_total") == ['m_out_of_memory_total{process="this process"} 1.0']
     assert "halting training: this process uses" in caplog.text
     assert "Stop the run" in caplog.text
 
