@@ -66,13 +66,15 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     """
     environ = os.environ if environ is None else environ
     training = load_training(options, environ)
+    hooks = training.config.hooks.with_environment(environ)
+    training = replace(training, config=replace(training.config, hooks=hooks))
     run = training.settings.run
     asked = {
         "--profile": options.profile,
         "--control": options.control,
     }
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
-        raise ConfigError(f"train: {flag} leaves files in the model_dir; give one with --model-dir")
+        raise ConfigError(f"train: {flag} needs --model-dir")
     metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
     with ExitStack() as open_things:
         served = serve_metrics(metrics, run)
