@@ -20,6 +20,7 @@ from monolith.cli.data_service import (
     dispatcher_answers,
     find_function,
     reachable_host,
+    told_to_stop,
     worker,
 )
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
@@ -132,6 +133,46 @@ def test_files_are_read_by_a_worker_and_both_stop_when_told(commands: Commands) 
     assert sorted(read(DataServiceSource(address, "one", guard=guard, patience=SOON))) == NUMBERS
     stop(second)
     stop(first)
+
+
+# Started by MLP
+
+HELPER = {
+    "MLP_ROLE": "dispatcher",
+    "MLP_DISPATCHER_NUM": "1",
+    "MLP_WORKER_NUM": "1",
+    "MLP_WORKER_0_PRIMARY_HOST": "chief",
+    "MLP_SSH_PORT": "2022",
+}
+
+
+def test_a_helper_that_mlp_started_stops_when_the_chief_is_gone() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def answers_once(host: str, port: int, _timeout: timedelta) -> bool:
+        asked.append((host, port))
+        return len(asked) == 1
+
+    with told_to_stop(HELPER, answers_once) as stop:
+        assert stop.wait(SOON.total_seconds())
+    assert asked == [("chief", 2022)] * 2
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {**HELPER, "MLP_ROLE": "worker"},
+        {name: text for name, text in HELPER.items() if name != "MLP_WORKER_0_PRIMARY_HOST"},
+    ],
+)
+def test_a_process_without_a_chief_to_help_asks_nobody(environ: dict[str, str]) -> None:
+    def never(*_: object) -> bool:
+        raise AssertionError
+
+    with told_to_stop(environ, never) as stop:
+        assert not stop.is_set()
+        assert "mlp-join" not in [thread.name for thread in threading.enumerate()]
 
 
 # Found by discovery

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,3 +198,19 @@ def test_it_runs_as_a_module() -> None:
         [sys.executable, "-m", "monolith", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"monolith {monolith.__version__}\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_exception_that_nobody_catches_ends_all_ranks_of_mpi(ranks: int, tmp_path: Path) -> None:
+    task = tmp_path / "broken.py"
+    task.write_text("class Boom(BaseException): ...\n\n\ndef task():\n    raise Boom\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "monolith", "train", f"{task}:task"],
+        env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": str(ranks)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Boom" in done.stderr
+    assert ("rank 0 of 2 failed; aborting all ranks" in done.stderr) == (ranks == 2)

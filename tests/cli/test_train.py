@@ -86,6 +86,19 @@ def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.Capt
     assert second["restored_from"] == first["checkpoint"]
 
 
+def test_what_else_a_run_does_stands_in_its_config(
+    model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[hooks]\nheartbeat_every = "1s"\n[hooks.deep_insight]\nkafka = true\n')
+    flags = ["--config", str(config), "--model-dir", model_dir, "--steps", "2"]
+    assert train(*flags) == 2
+    assert "needs kafka_brokers and kafka_topic" in capsys.readouterr().err
+    monkeypatch.setenv("KAFKA_BROKER_LIST", "127.0.0.1:1")
+    monkeypatch.setenv("KAFKA_TOPIC_NAME", "insight")
+    assert train_json(capsys, *flags)["step"] == 2
+
+
 def test_a_task_in_a_file_takes_settings_from_the_config_and_from_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def test_an_exception_under_mpi_prints_rank_and_trace_and_ends_the_process_at_on
         [sys.executable, "-c", FAILING], env=MPI, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 1
-    assert "rank 3 fails" in done.stderr
+    assert "rank 3 of 4 failed; aborting all ranks" in done.stderr
     assert "ValueError: boom" in done.stderr
 
 
@@ -73,8 +73,9 @@ def test_the_hook_aborts_all_ranks_and_can_be_undone(capsys):
     assert sys.excepthook is before
 
 
-def test_importing_installs_no_hook_and_elsewhere_than_under_mpi_none_is_installed():
+def test_importing_installs_no_hook_and_none_is_installed_elsewhere_than_among_ranks_of_mpi():
     before = sys.excepthook
     abort_on_exception({})
     abort_on_exception(TORCHRUN)
+    abort_on_exception({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
     assert sys.excepthook is before

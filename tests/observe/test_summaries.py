@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from monolith.errors import ConfigError
-from monolith.observe.summaries import SummaryType, insight_data, nas_data, nas_weight_json, prepare_head
+from monolith.observe.summaries import SummaryType, insight_data, nas_data, prepare_head
 
 NAMES = ["f1", "f2", "f3"]
 
@@ -118,21 +118,6 @@ def test_nas_weights_without_segments_need_a_type() -> None:
     assert nas_data(torch.ones(3), raw_tag="simple").tag == "simple/monolith_nas_weight"
     with pytest.raises(ConfigError, match="give raw_tag"):
         nas_data(torch.ones(3))
-
-
-def test_weights_of_a_checkpoint_are_found_by_a_part_of_their_name() -> None:
-    variables = {"arch/alpha": torch.tensor([[0.5, 1.5]]), "dense/kernel": torch.ones(2)}
-    assert nas_weight_json(variables, "arch/") == ["0.5", "1.5"]
-
-
-def test_the_part_of_the_name_is_required_and_must_mean_one_variable() -> None:
-    variables = {"arch/a": torch.ones(1), "arch/b": torch.ones(1)}
-    with pytest.raises(ConfigError, match="must not be empty"):
-        nas_weight_json(variables, "")
-    with pytest.raises(ConfigError, match="no variable does"):
-        nas_weight_json(variables, "nas")
-    with pytest.raises(ConfigError, match="2 variables do: arch/a, arch/b"):
-        nas_weight_json(variables, "arch")
 
 
 # Feature insight

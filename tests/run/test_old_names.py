@@ -133,6 +133,8 @@ def test_every_field_is_explained() -> None:
         ("reload_alias_map", '{"old": "new"}', "train.restore.alias_map", {"new": "old"}),
         ("params_override", '{"train.steps": 3}', "task", {"train.steps": 3}),
         ("deep_insight_name", "", "job.name", None),
+        ("max_slow_start_wait_minute", "3", "train.hooks.slow_start_max_wait", timedelta(minutes=3)),
+        ("deep_insight_target", "click,buy", "train.hooks.deep_insight.targets", ("click", "buy")),
         ("overwrite_end_date", "20240131", "data.end_date", "20240131"),
         ("save_checkpoints_secs", "60", "train.save.secs", 60.0),
         ("dense_only_save_checkpoints_steps", "7", "train.dense_save.steps", 7),

@@ -40,6 +40,7 @@ from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.meeting import LOST_AFTER
 from monolith.train.fleet.parameter_server import ABANDONED_AFTER, ServedShare, ServerEnd
 from monolith.train.fleet.peers import FleetPeers
+from monolith.train.hooks import HooksConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.model import Model as TrainedModel
 from monolith.train.peers import Start, WorkerState
@@ -154,6 +155,7 @@ def run_fleet(
     lost_after: timedelta = LOST_AFTER,
     abandoned_after: timedelta = ABANDONED_AFTER,
     news_every: timedelta = timedelta(seconds=1),
+    installed: HooksConfig | None = None,
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
@@ -162,6 +164,7 @@ def run_fleet(
         hooks: Of each worker.
         trainers: Told of each worker's trainer.
         task_of: The task of each worker, where it is not the servers'.
+        installed: What the settings of all say of hooks.
     """
     outcome = Outcome()
     discovery = MemoryDiscovery()
@@ -171,6 +174,7 @@ def run_fleet(
             "save": SaveConfig(steps=6),
             "summary_every_steps": None,
             "idle_after": timedelta(milliseconds=50),
+            "hooks": installed or HooksConfig(),
             **config,
         }
     )

@@ -449,6 +449,16 @@ def test_expired_rows_are_dropped_as_often_as_asked() -> None:
     assert watch.rows["item"]
 
 
+def test_a_run_that_is_stopped_before_its_first_batch_says_so() -> None:
+    class StopsAtOnce(Hook):
+        def before_step(self, run: Run) -> None:
+            assert isinstance(run, LocalRun)
+            run.interrupt("somebody stops it")
+
+    report = Trainer(Clicks(batches=0), TrainConfig(), hooks=[StopsAtOnce()]).train()
+    assert (report.step, report.stop_reason) == (0, "somebody stops it")
+
+
 def test_dense_weights_are_saved_by_themselves_too(tmp_path: Path) -> None:
     train(TASK, StopAt(9), model_dir=str(tmp_path), save=SaveConfig(steps=6), dense_save=SaveConfig(steps=2))
     state = read_checkpoint_state(str(tmp_path / "dense_only"))

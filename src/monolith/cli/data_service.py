@@ -1,8 +1,9 @@
 """`monolith data dispatcher` and `monolith data worker`: the two servers of the data service.
 
 Each prints its address as one line on standard output, shows on standard error how far it
-has come, and stops in order on SIGTERM or Ctrl-C. Here the data service meets the registry
-by which its processes find each other, and the guard that decides who may come in.
+has come, and stops in order on SIGTERM or Ctrl-C, or with the chief where MLP started it. Here
+the data service meets the registry by which its processes find each other, and the guard that
+decides who may come in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -52,7 +53,7 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     )
     guard = guard_of(options.security, options.host, os.environ)
     with ExitStack() as open_things:
-        stop = open_things.enter_context(told_to_stop())
+        stop = open_things.enter_context(told_to_stop(os.environ))
         running = open_things.enter_context(
             Dispatcher(
                 config,
@@ -87,7 +88,7 @@ def worker(options: DataWorkerOptions) -> int:
     advertise = reachable_host(options.host, options.advertise)
     patience = timedelta(seconds=options.patience)
     with ExitStack() as open_things:
-        stop = open_things.enter_context(told_to_stop())
+        stop = open_things.enter_context(told_to_stop(os.environ))
         where = dispatcher_address(options, open_things)
         if not dispatcher_answers(where, patience, stop):
             return 0
@@ -198,14 +199,37 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def told_to_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set, as long as the block lasts."""
+def told_to_stop(
+    environ: Mapping[str, str], check: Callable[[str, int, timedelta], bool] | None = None
+) -> Iterator[threading.Event]:
+    """An event that SIGTERM, Ctrl-C and, under MLP, the end of the chief set, as long as the block lasts.
+
+    Args:
+        check: Whether a host accepts a connection at a port; by default asks there.
+    """
     stop = threading.Event()
     before = {
         number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
     }
+    stop_with_chief(stop, environ, check)
     try:
         yield stop
     finally:
+        stop.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_with_chief(
+    stop: threading.Event,
+    environ: Mapping[str, str],
+    check: Callable[[str, int, timedelta], bool] | None = None,
+) -> None:
+    """Set an event when the chief is gone, if MLP started this process to help it: nobody else ends it."""
+    from monolith.cluster import MLPEnv, check_port
+
+    env = MLPEnv(environ)
+    if not env.available or env.role in ("", "WORKER", "PS") or env.get_host("worker", 0) is None:
+        return
+    options = {"leave": lambda _: stop.set(), "check": check or check_port, "sleep": stop.wait}
+    threading.Thread(target=env.join, kwargs=options, name="mlp-join", daemon=True).start()

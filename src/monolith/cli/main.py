@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -79,6 +80,10 @@ def run(argv: Sequence[str]) -> int:
 
     observe.configure_logging(shared.log_level, json=shared.json_logs)
     observe.install_stack_dump()
+    if os.environ.get("OMPI_COMM_WORLD_RANK"):  # nobody else has to wait for the import
+        from monolith.cluster.mpi import abort_on_exception
+
+        abort_on_exception(os.environ)
     command = COMMANDS[name]
     status: int = getattr(importlib.import_module(command.module), command.function)(options)
     return status

@@ -65,6 +65,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     """
     environ = os.environ if environ is None else environ
     training = load_training(options, environ)
+    hooks = training.run.train.hooks.with_environment(environ)
+    training = replace(training, run=replace(training.run, train=replace(training.run.train, hooks=hooks)))
     run = training.run
     asked = {
         "--profile": options.profile,

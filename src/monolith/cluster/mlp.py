@@ -5,7 +5,8 @@ MLP_<ROLE>_<i>_PRIMARY_HOST (or _HOST) and _PORT where each of them listens. Und
 workers share one container: there the rank says who this is, the containers are counted by
 rank // local size, and the ports follow from the first one.
 
-Reading the environment does nothing else. To wait, to join, to leave are calls of the launcher.
+Reading the environment does nothing else. `monolith data dispatcher` and `worker` join the chief; workers and
+parameter servers of a run end with it by themselves.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class MLPEnv:
         clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
     ) -> None:
-        """Wait for a peer to come and then to go, and leave with status 0: so helpers end with the chief.
+        """Wait until a peer answers and then until it no longer does, and exit with status 0: helpers end so.
 
         Args:
             leave: Ends the process.
@@ -214,7 +215,7 @@ class MLPEnv:
         self.wait(role, index, None, use_ssh, check=check, clock=clock, sleep=sleep)
         while check(host, port, probe_timeout):
             sleep(every.total_seconds())
-        _log.info("MLP: %s %d is gone, so this process ends too", role, index)
+        _log.info("MLP: %s %d is gone; this process stops, too", role, index)
         leave(0)
 
     def _probe_port(self, role: str | None, index: int, use_ssh: bool) -> int:

@@ -1,7 +1,9 @@
 """MPI and torchrun: which rank this is, and what happens to the others when it fails.
 
 Ranks that step together wait for each other, so one that has died leaves the rest waiting for
-ever. `abort_on_exception` makes an exception that nobody catches the end of all of them.
+ever. `abort_on_exception` makes an exception that nobody catches the end of all of them; every
+`monolith` command installs it. An error that a command turns into one line ends its rank with a
+status that is not 0, which mpirun takes as a reason to end the others.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def abort_on_exception(
 ) -> Callable[[], None]:
     """Let an exception that nobody catches end all ranks: print rank and trace, and abort with status 1.
 
-    Does nothing where mpirun did not start this process.
+    Does nothing where mpirun did not start this process, or started it alone.
 
     Args:
         abort: Ends all ranks; by default MPI's own, where MPI runs in this process. Else the process
@@ -111,15 +113,15 @@ def abort_on_exception(
     Returns:
         A function that undoes it.
     """
-    if not is_under_mpi(environ):
+    world = world_from_environment(environ) if is_under_mpi(environ) else None
+    if world is None or world.size == 1:
         return lambda: None
-    rank = world_or_alone(environ).rank
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             text = "".join(traceback.format_exception(kind, error, trace))
-            sys.stderr.write(f"rank {rank} fails, and all ranks with it:\n{text}")
+            sys.stderr.write(f"rank {world.rank} of {world.size} failed; aborting all ranks:\n{text}")
             sys.stderr.flush()
         finally:
             (abort or _abort)(1)

@@ -1,6 +1,5 @@
 """What a running system says about itself: logs, progress, metrics and stack dumps."""
 
-from monolith.observe.exits import install_exit_signals
 from monolith.observe.logs import Doublings, configure_logging
 from monolith.observe.memory import MemoryUse, MemoryWatch, memory_use
 from monolith.observe.metrics import Counter, Gauge, Histogram, Metrics, MetricsServer
@@ -20,7 +19,6 @@ __all__ = [
     "Progress",
     "Resting",
     "configure_logging",
-    "install_exit_signals",
     "install_stack_dump",
     "memory_use",
     "print_stack_trace",

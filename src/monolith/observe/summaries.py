@@ -12,7 +12,7 @@ what is worth saying.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -195,24 +195,6 @@ def insight_data(
         json.dumps(head).encode(),
         description or kind.value,
     )
-
-
-def nas_weight_json(variables: Mapping[str, Tensor], prefix: str) -> list[str]:
-    """Return the values of the one variable whose name contains `prefix`, as text.
-
-    Raises:
-        ConfigError: No variable's name does, or several do.
-    """
-    if not prefix:
-        raise ConfigError("nas weights: say which variable to read; the prefix must not be empty")
-    found = [name for name in variables if prefix in name]
-    if len(found) != 1:
-        what = f"{len(found)} variables do: {', '.join(sorted(found))}" if found else "no variable does"
-        raise ConfigError(
-            f"nas weights: one variable should have {prefix!r} in its name, but {what}. "
-            f"The checkpoint has {', '.join(sorted(variables)) or 'none at all'}."
-        )
-    return [str(value) for value in _array(variables[found[0]]).reshape(-1).tolist()]
 
 
 def _type_of(raw_tag: str) -> SummaryType:

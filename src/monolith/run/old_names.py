@@ -31,6 +31,11 @@ def milliseconds(value: object) -> object:
     return f"{value}ms"
 
 
+def minutes(value: object) -> object:
+    """A number of minutes as a duration."""
+    return value if _number(value) is None else f"{value}m"
+
+
 def zero_is_default(value: object) -> object:
     """0 meant that the number of retries follows from other fields."""
     return FailoverConfig().max_retries if _number(value) == 0 else value
@@ -101,7 +106,6 @@ _SPARES = "not built yet: spare servers; each is told its share when it starts, 
 _RANKS = "not built yet: ranks that step together; workers train asynchronously on parameter servers"
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
 _ITEMS = "not built yet: a pass over all items after training"
-_INSIGHT = "predictions are reported by a hook of the task: DeepInsightHook"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 
@@ -172,9 +176,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "submit_time_secs": Renamed("job.submitted_at"),
     "containers_ready_time_secs": Dropped("the chief takes the time itself, when all processes are there"),
     "cluster_type": Renamed("cluster.kind"),
-    "max_slow_start_wait_minute": Unsupported(
-        "workers start together: none holds back while the first steps are made", default=10
-    ),
+    "max_slow_start_wait_minute": Renamed("train.hooks.slow_start_max_wait", minutes),
     "enable_model_ckpt_info": Dropped("a checkpoint always has the number of ids of each slot beside it"),
     "feature_eviction_on_save": Renamed("train.keep.evict"),
     "only_feature_engineering": Renamed("job.dump_features"),
@@ -241,8 +243,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "sort_id": Renamed("data.sort_id"),
     "restore_dir": Renamed("train.restore.dir", empty_is_open),
     "restore_ckpt": Renamed("train.restore.checkpoint", empty_is_open),
-    "deep_insight_target": Unsupported(_INSIGHT),
-    "deep_insight_sample_ratio": Unsupported(_INSIGHT),
+    "deep_insight_target": Renamed("train.hooks.deep_insight.targets", listed),
+    "deep_insight_sample_ratio": Renamed("train.hooks.deep_insight.sample_ratio"),
     "unified_serving": Unsupported(_SERVING),
     "use_estimator": Dropped("there is one way to train, without TensorFlow's estimator"),
     "kafka_topics": Renamed("kafka.topics", listed),
@@ -319,6 +321,9 @@ _MOVED = {
     "restore.guess_renamed": "train.restore.auto_alias",
     "tide.save_every": "train.save.tide_secs",
     "metrics.summary_every_steps": "train.summary_every_steps",
+    "metrics.targets": "train.hooks.deep_insight.targets",
+    "metrics.sample_ratio": "train.hooks.deep_insight.sample_ratio",
+    "timeouts.slow_start": "train.hooks.slow_start_max_wait",
     "data.record": "data.format",
     "data.features": "data.columns",
     "data.dynamic_sharding": "data.queue",
@@ -335,7 +340,6 @@ _GONE = {
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
     "failover.partial_recovery": "partial_recovery",
-    "timeouts.slow_start": "max_slow_start_wait_minute",
     "training.synchronous": "enable_sync_training",
     "training.partially_synchronous": "enable_partial_sync_training",
     "training.realtime": "enable_realtime_training",
@@ -360,8 +364,6 @@ _GONE = {
     "serving": "warmup_file",
     "serving.dump_model": "enable_model_dump",
     "candidates": "enable_resource_constrained_roughsort",
-    "metrics.targets": "deep_insight_target",
-    "metrics.sample_ratio": "deep_insight_sample_ratio",
     "metrics.native": "disable_native_metrics",
     "metrics.log_every_steps": "log_step_count_steps",
     "metrics.tensorboard_dir": "tensorboard_log_path",

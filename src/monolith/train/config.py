@@ -10,6 +10,7 @@ from typing import Literal
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
+from monolith.train.hooks.config import HooksConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +137,7 @@ class TrainConfig:
     ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
     """The examples, or the event time, over which each reported metric is computed."""
+    hooks: HooksConfig = field(default_factory=HooksConfig)
     operator_files: bool = False
     """Whether the run obeys the files dump_<step>, stop_<step> and limit_req_time in the model_dir."""
     insight_every_steps: int | None = None

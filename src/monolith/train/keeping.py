@@ -25,7 +25,14 @@ from monolith.errors import CorruptFileError, RestoreError
 from monolith.observe import Metrics
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.hooks import AlertHook, ForceDumpHook, RequestTimeHook, SaveHook, SaveMemory
+from monolith.train.hooks import (
+    AlertHook,
+    ForceDumpHook,
+    OnlineFileHook,
+    RequestTimeHook,
+    SaveHook,
+    SaveMemory,
+)
 from monolith.train.session import Session
 
 _log = logging.getLogger(__name__)
@@ -121,17 +128,18 @@ class Keeper:
                 *hooks,
             ]
         if config.dense_save is not None:
-            dense = Checkpointer(self._dense_saver(), [self._session.dense_part()], clock=self._clock)
-            hooks.append(
-                SaveHook(
-                    dense,
-                    config.dense_save,
-                    memory=memory,
-                    dense_only=True,
-                    metrics=metrics,
-                    clock=self._clock,
-                )
+            dense = SaveHook(
+                Checkpointer(self._dense_saver(), [self._session.dense_part()], clock=self._clock),
+                config.dense_save,
+                memory=memory,
+                dense_only=True,
+                metrics=metrics,
+                clock=self._clock,
             )
+            if config.hooks.online_file:
+                every = config.hooks.online_file_every_steps
+                hooks.append(OnlineFileHook(dense.timer, step_interval=every))
+            hooks.append(dense)
         if config.alert is not None:
 
             def rollback() -> None:

@@ -35,6 +35,7 @@ from monolith.store import LocalStore, MakeStore
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
 from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
+from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.wire.bodies import Count
 
@@ -112,6 +113,10 @@ class Peers(Protocol):
     @property
     def barrier(self) -> Barrier:
         """Holds everybody between their steps, where this process leads."""
+
+    @property
+    def others(self) -> Others | None:
+        """What hooks may ask of the other processes; None where there are none."""
 
     def check(self, config: TrainConfig) -> None:
         """Look at the settings of a run before anything is made.
@@ -198,6 +203,7 @@ class Alone:
 
     leads = True
     finished = True
+    others = None
 
     def __init__(self) -> None:
         self._barrier = LocalBarrier(1)

@@ -245,7 +245,7 @@ class Session:
                         self.data.position()
                     )  # past what came after the last batch, and made none
                 lane.drain()
-                if not self.examples and not self.skipped:
+                if not self.examples and not self.skipped and not self._interrupted:
                     self._found_nothing()
                 return None
             (batch, position), rows = found

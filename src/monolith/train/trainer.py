@@ -52,6 +52,7 @@ from monolith.train.hooks import (
     TideStoppingHook,
 )
 from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics.heads import HeadMetrics
@@ -385,12 +386,25 @@ class Trainer:
             kept = keeper.hooks(self._metrics)
             run.save = keeper.save
         hooks.append(_PeersHook(run.session, run.save))
+        hooks = [*self._asked_hooks(run, hooks), *hooks]
         if keeper is not None:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
             hooks += kept
         return hooks
+
+    def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
+        return installed_hooks(
+            self.config,
+            run,
+            run.session.model.module,
+            self.task.name,
+            metrics=self._metrics,
+            others=self._peers.others,
+            rest=rest,
+            clock=self._clock,
+        )
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:
         every = self.config.summary_every_steps

@@ -228,6 +228,14 @@ class WriteTables:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """Answers `server.health`: a `HealthStatus`, and why."""
+
+    status: Count
+    message: Text
+
+
+@dataclass(frozen=True, slots=True)
 class TablesWritten:
     """Answers `WriteTables`."""
 
@@ -295,6 +303,7 @@ CALLS: Mapping[str, type] = {
     "server.begin": OfRun,
     "server.attend": Attend,
     "server.end": EndRun,
+    "server.health": OfRun,
     "tables.cut": OfCut,
     "tables.close": CloseCut,
     "job.start": StartJob,

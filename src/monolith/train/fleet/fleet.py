@@ -49,6 +49,7 @@ from monolith.train.fleet.bodies import (
     OpenMeeting,
     RestoreTables,
     SayOver,
+    ServerHealth,
     StartJob,
     Stop,
     TablesRestored,
@@ -57,6 +58,7 @@ from monolith.train.fleet.bodies import (
     WriteTables,
 )
 from monolith.train.fleet.news import FleetNews
+from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import read_body, write_body
 
@@ -248,6 +250,15 @@ class Fleet:
     def servers(self) -> tuple[str, ...]:
         """Names the processes of the servers: one that restarted has another name."""
         return self.group.processes
+
+    def read_step(self) -> int:
+        """Ask server 0 for the step of the whole model."""
+        return self.group.read_step()
+
+    def server_health(self, server: int) -> MachineHealth:
+        """Ask one server for its health. From any thread."""
+        answer = self._ask("server.health", OfRun(self._run), ServerHealth, server)
+        return MachineHealth(HealthStatus(answer.status), answer.message)
 
     def make_store(
         self,

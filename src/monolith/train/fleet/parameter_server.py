@@ -42,12 +42,14 @@ from monolith.train.fleet.bodies import (
     OfCut,
     OfRun,
     RestoreTables,
+    ServerHealth,
     TablesRestored,
     TablesWritten,
     WriteTables,
 )
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
+from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.task import Mode, Task
 from monolith.wire.bodies import Answer, Gone, PollAnswer, typed_calls, typed_polls
@@ -205,6 +207,7 @@ class ServedShare:
         return {
             "server.begin": self._begin,
             "server.end": self._end,
+            "server.health": self._health,
             "tables.cut": self._cut,
             "tables.close": self._close,
         }
@@ -286,6 +289,12 @@ class ServedShare:
         self._check_run(body.run)
         self._finished = body.finished
         self._over.set()
+
+    def _health(self, body: OfRun) -> ServerHealth:
+        self._check_run(body.run)
+        limit = self._config.hooks.memory_limit_bytes
+        health = MachineHealth() if limit is None else memory_health(limit)
+        return ServerHealth(int(health.status), health.message)
 
     def _cut(self, body: OfCut) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
 from monolith.train.peers import Gathered, Participant, Start, WorkerState
 
@@ -59,6 +60,10 @@ class FleetPeers:
     @property
     def barrier(self) -> Barrier:
         return self._barrier
+
+    @property
+    def others(self) -> Others | None:
+        return self._fleet
 
     def check(self, config: TrainConfig) -> None:
         if config.alert is not None and config.alert.action == "rollback":

@@ -4,6 +4,7 @@ Saving, stopping at the right moment, waiting for others, control by an operator
 `monolith.train.hook` says what a hook is.
 """
 
+from monolith.train.hooks.config import DeepInsightConfig, HooksConfig
 from monolith.train.hooks.control.alerting import AlertConfig, AlertHook
 from monolith.train.hooks.control.barrier import (
     Barrier,
@@ -23,15 +24,15 @@ from monolith.train.hooks.control.request_time import RequestTimeHook
 from monolith.train.hooks.control.slow_start import SlowStartHook, slow_start_target
 from monolith.train.hooks.control.tide import TideStoppingHook, TideWindow, before
 from monolith.train.hooks.reports.deep_insight import DeepInsightHook
-from monolith.train.hooks.reports.feature_dump import FeatureDump, FeatureDumpHook, batch_records
+from monolith.train.hooks.reports.feature_dump import FeatureDump, batch_records
 from monolith.train.hooks.reports.feature_insight import FeatureInsightHook, feature_insight_data
 from monolith.train.hooks.reports.file_metrics import FileMetricHook
 from monolith.train.hooks.reports.heartbeat import HeartBeatHook
 from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook
 from monolith.train.hooks.reports.live_line import LiveLineHook, Standing
 from monolith.train.hooks.reports.metric_sinks import CustomMetricHook, MetricClient
+from monolith.train.hooks.reports.nas import NasDataHook
 from monolith.train.hooks.reports.profiling import ProfilerHook
-from monolith.train.hooks.reports.streaming_metrics import MetricsHook
 from monolith.train.hooks.reports.summaries import SummaryHook
 from monolith.train.hooks.reports.table_info import TableInfoHook
 from monolith.train.hooks.reports.throughput import ThroughputHook
@@ -53,20 +54,21 @@ __all__ = [
     "ControlServerHook",
     "ControllerHook",
     "CustomMetricHook",
+    "DeepInsightConfig",
     "DeepInsightHook",
     "FeatureDump",
-    "FeatureDumpHook",
     "FeatureInsightHook",
     "FileMetricHook",
     "ForceDumpHook",
     "HealthStatus",
     "HeartBeatHook",
+    "HooksConfig",
     "KafkaMetricHook",
     "LiveLineHook",
     "LocalBarrier",
     "MachineHealth",
     "MetricClient",
-    "MetricsHook",
+    "NasDataHook",
     "OnlineFileHook",
     "Placement",
     "ProfilerHook",

@@ -71,7 +71,7 @@ def test_a_timer_is_enabled_while_the_model_is_online(timer, tmp_path):
         *(At(step, look) for step in (50, 100, 199, 200, 299, 300)),
     ]
     train(hooks, 300, run=FakeRun(tmp_path))
-    assert seen == [True, False, False, True, True, False]
+    assert seen == [False, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("kind", [ForceDumpHook, OnlineFileHook])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.runs import FakeRun, batch, train
+from train.runs import batch
 
 from monolith.data.formats import FramedFormat
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds
 from monolith.tensors import RaggedTensor
-from monolith.train.hooks import FeatureDump, FeatureDumpHook
+from monolith.train.hooks import FeatureDump
 from monolith.train.hooks.reports.feature_dump import FEATURE_FRAMING
 from monolith.wire.example_pb2 import INDIVIDUAL, ExampleBatch
 
@@ -92,7 +92,7 @@ def test_a_file_is_written_every_cap_batches_and_at_the_end_and_the_first_run_is
     dump = FeatureDump(str(tmp_path), "worker3", cap=2, name=lambda: next(names))
     for number in range(6):
         dump(batch(number))
-    train([FeatureDumpHook(dump)], 1, run=FakeRun(tmp_path))
+    dump.flush()
     assert [path.name for path in files(tmp_path)] == ["worker3_a.pb", "worker3_b.pb", "worker3_c.pb"]
     values = [
         [list(one.named_feature_list[0].feature[0].fid_v2_list.value) for one in frames(path)]
@@ -103,11 +103,11 @@ def test_a_file_is_written_every_cap_batches_and_at_the_end_and_the_first_run_is
 
 def test_nothing_is_written_when_there_is_nothing(tmp_path):
     dump = FeatureDump(str(tmp_path), cap=2, skip_first=False)
-    train([FeatureDumpHook(dump)], 1)
+    dump.flush()
     assert files(tmp_path) == []
     dump(batch(1))
     dump(batch(2))
-    train([FeatureDumpHook(dump)], 1)
+    dump.flush()
     assert len(files(tmp_path)) == 1
 
 

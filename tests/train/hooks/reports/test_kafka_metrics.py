@@ -80,29 +80,6 @@ def test_what_comes_after_the_end_is_let_go() -> None:
     assert producer.payloads == []
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"KAFKA_BROKER_LIST": "a:1"},
-        {"KAFKA_TOPIC_NAME": "t"},
-        {"KAFKA_BROKER_LIST": " , ", "KAFKA_TOPIC_NAME": "t"},
-    ],
-)
-def test_it_is_off_unless_brokers_and_topic_are_given(environment: dict[str, str]) -> None:
-    hook = KafkaMetricHook.from_environment(environment)
-    run(hook, "a")
-    assert not hook.enabled
-    assert hook.counts == MessageCounts()
-
-
-def test_it_is_on_with_both_and_two_hooks_are_two() -> None:
-    environment = {"KAFKA_BROKER_LIST": "127.0.0.1:1, 127.0.0.1:2", "KAFKA_TOPIC_NAME": "t"}
-    first, second = (KafkaMetricHook.from_environment(environment) for _ in range(2))
-    assert first.enabled
-    assert first is not second
-
-
 def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
     with pytest.raises(MissingExtraError, match=r"monolith-recsys\[kafka\]"):

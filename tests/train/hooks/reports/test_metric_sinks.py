@@ -19,13 +19,12 @@ from monolith.train.hooks.reports.metric_sinks import (
     MessageQueue,
     MetricClient,
     MetricName,
-    metric_prefix,
 )
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(metric_prefix({}))
+    return Metrics("monolith.training")
 
 
 @pytest.fixture
@@ -43,12 +42,6 @@ def result(step: int) -> StepResult:
 
 
 # The client
-
-
-def test_the_prefix_is_the_environments_then_the_models_then_the_default() -> None:
-    assert metric_prefix({}) == "monolith.training"
-    assert metric_prefix({}, "feed") == "monolith.training.feed"
-    assert metric_prefix({"MONOLITH_METRIC_PREFIX": "mine"}, "feed") == "mine"
 
 
 def test_a_counter_grows_by_name_and_tags(metrics: Metrics, client: MetricClient) -> None:

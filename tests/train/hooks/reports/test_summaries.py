@@ -16,7 +16,6 @@ from monolith.feature import Batch, FeatureIds
 from monolith.observe.summary_files import read_summaries
 from monolith.table import TableStats
 from monolith.train import Hook, StepResult, drive
-from monolith.train.hooks.reports.streaming_metrics import MetricsHook
 from monolith.train.hooks.reports.summaries import SummaryHook
 from monolith.train.metrics.metric_set import MetricSet
 
@@ -91,8 +90,13 @@ def test_tables_are_shown_by_name(tmp_path: Path) -> None:
 
 def test_metrics_are_shown_when_they_have_something_to_say(tmp_path: Path) -> None:
     metrics = MetricSet.named({"click": ("auc", "gauc")})
-    grouped = MetricsHook(metrics, groups=lambda batch: batch.ids["user"].flat_values)
-    Training(str(tmp_path), [1.0]).drive(grouped, SummaryHook(every_steps=1, metrics=metrics))
+
+    class Measure(Hook):
+        def after_step(self, run: object, result: StepResult) -> None:  # noqa: ARG002
+            users = result.batch.ids["user"].flat_values
+            metrics.update(result.predictions, result.batch.labels, groups=users)
+
+    Training(str(tmp_path), [1.0]).drive(Measure(), SummaryHook(every_steps=1, metrics=metrics))
     found = scalars(tmp_path)
     assert found["metrics/click/auc"] == [(1, 1.0)]
     assert "metrics/click/gauc" not in found  # each user has one example, which ranks nothing

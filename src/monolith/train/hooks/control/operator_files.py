@@ -64,7 +64,7 @@ class OnlineFileHook(Hook):
     """Enables a timer while the file `ONLINE` exists, and disables it otherwise. Before its save hook.
 
     Args:
-        step_interval: Looks whenever a step divisible by this was reached or passed.
+        step_interval: Looks when the run starts, and whenever a step divisible by this was reached or passed.
     """
 
     def __init__(self, timer: SaveTimer, *, step_interval: int = 100) -> None:
@@ -73,9 +73,14 @@ class OnlineFileHook(Hook):
 
     def after_create(self, run: Run) -> None:
         self._every.begin(run.step)
+        self._look(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-        if self._every.crossed(run.step) and run.model_dir:
+        if self._every.crossed(run.step):
+            self._look(run)
+
+    def _look(self, run: Run) -> None:
+        if run.model_dir:
             self._timer.enabled = filesystem.exists(filesystem.join(run.model_dir, "ONLINE"))
 
 

@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from monolith.train.hook import Hook, Run
@@ -35,6 +35,8 @@ class SlowStartHook(Hook):
     Args:
         target_step: See `slow_start_target`. Not above 0 does not wait.
         global_step: Reads the step of the whole model, which other workers move.
+        idle: Called with the run again and again while waiting: what keeps this worker together with the
+            others, who may want to save meanwhile.
         tide: Outside of this window the run is asked to stop instead.
         max_wait: How long to wait at most once the model moves, with up to 10 random minutes on top,
             so that those who give up do not all begin at once.
@@ -47,6 +49,7 @@ class SlowStartHook(Hook):
         target_step: int,
         *,
         global_step: Callable[[], int],
+        idle: Sequence[Callable[[Run], None]] = (),
         tide: TideWindow | None = None,
         max_wait: timedelta = timedelta(minutes=10),
         grace: timedelta = timedelta(minutes=30),
@@ -56,6 +59,7 @@ class SlowStartHook(Hook):
     ) -> None:
         self._target_step = target_step
         self._global_step = global_step
+        self._idle = tuple(idle)
         self._tide = tide
         self._max_wait = max_wait.total_seconds()
         self._grace = grace.total_seconds()
@@ -95,4 +99,6 @@ class SlowStartHook(Hook):
                 _log.info("slow start: waiting for step %d, the model is at %d", self._target_step, step)
                 next_log = now + _LOG_EVERY_SECONDS
             self._sleep(POLL_SECONDS)
+            for call in self._idle:
+                call(run)
         self._started = True

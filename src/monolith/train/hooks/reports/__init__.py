@@ -1,1 +1,5 @@
-"""Hooks that tell: lines, summaries, metrics, profiles and dumps of what a run does."""
+"""Hooks that report what a run does: lines, summaries, metrics, profiles and dumps."""
+
+from monolith.front_door import open_when_asked
+
+__getattr__, __dir__ = open_when_asked(__name__)

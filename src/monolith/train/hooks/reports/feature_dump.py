@@ -20,7 +20,6 @@ from monolith.data.records import LABEL, take_rows
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.tensors import RaggedTensor
-from monolith.train.hook import Hook, Run
 
 FOLDER = "features"
 FEATURE_FRAMING = Framing(kafka_dump=True)
@@ -94,16 +93,6 @@ class FeatureDump:
             for records in batches:
                 writer.write(records)
         return path
-
-
-class FeatureDumpHook(Hook):
-    """Writes what a dump still keeps when the run ends."""
-
-    def __init__(self, dump: FeatureDump) -> None:
-        self._dump = dump
-
-    def end(self, run: Run) -> None:  # noqa: ARG002
-        self._dump.flush()
 
 
 def _numbers(feature: Tensor) -> RaggedTensor:

@@ -16,8 +16,6 @@ from monolith.train.hooks.reports.metric_sinks import MessageCounts, MessageQueu
 
 _log = logging.getLogger(__name__)
 
-BROKERS_VARIABLE = "KAFKA_BROKER_LIST"
-TOPIC_VARIABLE = "KAFKA_TOPIC_NAME"
 _PAUSE_S = 0.2
 
 
@@ -82,7 +80,7 @@ class KafkaProducer:
 
 
 class KafkaMetricHook(Hook):
-    """Forwards messages to Kafka while a run lasts. Off without a producer.
+    """Forwards messages to Kafka while a run lasts.
 
     `put` never waits. When the run ends, however it does, what is queued is sent and waited for, at
     most `flush_timeout`; what was not delivered by then counts as failed.
@@ -90,29 +88,15 @@ class KafkaMetricHook(Hook):
 
     def __init__(
         self,
-        producer: Producer | None,
+        producer: Producer,
         *,
         capacity: int = 100_000,
         flush_timeout: timedelta = timedelta(seconds=30),
     ) -> None:
         self._producer = producer
-        self._open = producer is not None
+        self._open = True
         self._timeout = flush_timeout
         self._queue = MessageQueue("kafka-metrics", self._send, capacity=capacity, clock=time.monotonic)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str], **options: Any) -> KafkaMetricHook:
-        """Return a hook that sends where the environment says, or one that is off where it says nothing.
-
-        Reads `KAFKA_BROKER_LIST`, host:port by commas, and `KAFKA_TOPIC_NAME`.
-        """
-        brokers = [part.strip() for part in environment.get(BROKERS_VARIABLE, "").split(",") if part.strip()]
-        topic = environment.get(TOPIC_VARIABLE, "").strip()
-        return cls(KafkaProducer(brokers, topic) if brokers and topic else None, **options)
-
-    @property
-    def enabled(self) -> bool:
-        return self._producer is not None
 
     @property
     def counts(self) -> MessageCounts:
@@ -123,20 +107,18 @@ class KafkaMetricHook(Hook):
             self._queue.put(messages)
 
     def begin(self, run: Run) -> None:  # noqa: ARG002
-        if self.enabled:
-            self._queue.start()
+        self._queue.start()
 
     def end(self, run: Run) -> None:  # noqa: ARG002
         self.close()
 
     def close(self) -> None:
-        if self._producer is not None and self._open:
+        if self._open:
             self._open = False
             self._queue.finish()
             self._queue.settle(failed=self._producer.flush(self._timeout))
 
     def _send(self, message: str) -> bool:
-        assert self._producer is not None
         self._producer.send(message.encode(), self._heard)
         return False
 

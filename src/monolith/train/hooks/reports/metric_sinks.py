@@ -28,9 +28,6 @@ from monolith.train.hook import Hook, Run, StepResult
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_PREFIX = "monolith.training"
-PREFIX_VARIABLE = "MONOLITH_METRIC_PREFIX"
-
 
 class MetricName(StrEnum):
     """The numbers a run tells of, by the names dashboards know. Timers are in seconds."""
@@ -53,14 +50,6 @@ class MetricName(StrEnum):
     """Tags: server_type, index, sig."""
     EMBEDDING_LOOKUP = "embedding_lookup"
     """By parameter server."""
-
-
-def metric_prefix(environment: Mapping[str, str], deep_insight_name: str | None = None) -> str:
-    """Return what comes before every name: the environment's word, else the model's, else the default."""
-    given = environment.get(PREFIX_VARIABLE)
-    if given:
-        return given
-    return f"{DEFAULT_PREFIX}.{deep_insight_name}" if deep_insight_name else DEFAULT_PREFIX
 
 
 class MetricClient:
@@ -122,6 +111,9 @@ def _finite(kind: str, name: str, value: object) -> float:
 
 class CustomMetricHook(Hook):
     """Stores numbers of one's own, taken from each step that is due.
+
+    Library only: what to read off a step is code, so no setting installs it. Return it from `Task.hooks`, or
+    give it to a `Trainer` with the client of its metrics.
 
     Args:
         scalars: Name to what reads a float32 or int32 scalar off a step.

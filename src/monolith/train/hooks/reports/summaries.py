@@ -34,7 +34,7 @@ class SummaryHook(Hook):
     a model folder writes nothing.
 
     Args:
-        metrics: Is only read: a `MetricSet` that a `MetricsHook` before this one keeps up to date.
+        metrics: Is only read: those of the session, which a hook before this one keeps up to date.
         stats: What the tables hold, by name: `store.stats`.
         clock: Seconds that never run backwards.
     """

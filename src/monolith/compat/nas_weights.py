@@ -1,13 +1,18 @@
-"""Weights of an architecture search, read from a checkpoint."""
+"""Weights of an architecture search, read from a checkpoint.
+
+Here the widths that a search prefers are shown by `monolith insight`, from the summaries that a run with
+`hooks.nas_every_steps` writes. This reads any dense variable, as the original's tools expect it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from monolith import filesystem
 from monolith.checkpoint.folder.state_files import read_checkpoint_state
-from monolith.errors import FileMissingError
-from monolith.observe.summaries import nas_weight_json
+from monolith.errors import ConfigError, FileMissingError
 from monolith.tensors.files import read_tensors
 
 
@@ -27,6 +32,24 @@ def get_nas_weight_json(checkpoint: str, prefix: str) -> list[str]:
     for path in _dense_files(checkpoint):
         variables |= read_tensors(path)
     return nas_weight_json(variables, prefix)
+
+
+def nas_weight_json(variables: Mapping[str, Tensor], prefix: str) -> list[str]:
+    """Return the values of the one variable whose name contains `prefix`, as text.
+
+    Raises:
+        ConfigError: No variable's name does, or several do.
+    """
+    if not prefix:
+        raise ConfigError("nas weights: say which variable to read; the prefix must not be empty")
+    found = [name for name in variables if prefix in name]
+    if len(found) != 1:
+        what = f"{len(found)} variables do: {', '.join(sorted(found))}" if found else "no variable does"
+        raise ConfigError(
+            f"nas weights: one variable should have {prefix!r} in its name, but {what}. "
+            f"The checkpoint has {', '.join(sorted(variables)) or 'none at all'}."
+        )
+    return [str(value) for value in variables[found[0]].flatten().tolist()]
 
 
 def _dense_files(checkpoint: str) -> list[str]:

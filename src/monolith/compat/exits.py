@@ -1,9 +1,11 @@
 """Exits: a process that is asked to go says by which signal it went.
 
-Nothing is installed by importing this. `main()` calls `install_exit_signals` once; from
-then on the signals end the process with their own number as its status, after every
-`finally` has run, and the exit is counted. Counting waits until the interpreter ends:
+From `install_exit_signals` on, the signals end the process with their own number as its status,
+after every `finally` has run, and the exit is counted. Counting waits until the interpreter ends:
 a signal may have come in the middle of counting something else.
+
+No command here installs it: `monolith train` ends after its step, saves, and exits with 128 plus the
+signal's number.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from monolith.errors import WrongThreadError
-from monolith.observe.metrics import Metrics
+from monolith.observe import Metrics
 
 EXIT_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 EXIT_COUNTER = "exit_hook"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from monolith.checkpoint.folder.state_files import CheckpointState, write_checkpoint_state
+from monolith.compat.nas_weights import get_nas_weight_json, nas_weight_json
 from monolith.errors import ConfigError, FileMissingError
 from monolith.tensors.files import write_tensors
-from monolith.train.nas_weights import get_nas_weight_json
 
 
 def save(folder: Path, step: int, *weights: float) -> str:
@@ -48,3 +48,18 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
         get_nas_weight_json(str(tmp_path), "arch/")
     with pytest.raises(FileMissingError, match=r"model\.ckpt-7"):
         get_nas_weight_json(str(tmp_path / "model.ckpt-7"), "arch/")
+
+
+def test_weights_of_a_checkpoint_are_found_by_a_part_of_their_name() -> None:
+    variables = {"arch/alpha": torch.tensor([[0.5, 1.5]]), "dense/kernel": torch.ones(2)}
+    assert nas_weight_json(variables, "arch/") == ["0.5", "1.5"]
+
+
+def test_the_part_of_the_name_is_required_and_must_mean_one_variable() -> None:
+    variables = {"arch/a": torch.ones(1), "arch/b": torch.ones(1)}
+    with pytest.raises(ConfigError, match="must not be empty"):
+        nas_weight_json(variables, "")
+    with pytest.raises(ConfigError, match="no variable does"):
+        nas_weight_json(variables, "nas")
+    with pytest.raises(ConfigError, match="2 variables do: arch/a, arch/b"):
+        nas_weight_json(variables, "arch")

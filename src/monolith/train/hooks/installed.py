@@ -1,0 +1,197 @@
+"""The hooks that the settings of a run ask for, beside those that train and save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from torch import nn
+
+from monolith.errors import ConfigError
+from monolith.model.ready import WatchedModel
+from monolith.observe import Metrics
+from monolith.train.config import TrainConfig
+from monolith.train.hook import Hook, Run
+from monolith.train.hooks.config import DeepInsightConfig, HooksConfig
+from monolith.train.hooks.control.barrier import Barrier, BarrierHook
+from monolith.train.hooks.control.ps_health import MachineHealth, PsHealthHook, memory_health
+from monolith.train.hooks.control.slow_start import SlowStartHook, slow_start_target
+from monolith.train.hooks.reports.deep_insight import DeepInsightHook
+from monolith.train.hooks.reports.file_metrics import FileMetricHook
+from monolith.train.hooks.reports.heartbeat import HeartBeatHook
+from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook, KafkaProducer
+from monolith.train.hooks.reports.metric_sinks import MetricClient
+from monolith.train.hooks.reports.nas import NasDataHook, searches_of
+from monolith.train.hooks.reports.throughput import ThroughputHook
+from monolith.train.hooks.saving.save import SaveHook
+
+
+class Others(Protocol):
+    """The processes that train the same model, as far as hooks ask for them."""
+
+    @property
+    def index(self) -> int:
+        """Which worker this process is; the chief is 0."""
+
+    @property
+    def servers(self) -> Sequence[str]:
+        """The parameter servers."""
+
+    def read_step(self) -> int:
+        """Ask for the step of the whole model."""
+
+    def server_health(self, server: int) -> MachineHealth:
+        """Ask one server for its health. From any thread."""
+
+
+class TrainedRun(Run, Protocol):
+    """A run as its trainer made it."""
+
+    @property
+    def barrier(self) -> Barrier: ...
+    @property
+    def save(self) -> SaveHook | None: ...
+
+
+def installed_hooks(
+    config: TrainConfig,
+    run: TrainedRun,
+    module: nn.Module,
+    task_name: str,
+    *,
+    metrics: Metrics,
+    others: Others | None = None,
+    rest: Sequence[Hook] = (),
+    clock: Callable[[], float] = time.time,
+) -> list[Hook]:
+    """Return the hooks that `config.hooks` asks for; they go before the rest.
+
+    Args:
+        module: The model.
+        metrics: Where counters and timers go.
+        others: Those who train with this process; None where it trains alone.
+        rest: Hooks that are told of each step while this process waits or is halted: those that keep it
+            together with the others.
+        clock: Unix seconds.
+
+    Raises:
+        ConfigError: A setting asks for what this run does not have.
+    """
+    _check(config)
+    asked, worker = config.hooks, 0 if others is None else others.index
+    name = asked.model_name or task_name
+    idle = [hook.before_step for hook in rest]
+    hooks: list[Hook] = []
+    if worker == 0:
+        if asked.memory_limit_bytes is not None:
+            hooks += _memory_hooks(asked, run, metrics, others, idle)
+        hooks += _metric_hooks(asked, name, MetricClient(metrics), "local" if others is None else "ps", clock)
+        hooks += _nas_hooks(asked, module)
+    elif others is not None and asked.slow_start_steps:
+        hooks.append(
+            SlowStartHook(
+                slow_start_target(asked.slow_start_steps, worker),
+                global_step=others.read_step,
+                idle=idle,
+                tide=config.tide,
+                max_wait=asked.slow_start_max_wait,
+                clock=clock,
+            )
+        )
+    return [*hooks, *_insight_hooks(asked.deep_insight, name, worker)]
+
+
+def _check(config: TrainConfig) -> None:
+    asked = config.hooks
+    if asked.online_file and config.dense_save is None:
+        raise ConfigError(
+            "hooks: online_file decides when dense weights alone are saved, and dense_save is not set; "
+            "set dense_save, or leave online_file out"
+        )
+    for name, given in (("online_file", asked.online_file), ("nas_every_steps", asked.nas_every_steps)):
+        if given and not config.model_dir:
+            raise ConfigError(f"hooks: {name} needs a model_dir (--model-dir)")
+
+
+def _memory_hooks(
+    asked: HooksConfig,
+    run: TrainedRun,
+    metrics: Metrics,
+    others: Others | None,
+    idle: Sequence[Callable[[Run], None]],
+) -> list[Hook]:
+    """Return what checks the memory of all processes with rows, and what holds the chief at the barrier."""
+    counter = metrics.counter("out_of_memory", "Processes found above their memory limit", ["process"])
+
+    def name(index: int) -> str:
+        return "this process" if others is None else f"parameter server {index}"
+
+    def report(found: Mapping[int, MachineHealth]) -> None:
+        for index in found:
+            counter.inc(process=name(index))
+
+    assert asked.memory_limit_bytes is not None
+    checks: list[Callable[[], MachineHealth]] = (
+        [partial(memory_health, asked.memory_limit_bytes)]
+        if others is None
+        else [partial(others.server_health, index) for index in range(len(others.servers))]
+    )
+    interval = asked.memory_check_every.total_seconds()
+    saves = [] if run.save is None else [run.save.before_step]
+    return [
+        PsHealthHook(checks, run.barrier, report, name=name, interval=interval),
+        BarrierHook(run.barrier, idle=[*idle, *saves]),
+    ]
+
+
+def _metric_hooks(
+    asked: HooksConfig, name: str, client: MetricClient, cluster_type: str, clock: Callable[[], float]
+) -> list[Hook]:
+    hooks: list[Hook] = []
+    if asked.heartbeat_every is not None:
+        hooks.append(HeartBeatHook(client, every=asked.heartbeat_every))
+    if asked.throughput_every is not None:
+        hooks.append(
+            ThroughputHook(
+                client,
+                model_name=name,
+                cluster_type=cluster_type,
+                started_at=clock() if asked.submitted_at is None else asked.submitted_at,
+                every=asked.throughput_every,
+                clock=clock,
+            )
+        )
+    return hooks
+
+
+def _nas_hooks(asked: HooksConfig, module: nn.Module) -> list[Hook]:
+    if asked.nas_every_steps is None:
+        return []
+    features = list(module.segments) if isinstance(module, WatchedModel) else []
+    return [NasDataHook(searches_of(module), features=features, every_steps=asked.nas_every_steps)]
+
+
+def _insight_hooks(asked: DeepInsightConfig, name: str, worker: int) -> list[Hook]:
+    sinks: list[FileMetricHook | KafkaMetricHook] = []
+    if asked.folder is not None:
+        sinks.append(FileMetricHook(base=asked.folder, model_name=name, worker=worker))
+    if asked.kafka:
+        if not asked.kafka_brokers or not asked.kafka_topic:
+            raise ConfigError(
+                "deep insight: kafka needs kafka_brokers and kafka_topic, or the variables KAFKA_BROKER_LIST "
+                "and KAFKA_TOPIC_NAME"
+            )
+        producer = KafkaProducer(asked.kafka_brokers, asked.kafka_topic, settings=asked.kafka_settings)
+        sinks.append(KafkaMetricHook(producer))
+    if not sinks:
+        return []
+    insight = DeepInsightHook(
+        sinks,
+        model_name=name,
+        sample_ratio=asked.sample_ratio,
+        targets=asked.targets,
+        extra_fields=asked.extra_fields,
+    )
+    return [insight, *sinks]

@@ -1,0 +1,15 @@
+"""Metrics of training: what is measured, over which window, and the AUC natively."""
+
+from monolith.train.metrics.auc import GroupedAuc, StreamingAuc
+from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow, make_metric
+
+__all__ = [
+    "METRICS",
+    "GroupedAuc",
+    "Metric",
+    "MetricSet",
+    "StreamingAuc",
+    "WindowRow",
+    "Windowed",
+    "make_metric",
+]
