@@ -27,17 +27,19 @@ class AlertConfig:
     """What counts as diverged, and what then happens."""
 
     action: Literal["warn", "stop", "rollback"] = "warn"
-    """Say so; end the run with a DivergedError; or go back to the last good checkpoint."""
+    """What happens when training diverges: warn logs it, stop ends the run with an error, rollback goes back
+    to the last good checkpoint."""
     every_steps: int = 100
-    """How many steps are looked at together."""
+    """How many steps are checked together."""
     explosion: float | None = 10.0
-    """How many times its running mean the mean loss may be; None looks for NaN and infinity only."""
+    """How many times its running mean the loss may reach before it counts as diverged; None checks for NaN
+    and infinity only."""
     warmup_checks: int = 10
-    """How many looks make a running mean that can be trusted: the first losses are high."""
+    """The number of checks before the running mean is trusted: the first losses are high."""
     decay: float = 0.9
-    """What one look leaves of the running mean."""
+    """The weight of the old running mean when a check updates it."""
     max_rollbacks: int = 3
-    """After as many, the next divergence ends the run."""
+    """The number of rollbacks after which the next divergence ends the run."""
 
     def __post_init__(self) -> None:
         if self.action not in ("warn", "stop", "rollback"):
@@ -83,7 +85,7 @@ class AlertHook(Hook):
         self._skipped = skipped
         self._known_skipped = 0
         metrics = metrics if metrics is not None else Metrics()
-        self._count = metrics.counter("training_diverged", "Looks that found a loss diverged")
+        self._count = metrics.counter("training_diverged", "Checks that found the loss diverged")
         self._sum: Tensor | None = None
         self._steps = 0
         self._mean: float | None = None
@@ -135,7 +137,7 @@ class AlertHook(Hook):
             )
         elif self._rollbacks >= self._config.max_rollbacks:
             raise DivergedError(
-                f"{message}, again after {self._rollbacks} rollbacks. It is not chance: lower the learning "
+                f"{message}, again after {self._rollbacks} rollbacks: lower the learning "
                 "rate, clip gradients, or look at the data of these steps."
             )
         else:
@@ -148,7 +150,7 @@ class AlertHook(Hook):
     def _trouble(self, mean: float) -> str | None:
         skipped, self._known_skipped = self._skipped() - self._known_skipped, self._skipped()
         if skipped > 0:
-            return f"{skipped} batches were skipped, whose loss or gradient is not finite"
+            return f"{skipped} batches were skipped because their loss or a gradient is NaN or infinite"
         if not math.isfinite(mean):
             return f"the loss of the last {self._steps} steps is {mean}"
         limit = self._config.explosion

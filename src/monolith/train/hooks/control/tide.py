@@ -32,10 +32,13 @@ class TideWindow:
     """
 
     start_hour: int
+    """The hour of the day, in UTC, at which the window starts."""
     start_minute: int | None
-    """None means 0, here and for the end."""
+    """The minute of the hour at which the window starts; None is 0."""
     end_hour: int
+    """The hour of the day, in UTC, at which the window ends; before the start it is on the next day."""
     end_minute: int | None
+    """The minute of the hour at which the window ends; None is 0."""
 
     def __post_init__(self) -> None:
         for name, value, limit in (
