@@ -91,7 +91,7 @@ def test_the_latest_checkpoint_of_a_run_is_shown(prefixes: list[str], folder: Pa
     assert "weight" in text
     assert '{"next": 114}' in text
     assert "filter of item: sliding" in text
-    assert "every byte is as it was written" in printed("inspect", str(folder), "--verify")
+    assert "verified: all checksums match" in printed("inspect", str(folder), "--verify")
 
 
 def test_contents_as_json(prefixes: list[str], printed: Any) -> None:
@@ -175,7 +175,7 @@ def test_what_changed_is_shown(prefixes: list[str], printed: Any) -> None:
 
 
 def test_equal_checkpoints_are_told_to_be_equal(prefixes: list[str], printed: Any) -> None:
-    assert "the same, bit by bit" in printed("diff", prefixes[3], prefixes[3])
+    assert "the two are identical, bit for bit" in printed("diff", prefixes[3], prefixes[3])
     assert json.loads(printed("diff", prefixes[3], prefixes[3], "--json"))["same"] is True
 
 
@@ -192,7 +192,7 @@ def test_a_broken_chain_cannot_be_compared(prefixes: list[str], printed: Any) ->
 def test_a_checkpoint_is_resharded(prefixes: list[str], folder: Path, tmp_path: Path, printed: Any) -> None:
     to = str(tmp_path / "to")
     assert "written to" in printed("reshard", str(folder), "--to", to, "--num-shards", "3")
-    assert "the same, bit by bit" in printed("diff", prefixes[-1], to)
+    assert "the two are identical, bit for bit" in printed("diff", prefixes[-1], to)
     assert "has a checkpoint model.ckpt-4" in printed("reshard", str(folder), "--to", to, status=2)
     found = json.loads(printed("reshard", prefixes[0], "--to", str(tmp_path / "other"), "--json"))
     assert found["chain"] == [prefixes[0]]
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_resharded(prefixes: list[str], folder: Path, tmp_path: 
 def test_a_chain_is_compacted(prefixes: list[str], folder: Path, printed: Any) -> None:
     text = printed("compact", str(folder))
     assert "full now, made of 4 checkpoints" in text
-    assert "kept, being listed or needed by one that is: model.ckpt-1, model.ckpt-2" in text
+    assert "kept, listed or needed by one that is: model.ckpt-1, model.ckpt-2" in text
     assert "was full already" in printed("compact", str(folder))
     assert json.loads(printed("inspect", str(folder), "--json"))["kind"] == "full"
     assert "model.ckpt-3 continues it" in printed("compact", prefixes[1], status=2)
@@ -297,17 +297,17 @@ def test_a_checkpoint_of_several_servers_is_shown_as_one(folder: Path, tmp_path:
     text = printed("inspect", str(folder), "--verify")
     assert "2 of 2 servers" in text
     assert "filter of item: sliding, of 2 servers" in text
-    assert "every byte is as it was written" in text
+    assert "verified: all checksums match" in text
     assert "ps-1 cleared first" in printed("inspect", prefixes[2])
     for key in (7, 8):
         assert f"user {key} in model.ckpt-4: written by" in printed(
             "inspect", str(folder), "--table", "user", "--id", str(key)
         )
     assert "written to" in printed("reshard", str(folder), "--to", str(tmp_path / "to"))
-    assert "the same, bit by bit" in printed("diff", str(folder), str(tmp_path / "to"))
+    assert "the two are identical, bit for bit" in printed("diff", str(folder), str(tmp_path / "to"))
     assert "2 files" in printed("export", str(folder), "--to", str(tmp_path / "exported"))
     assert "is full now" in printed("compact", str(folder))
-    assert "the same, bit by bit" in printed("diff", str(folder), str(tmp_path / "to"))
+    assert "the two are identical, bit for bit" in printed("diff", str(folder), str(tmp_path / "to"))
 
 
 def test_a_missing_piece_is_named_and_the_status_is_1(folder: Path, printed: Any) -> None:

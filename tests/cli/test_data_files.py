@@ -120,7 +120,7 @@ def test_a_format_can_be_named(file: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_converted_is_refused(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "convert", file, "--to", file]) == 2
-    assert "read and written at once" in capsys.readouterr().err
+    assert "is both input and output" in capsys.readouterr().err
     assert main(["data", "convert", file]) == 2
     assert "--to" in capsys.readouterr().err
 

@@ -239,7 +239,7 @@ def test_the_table_shows_brackets_as_they_are(report: list[Check]) -> None:
     screen = io.StringIO()
     doctor.render(report, True, Console(file=screen, width=200))
     assert "pip install 'monolith-recsys[ray]'" in screen.getvalue()
-    assert "Everything that is required is there." in screen.getvalue()
+    assert "Everything required is installed." in screen.getvalue()
 
 
 def test_this_very_machine_can_be_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_a_registry_without_times_shows_no_ages(alive: str) -> None:
 
 def test_in_an_empty_cluster_nobody_is_registered() -> None:
     assert examine(MemoryDiscovery(), SECOND) == []
-    assert "Nobody is registered." in printed([])
+    assert "No process is registered." in printed([])
 
 
 # As a command
@@ -179,7 +179,7 @@ def test_a_zookeeper_that_cannot_be_reached_is_an_error_that_names_it(monkeypatc
         (DoctorOptions(cluster=("files:///a", "files:///b")), "one registry"),
         (DoctorOptions(cluster=("files:///a",), config=Path("x.toml")), "one registry"),
         (DoctorOptions(cluster=("nowhere",)), "it must be zookeeper://"),
-        (DoctorOptions(config=Path("x.toml")), "give --cluster, too"),
+        (DoctorOptions(config=Path("x.toml")), "needs --cluster, too"),
     ],
 )
 def test_without_one_registry_it_says_how_to_name_one(
@@ -194,5 +194,5 @@ def test_without_one_registry_it_says_how_to_name_one(
 def test_a_local_run_registers_nobody(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[job]\nlocal = true\n")
-    with pytest.raises(ConfigError, match="is of a local run"):
+    with pytest.raises(ConfigError, match="is a local run"):
         doctor.run(DoctorOptions(cluster=(), config=file))

@@ -85,7 +85,7 @@ def test_a_folder_without_event_files_says_how_to_get_some(tmp_path: Path) -> No
 def test_event_files_without_insight_are_told_from_none_at_all(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         writer.scalar("loss", 1.0, 1)
-    with pytest.raises(DataError, match=r"1 event files .* hold nothing for the 'monolith' plugin"):
+    with pytest.raises(DataError, match=r"1 event files .* contain nothing for the 'monolith' plugin"):
         run(options(tmp_path))
 
 

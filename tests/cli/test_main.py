@@ -128,7 +128,7 @@ def test_an_error_in_somebody_s_own_code_is_one_line_with_its_place(
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(
         rf"monolith: {re.escape(__file__)}:\d+, in run: ZeroDivisionError: by zero "
-        r"\(--traceback shows the whole way there\)",
+        r"\(--traceback shows the whole traceback\)",
         line,
     )
 

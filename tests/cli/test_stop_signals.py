@@ -32,7 +32,7 @@ def test_the_first_signal_asks_and_gives_the_status(number: signal.Signals, stat
         assert asked.come.wait(10)
         assert signals.status(number.name) == status
     assert asked.reasons == [number.name]
-    assert "once more aborts" in asked.lines[0]
+    assert "again to abort" in asked.lines[0]
     assert len(asked.lines) == 1
 
 
@@ -59,7 +59,7 @@ def test_the_second_signal_aborts() -> None:
         run()
     assert stop.value.code == 130
     assert asked.reasons == ["SIGTERM"]
-    assert "the last checkpoint stands" in asked.lines[-1]
+    assert "continue from the last checkpoint" in asked.lines[-1]
 
 
 def test_handlers_are_put_back() -> None:

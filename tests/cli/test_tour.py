@@ -37,7 +37,7 @@ def test_the_tour_makes_all_its_stops_in_order(folder: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_handful_of_rows_will_do(rows: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
     assert main(["tour", "--rows", str(rows), "--dim", "1"]) == 0
-    assert "All as told" in capsys.readouterr().out
+    assert "All as expected" in capsys.readouterr().out
 
 
 def test_no_rows_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

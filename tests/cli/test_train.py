@@ -457,7 +457,8 @@ def test_a_signal_ends_a_run_saved_and_it_goes_on_from_there(
         process.kill()
         process.wait()
     assert process.returncode == status, err
-    assert f"{number.name}: ending after this step; once more aborts" in err
+    assert f"{number.name}: stopping after this step; " in err
+    assert "again to abort" in err
     report = json.loads(out)
     state = read_checkpoint_state(model_dir)
     assert state is not None
@@ -592,7 +593,7 @@ def test_parquet_has_plain_numbers(trained: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "say with --to which file"),
+        ([], "needs --to"),
         (["--to", "p.xyz"], "its name does not tell its format"),
         (["--to", "{}/p.csv", "--columns", "usr"], "no feature 'usr'; they have user, item, context"),
     ],

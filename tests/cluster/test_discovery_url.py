@@ -75,9 +75,9 @@ def test_the_token_of_consul_comes_from_the_environment():
         ("zookeeper://h:2181", "after the servers comes the job's name"),
         ("zookeeper://h:2181/", "after the servers comes the job's name"),
         ("zookeeper://h:2181/a/b", "one word without slashes"),
-        ("zookeeper:///job", "names no server"),
+        ("zookeeper:///job", "names no ZooKeeper server"),
         ("consul://h:http/job", "expected host:port"),
-        ("files://shared/job", "write the whole path"),
+        ("files://shared/job", "give an absolute path"),
     ],
 )
 def test_what_is_no_registry_is_refused_with_what_to_write(url, message):

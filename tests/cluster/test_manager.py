@@ -277,5 +277,5 @@ def test_what_makes_no_cluster_is_refused(options):
 
 @pytest.mark.parametrize("index", [-1, 4])
 def test_a_worker_that_the_job_does_not_have_is_refused(index):
-    with pytest.raises(ConfigError, match="of 4"):
+    with pytest.raises(ConfigError, match="there are 4"):
         ClusterManager(registered(), config()).training_cluster(OWN, index)

@@ -64,7 +64,7 @@ def unconnected(monkeypatch):
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_where_nobody_listens_is_refused_soon(scheme):
     address = f"{scheme}127.0.0.1:{free_port()}"
-    with pytest.raises(UnavailableError, match=f"connect to Ray at '{address}': nobody listens"):
+    with pytest.raises(UnavailableError, match=f"connect to Ray at '{address}': nothing listens"):
         connected("testing", address).__enter__()
 
 

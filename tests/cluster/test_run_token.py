@@ -64,10 +64,10 @@ def test_a_token_that_somebody_else_left_or_can_read_is_refused(tmp_path: Path) 
         shared_security(OPEN, str(tmp_path))
     path.unlink()
     write_token(path, Secret(""))
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="not be empty"):
         read_token(path)
     if os.geteuid() == 0:
         write_token(path, Secret("planted"))
         os.chown(path, 65534, 65534)
-        with pytest.raises(ConfigError, match="must be of the user who runs this"):
+        with pytest.raises(ConfigError, match="must belong to the user of this process"):
             read_token(path)

@@ -89,13 +89,13 @@ def test_elsewhere_certificates_or_a_token_are_enough_but_a_bare_token_is_warned
         assert guard_listener("0.0.0.0:0", tls).uses_tls
         assert caplog.text == ""
         assert guard_listener("0.0.0.0:0", TOKEN).token == Secret("right")
-    assert "can be read on the way" in caplog.text
+    assert "is sent in clear text" in caplog.text
 
 
 def test_whoever_says_insecure_may_listen_without_any_demand_and_is_warned(caplog):
     with caplog.at_level(logging.WARNING):
         assert guard_listener("0.0.0.0:0", SecurityConfig(), insecure=True) == Guard()
-    assert "everybody who reaches it is let in" in caplog.text
+    assert "without authentication" in caplog.text
 
 
 # The config

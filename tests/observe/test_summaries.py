@@ -84,7 +84,7 @@ def test_groups_are_lists_of_names_and_nothing_else() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ConfigError, match="as many, got 3 and 2"):
+    with pytest.raises(ConfigError, match="the same length, got 3 and 2"):
         prepare_head(NAMES, [1, 2])
     with pytest.raises(ConfigError, match="gating, selecting"):
         prepare_head(NAMES, [1, 2, 3], raw_tag="gated")

@@ -155,7 +155,7 @@ def test_calls_beyond_the_limits_are_refused(stack: ExitStack) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call(stack, server.address).call, "wait")
         assert begun.wait(30)
-        with pytest.raises(RequestError, match=r"1 calls are under way, and limits.calls allows no more"):
+        with pytest.raises(RequestError, match=r"1 calls are in progress, as many as limits.calls allows"):
             caller.call("echo")
         go_on.set()
         assert waiting.result() == {"done": True}
@@ -206,7 +206,7 @@ def test_a_fetch_that_fails_is_an_error_as_of_a_call(stack: ExitStack) -> None:
         caller.fetch({"kind": "told"})
     with pytest.raises(ClusterError, match=r"^echo service: fetch failed; its log says more"):
         caller.fetch({"kind": "bug"})
-    with pytest.raises(RequestError, match="there are no records to be had here"):
+    with pytest.raises(RequestError, match="this server serves no records"):
         call(stack, serve(stack).address).fetch({})
 
 

@@ -10,21 +10,21 @@ class BenchTableOptions:
     """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
 
     rows: int = 10_000_000
-    """Ids in the table."""
+    """The number of ids in the table."""
     dim: int = 16
     """Floats per embedding."""
     also_dims: tuple[int, ...] = (64, 128)
-    """Widths to measure too, with fewer rows: about as many bytes."""
+    """Further widths to measure, each with fewer rows: about as many bytes."""
     threads: tuple[int, ...] = (1, 2)
     """Thread counts, at most the machine's cores."""
     batch: int = 65536
-    """Ids in a call."""
+    """The number of ids in a call."""
     repeats: int = 12
     """Rounds, after one to warm up; the best counts."""
     scaling: bool = False
-    """Also the cost of a row from 1 to 50 million rows."""
+    """Measure also the cost of a row from 1 to 50 million rows."""
     busy: bool = False
-    """Also the same with one core kept busy by another process."""
+    """Measure also with one core kept busy by another process."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
@@ -61,7 +61,7 @@ class BenchTrainOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchStoreOptions:
-    """Measure rows on parameter servers: beside rows in this process, and beside the wire alone."""
+    """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
 
     ids: tuple[int, ...] = (1_000, 10_000)
     """Distinct ids in a batch."""
@@ -107,7 +107,7 @@ class BenchDataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchCheckpointOptions:
-    """Measure checkpoints: beside plain files of the same bytes, and what training feels of a save."""
+    """Measure checkpoints beside plain files of the same bytes, and how much a save slows training."""
 
     rows: int = 10_000_000
     """Rows in the table."""
@@ -118,7 +118,7 @@ class BenchCheckpointOptions:
     threads: tuple[int, ...] = (1, 2)
     """Thread counts to train with, at most the machine's cores."""
     touched: tuple[float, ...] = (0.01, 0.1)
-    """Shares of the rows that change before an increment."""
+    """Shares of the rows that change before an increment is saved."""
     repeats: int = 3
     """Rounds; the best counts."""
     folder: str | None = None

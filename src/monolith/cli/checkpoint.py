@@ -132,7 +132,7 @@ def show_row(prefix: str, options: CheckpointInspectOptions) -> int:
 def row_heading(prefix: str, found: FoundRow) -> str:
     whose = f"{found.table} {found.id} in {short(prefix)}"
     if found.prefix is None:
-        return f"{whose}: no row, and none in the checkpoints it continues"
+        return f"{whose}: no row, neither here nor in the checkpoints it continues"
     where = filesystem.base_name(found.prefix)
     if found.status == "found":
         return f"{whose}: written by {where}, event time {moment(found.event_time)} ({found.event_time})"
@@ -169,7 +169,7 @@ def show_contents(prefix: str, options: CheckpointInspectOptions) -> int:
     for problem in found.problems:
         say(console, f"damaged: {problem}", style="red")
     if not found.problems:
-        say(console, "every byte is as it was written" if found.verified else "ok; --verify reads every byte")
+        say(console, "verified: all checksums match" if found.verified else "ok; --verify reads every byte")
     return 1 if found.problems else 0
 
 
@@ -252,7 +252,7 @@ def show_difference(console: Console, found: Difference, most: int) -> None:
         names = [found.before, found.after]
     say(console, f"{names[0]} (step {found.steps[0]:,}) and {names[1]} (step {found.steps[1]:,})")
     if found.same:
-        say(console, "the same, bit by bit")
+        say(console, "the two are identical, bit for bit")
         return
     if found.tables:
         headings = ("table", ">rows before", ">rows after", ">added", ">removed", ">changed", ">only time")
@@ -299,7 +299,7 @@ def variable_changes(changes: Sequence[VariableDifference], most: int, same: int
 def reshard_(options: CheckpointReshardOptions) -> int:
     """Write a checkpoint to another folder in another number of files."""
     if not options.to:
-        raise ConfigError("checkpoint reshard: say where to write with --to")
+        raise ConfigError("checkpoint reshard: needs --to: where to write")
     check_shards(options.num_shards)
     prefix = checkpoint.find_checkpoint(options.checkpoint)
 
@@ -336,13 +336,13 @@ def show_what_became(written: Rewritten) -> None:
     if written.deleted:
         say(Console(), f"deleted: {', '.join(map(short, written.deleted))}")
     if stay:
-        say(Console(), f"kept, being listed or needed by one that is: {', '.join(map(short, stay))}")
+        say(Console(), f"kept, listed or needed by one that is: {', '.join(map(short, stay))}")
 
 
 def export_(options: CheckpointExportOptions) -> int:
     """Write a checkpoint for other programs."""
     if not options.to:
-        raise ConfigError("checkpoint export: say where to write with --to")
+        raise ConfigError("checkpoint export: needs --to: where to write")
     check_shards(options.num_shards)
     prefix = checkpoint.find_checkpoint(options.checkpoint)
 

@@ -93,10 +93,10 @@ def stats(options: DataStatsOptions) -> int:
 def convert(options: DataConvertOptions) -> int:
     """Write the records of some files to one file of another format."""
     if not options.to:
-        raise ConfigError("data convert: say where to write with --to")
+        raise ConfigError("data convert: needs --to: the file to write")
     paths = expanded(options.paths)
     if options.to in paths:
-        raise ConfigError(f"data convert: {options.to} would be read and written at once")
+        raise ConfigError(f"data convert: {options.to} is both input and output")
     written = bad = 0
     with format_of(options.to, options.to_format).writer(options.to) as file:
         for _, chunk in read(paths, options.format, options.columns, "Converting"):
@@ -109,7 +109,7 @@ def convert(options: DataConvertOptions) -> int:
                 f"data convert: {bad:,} records are malformed, so {options.to} was not written. "
                 "`monolith data validate` says which; --skip-bad leaves them out."
             )
-    left_out = f", {bad:,} left out" if bad else ""
+    left_out = f", {bad:,} malformed ones skipped" if bad else ""
     Console(stderr=True).print(f"{written:,} records in {options.to}{left_out}")
     return 0
 

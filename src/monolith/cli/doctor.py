@@ -113,7 +113,7 @@ def run(options: DoctorOptions) -> int:
 
         return doctor_cluster.run(options)
     if options.config is not None:
-        raise ConfigError("doctor: --config names the registry of a cluster; give --cluster, too")
+        raise ConfigError("doctor: --config needs --cluster, too: it names the registry of a cluster")
     checks = list(examine(options, os.environ))
     healthy = all(check.status is not Status.MISSING for check in checks)
     if options.json:
@@ -375,7 +375,7 @@ def render(checks: list[Check], healthy: bool, console: Console) -> None:
         table.add_row()
     console.print(table)
     if healthy:
-        console.print("Everything that is required is there.", style="green")
+        console.print("Everything required is installed.", style="green")
     else:
         missing = ", ".join(check.name for check in checks if check.status is Status.MISSING)
         console.print(f"Required and missing: {missing}.", style="bold red")

@@ -38,10 +38,10 @@ class Registered:
     index: int
     address: str
     age_s: float | None
-    """Since it was registered; None where the registry keeps no times."""
+    """The seconds since it was registered; None where the registry keeps no times."""
     answers: bool
     problem: str
-    """Why it does not answer."""
+    """Why it does not answer; None if it does."""
 
 
 def run(options: DoctorOptions) -> int:
@@ -85,7 +85,7 @@ def registry(options: DoctorOptions, environ: Mapping[str, str]) -> Iterator[tup
         raise ConfigError(f"doctor --cluster: {cause}. Or {_HOW}.") from cause
     with opened as found:
         if found is None:
-            raise ConfigError(f"doctor --cluster: {options.config} is of a local run, which registers nobody")
+            raise ConfigError(f"doctor --cluster: {options.config} is a local run, which has no registry")
         yield f"{config.discovery.kind}, as {options.config or 'the environment'} says", found
 
 
@@ -119,7 +119,7 @@ def examine(discovery: Discovery, timeout: timedelta, clock: Clock = time.time) 
 def render(name: str, members: list[Registered], console: Console) -> None:
     console.print(f"[bold]{escape(name)}[/]")
     if not members:
-        console.print("Nobody is registered.", style="yellow")
+        console.print("No process is registered.", style="yellow")
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("role", "index", "address", "registered", "answers"):

@@ -63,7 +63,7 @@ def evaluate(options: EvaluateOptions) -> int:
 def predict(options: PredictOptions) -> int:
     """Write what a checkpoint says of each example to a file."""
     if not options.to:
-        raise ConfigError("predict: say with --to which file to write, such as predictions.parquet")
+        raise ConfigError("predict: needs --to: the file to write, such as predictions.parquet")
     kind = format_of(options.to, options.to_format)
     task, config = load_reading(options)
     checkpoint, step = settled(config)

@@ -77,7 +77,7 @@ class Failover:
         if not self._max_retries:
             raise error
         self._error = error
-        self._metrics.counter("worker_failovers", "How often this worker joined its run again.").inc()
+        self._metrics.counter("worker_failovers", "Retries after other processes were lost.").inc()
         self._say(
             f"{error}\nretrying in {self._wait:g} s (servers replaced so far: {self._counted}, at most "
             f"{self._max_retries})"

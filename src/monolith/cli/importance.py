@@ -120,7 +120,7 @@ def _insight(tag: str, found: Sequence[StoredSummary]) -> Insight:
         if one.data.ndim != 2 or one.data.shape[1] != width:
             raise DataError(
                 f"{one.path}: {tag} of step {one.step} has shape {one.data.shape}, "
-                f"but its head speaks of {width} columns"
+                f"but its head describes {width} columns"
             )
     rows = np.concatenate([one.data for one in same]).astype(np.float64)
     rows = rows[np.isfinite(rows).all(1)]

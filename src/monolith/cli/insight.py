@@ -65,15 +65,15 @@ def read(run_dir: str, last: int) -> list[Insight]:
     paths = [path for path in files if EVENT_FILE_MARK in filesystem.base_name(path)]
     if not paths:
         raise FileMissingError(
-            f"insight: no event files in {run_dir!r}. Train with a FeatureInsightHook, "
-            "which writes them below summaries/ of the model's folder."
+            f"insight: no event files in {run_dir!r}. Train with insight_every_steps, which writes them to "
+            "summaries/ of the model_dir."
         )
     # Their names begin with the time at which they were begun.
     found = insights(read_summaries(sorted(paths, key=filesystem.base_name)), last)
     if not found:
         raise DataError(
-            f"insight: the {len(paths)} event files in {run_dir!r} hold nothing for the "
-            f"{PLUGIN_NAME!r} plugin. Train with a FeatureInsightHook and for at least its every_steps steps."
+            f"insight: the {len(paths)} event files in {run_dir!r} contain nothing for the "
+            f"{PLUGIN_NAME!r} plugin. Train with insight_every_steps, for at least as many steps."
         )
     return found
 

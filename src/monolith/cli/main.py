@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = describe_own_error(error)
         if own is None:  # a mistake of ours: whoever mends it needs all there is
             raise
-        said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole way there)"
+        said = own if TRACEBACK in words else f"{own} ({TRACEBACK} shows the whole traceback)"
         found = error
     if TRACEBACK in words:
         traceback.print_exception(found)
@@ -105,7 +105,7 @@ def shared_parser() -> argparse.ArgumentParser:
         "--log-level", choices=LOG_LEVELS, default="info", help="how much to log; default: info"
     )
     parser.add_argument("--json-logs", action="store_true", help="log one JSON object per line")
-    parser.add_argument(TRACEBACK, action="store_true", help="show where an error came from, frame by frame")
+    parser.add_argument(TRACEBACK, action="store_true", help="print the traceback of an error")
     return parser
 
 
@@ -132,7 +132,7 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if word.startswith("-"):
         raise ConfigError(f"unknown option {word!r} before a command; see `monolith --help`")
     if begun := commands_under([word]):
-        raise ConfigError(f"`monolith {word}` is not a whole command; choose one of: {', '.join(begun)}")
+        raise ConfigError(f"`monolith {word}` needs a subcommand; choose one of: {', '.join(begun)}")
     near = difflib.get_close_matches(word, [name.split()[0] for name in COMMANDS], n=1)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"unknown command {word!r}. {hint}The commands are: {', '.join(COMMANDS)}")

@@ -55,7 +55,7 @@ class StopSignals:
         self._notes.put(None)
         self._thread.join()
         if self._aborted:
-            self._say("aborted; the last checkpoint stands, and the same command goes on from it")
+            self._say("aborted; run the same command again to continue from the last checkpoint")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.received is not None:
@@ -66,5 +66,6 @@ class StopSignals:
 
     def _watch(self) -> None:
         while (received := self._notes.get()) is not None:
-            self._say(f"{received.name}: ending after this step; once more aborts at once")
+            again = "press Ctrl-C again" if received is signal.SIGINT else "send it again"
+            self._say(f"{received.name}: stopping after this step; {again} to abort")
             self._stop(received.name)

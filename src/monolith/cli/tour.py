@@ -69,7 +69,7 @@ def run(options: TourOptions) -> int:
         good = refuse_damage(tour, saved) and restore(tour, table, saved)
     table.close()
     elapsed = time.perf_counter() - began
-    outcome = "[green]All as told[/]" if good else "[bold red]Not as told[/]"
+    outcome = "[green]All as expected[/]" if good else "[bold red]Not as expected[/]"
     tour.console.print(f"{outcome}, in {elapsed:.1f} s. The folder the tour worked in is gone.")
     return 0 if good else 1
 

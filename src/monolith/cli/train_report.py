@@ -76,11 +76,11 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
         if report.get(name):
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
     if report["skipped_batches"]:
-        facts["skipped"] = f"{report['skipped_batches']:,} batches, whose loss or gradient was not finite"
+        facts["skipped"] = f"{report['skipped_batches']:,} batches with a loss or gradient of NaN or infinity"
     if report["restored_from"] is not None:
         facts["went on from"] = report["restored_from"]
     if not report["model_dir"]:
-        facts["kept"] = "nothing; give --model-dir to keep what was learned"
+        facts["kept"] = "nothing; give --model-dir to keep the model"
     elif report["checkpoint"] is not None:
         facts["checkpoint"] = report["checkpoint"]
         facts["evaluate with"] = evaluate_command(options, report["model_dir"])

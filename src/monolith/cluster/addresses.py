@@ -36,7 +36,7 @@ class Address:
     """A host and a port; as text, `host:port` or `[host]:port`."""
 
     host: str
-    """Without brackets."""
+    """The host, an IPv6 address without brackets."""
     port: int
 
     @classmethod
@@ -106,7 +106,7 @@ def get_local_host(environment: Mapping[str, str], resolve: Resolve = socket.get
         if name in environment:
             host = environment[name].partition(",")[0].strip()
             if not host:
-                raise ClusterError(f"the environment's {name} names no host; unset it or give it one")
+                raise ClusterError(f"the environment's {name} contains no host; unset it, or set it to one")
             return host
     return get_local_ip(resolve)
 
@@ -186,6 +186,6 @@ def wait_for_port(
     if poll(ask, timeout=timeout, every=every, clock=clock, sleep=sleep) is None:
         assert timeout is not None
         raise DeadlineExceededError(
-            f"{address} connect error! Nobody answered within {timeout.total_seconds():g} s "
+            f"{address} connect error! No answer within {timeout.total_seconds():g} s "
             f"(last: {last}). Is it running, and is the port open to this machine?"
         ) from last

@@ -199,7 +199,7 @@ class ConsulDiscovery(Closing):
             self._retried(lambda: self._client.deregister(self._id, port, service_id), tries)
         except ClusterError as error:
             # Nobody heard it, but the time to live ends by itself.
-            _log.warning("Consul: %s %d leaves without saying so: %s", role, index, error)
+            _log.warning("Consul: cannot deregister %s %d: %s", role, index, error)
 
     def _remove(self, service: ConsulService, role: str, index: int) -> None:
         """Take out a service that may be another machine's."""
@@ -237,7 +237,7 @@ class ConsulDiscovery(Closing):
             try:
                 return call()
             except RetryableError as error:
-                _log.info("Consul: trying again: %s", error)
+                _log.info("Consul: retrying: %s", error)
                 self._sleep(self._uniform(0, self._config.max_backoff.total_seconds()))
         return call()
 

@@ -53,33 +53,33 @@ class ConsulConfig:
     """Which agent to ask, in which way, and how patiently."""
 
     host: str = "127.0.0.1"
-    """A name, an ip, or the path of a unix socket, which begins with a slash."""
+    """The host name or IP of the agent, or the path of its unix socket, which begins with a slash."""
     port: int | None = None
-    """None means the usual one of the `api`. A unix socket has none."""
+    """The port of the agent; None is the default of the `api`. A unix socket has none."""
     api: Literal["stock", "lookup"] = "stock"
-    """`stock` is the Consul everybody can have; `lookup` is ByteDance's."""
+    """The HTTP API of the agent: `stock` is HashiCorp's Consul, `lookup` is ByteDance's."""
     token: str | None = field(default=None, repr=False)
-    """The ACL token, a secret."""
+    """The ACL token of the agent."""
     tls: ssl.SSLContext | None = field(default=None, repr=False)
-    """Speak https with this; None speaks http."""
+    """The TLS context for https; None uses http."""
     ttl: timedelta = timedelta(seconds=60)
-    """How long Consul believes in a service without hearing from it."""
+    """How long a service counts as alive without a heart-beat."""
     heartbeat: timedelta = timedelta(seconds=30)
     heartbeat_retry: timedelta = timedelta(seconds=2)
-    """How long to wait after a sign of life did not get through."""
+    """The pause after a heart-beat that failed."""
     remove_after: timedelta = timedelta(minutes=10)
-    """How long a stock agent keeps a dead service before it forgets it; it allows no less than a minute."""
+    """How long a stock agent keeps a dead service before it removes it; at least a minute."""
     tries: int = 5
-    """How often to try what fails because the agent cannot be reached."""
+    """How often a request is tried when the agent cannot be reached."""
     max_backoff: timedelta = timedelta(seconds=5)
-    """Wait between two tries for a random time up to this."""
+    """The longest pause between two tries; its length is random."""
     replace_every: timedelta = timedelta(seconds=3)
-    """How long to wait after removing an entry that is in the way of a new one."""
+    """The pause after removing an old entry that has the place of a new one."""
     replace_tries: int = 10
-    """How often to remove it before giving up."""
+    """How often an old entry is removed before registering fails."""
     visible_every: timedelta = timedelta(seconds=5)
     visible_tries: int = 36
-    """How often to look whether Consul shows a new entry before saying that it does not want it."""
+    """How often a query may miss a new entry before registering fails."""
     watch_every: timedelta = timedelta(seconds=1)
 
     def __post_init__(self) -> None:
@@ -137,9 +137,9 @@ class ConsulService:
     port: int
     tags: dict[str, str] = field(default_factory=dict)
     id: str | None = None
-    """None where the API does not say."""
+    """The id of the service; None where the API does not report it."""
     node: str | None = None
-    """The machine whose agent it was registered with; None where the API does not say."""
+    """The machine whose agent it was registered with; None where the API does not report it."""
 
 
 class ConsulClient(Closing):
@@ -314,13 +314,13 @@ class ConsulClient(Closing):
                 raise
 
     def node_name(self) -> str | None:
-        """Return the name of the agent's machine; None where the API does not say."""
+        """Return the name of the agent's machine; None where the API does not report it."""
         if self._config.api != "stock":
             return None
         try:
             return str(json.loads(self._call("GET", "/v1/agent/self", QUERY_TIMEOUT))["Config"]["NodeName"])
         except (ValueError, TypeError, KeyError) as cause:
-            raise DiscoveryError(f"Consul at {self._config.address} does not say its node's name") from cause
+            raise DiscoveryError(f"Consul at {self._config.address} does not report its node name") from cause
 
     def close(self) -> None:
         """End all threads and connections. What was registered stays until its time to live is over."""
@@ -431,16 +431,16 @@ class _Heart:
         while not self._stopped.wait(pause.total_seconds()):
             try:
                 if self._replaced():
-                    _log.warning("%s: another has the place now; leaving it", self._thread.name)
+                    _log.warning("%s: another process registered in its place; leaving it", self._thread.name)
                     self._leave()
                     return
                 if not self._beat() and not self._stopped.is_set():
-                    _log.warning("%s: the agent forgot the service; registering it again", self._thread.name)
+                    _log.warning("%s: the agent lost the service; registering it again", self._thread.name)
                     self._revive()
                 pause = self._every
             except Exception as error:
                 # Whatever it was: a service whose thread ended would be dead to all others.
-                _log.warning("%s: trying again: %s", self._thread.name, error)
+                _log.warning("%s: retrying: %s", self._thread.name, error)
                 pause = self._retry
 
 

@@ -39,7 +39,7 @@ class Registration:
     index: int
     address: str
     registered_at: float | None = None
-    """Unix seconds; None where the registry keeps no times."""
+    """When it was registered, in Unix seconds; None where the registry keeps no times."""
 
 
 class Discovery(Protocol):
@@ -119,14 +119,14 @@ def check_registration(role: str, index: int, address: str) -> None:
     """
     check_role(role)
     if index < 0:
-        raise ConfigError(f"cannot register {role!r} {index}: an index is not negative")
+        raise ConfigError(f"cannot register {role!r} {index}: an index must be 0 or more")
     Address.parse(address)
 
 
 def check_role(role: str) -> None:
     """Refuse what cannot be the name of a node or a folder."""
     if not role or "/" in role or role.strip() != role or role.startswith("."):
-        raise ConfigError(f"{role!r} cannot be a role: a role is a word without slashes, such as 'ps'")
+        raise ConfigError(f"{role!r} is not a valid role: a role is one word without slashes, such as 'ps'")
 
 
 def closed_error(what: str) -> DiscoveryError:
@@ -191,7 +191,7 @@ class Watchers:
             try:
                 callback(dict(current[role]))
             except Exception:
-                _log.exception("discovery: a callback that watches %r failed", role)
+                _log.exception("discovery: a callback on changes of %r failed", role)
 
 
 class PollingWatch:
@@ -234,9 +234,9 @@ class PollingWatch:
             try:
                 self._watchers.tell(self._query)
             except RetryableError as error:
-                _log.warning("discovery: cannot look for changes, will ask again: %s", error)
+                _log.warning("discovery: cannot poll for changes, retrying: %s", error)
             except Exception:
-                _log.exception("discovery: cannot look for changes, will ask again")
+                _log.exception("discovery: cannot poll for changes, retrying")
             self._wake.wait(self._every.total_seconds())
             self._wake.clear()  # before looking whether to stop: a wish to stop that comes now is seen
 

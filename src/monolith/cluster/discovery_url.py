@@ -74,7 +74,7 @@ def open_discovery_url(
 def _zookeeper(url: str, rest: str, environ: Environment, timeout: timedelta) -> ZooKeeperDiscovery:
     servers, job = _servers_and_job(url, rest)
     if not servers:
-        raise ConfigError(f"cannot open the registry {url!r}: it names no server of ZooKeeper")
+        raise ConfigError(f"cannot open the registry {url!r}: it names no ZooKeeper server")
     config = ZooKeeperConfig(servers=servers, auth=get_zk_auth_data(environ), connect_timeout=timeout)
     return ZooKeeperDiscovery(job, config)
 
@@ -96,7 +96,7 @@ def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
 def _files(url: str, rest: str) -> FilesDiscovery:
     if not rest.startswith("/"):
         raise ConfigError(
-            f"cannot open the registry {url!r}: write the whole path, as in files:///shared/job"
+            f"cannot open the registry {url!r}: give an absolute path, as in files:///shared/job"
         )
     return FilesDiscovery(FilesConfig(folder=rest))
 

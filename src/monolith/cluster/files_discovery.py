@@ -46,15 +46,15 @@ class FilesConfig:
     folder: str
     expire_after: timedelta = timedelta(seconds=60)
     heartbeat: timedelta = timedelta(seconds=15)
-    """How often an entry is touched, and put right where it was damaged."""
+    """How often an entry is touched, and repaired if it was damaged."""
     watch_every: timedelta = timedelta(seconds=1)
-    """How often a watch looks for changes."""
+    """How often a watch polls for changes."""
 
     def __post_init__(self) -> None:
         if not timedelta(0) < self.heartbeat < self.expire_after:
             raise ConfigError(
                 f"discovery in {self.folder}: heartbeat ({self.heartbeat}) must be shorter than "
-                f"expire_after ({self.expire_after}), or living entries would expire"
+                f"expire_after ({self.expire_after}), or entries of live processes would expire"
             )
 
 
@@ -155,7 +155,7 @@ class FilesDiscovery(Closing):
             try:
                 self.touch()
             except OSError as error:  # a disk that is gone may come back, and the entries with it
-                _log.warning("discovery in %s: cannot touch entries, will try again: %s", self._folder, error)
+                _log.warning("discovery in %s: cannot touch entries, retrying: %s", self._folder, error)
 
     def touch(self) -> None:
         """Give the entries made here a sign of life, and write those again that are gone or unreadable.
@@ -202,5 +202,5 @@ class FilesDiscovery(Closing):
         except FileNotFoundError:
             return None
         except (AddressError, ValueError) as error:
-            _log.warning("discovery: %s is not an entry and is passed over: %s", path, error)
+            _log.warning("discovery: ignoring %s, which is not an entry: %s", path, error)
             return None

@@ -38,7 +38,7 @@ class NodeAliveChecker:
             reasons = threads.map(lambda addr: _why_dead(addr, timeout), distinct)
             self._dead = {addr: why for addr, why in zip(distinct, reasons, strict=True) if why is not None}
         for addr, why in self._dead.items():
-            _log.warning("cannot connect to %s, because %s", addr, why)
+            _log.warning("cannot connect to %s: %s", addr, why)
 
     def all_nodes_alive(self) -> bool:
         return not self._dead

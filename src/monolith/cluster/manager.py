@@ -42,7 +42,8 @@ class Cluster:
 
     chief: str
     workers: tuple[str, ...]
-    """Without the chief. Only the own address is real; the others are placeholders `0.0.0.0:<index>`."""
+    """The workers without the chief. Only this process's own address is real; the others are placeholders
+    `0.0.0.0:<index>`."""
     ps: tuple[str, ...]
 
 
@@ -59,7 +60,7 @@ class Waiting:
     """How far the assembly has come."""
 
     what: str
-    """`chief`, `ps`, or the path of the file that the chief writes."""
+    """What is waited for: `chief`, `ps`, or the path of the file that the chief writes."""
     found: int
     needed: int
     elapsed: timedelta
@@ -73,20 +74,20 @@ class ClusterManagerConfig:
     """How many processes make a job, and how long to wait for them."""
 
     num_workers: int
-    """With the chief."""
+    """The number of workers, the chief included."""
     num_ps: int
-    """How many parameter servers the job uses."""
+    """The number of parameter servers that the job uses."""
     num_redundant_ps: int = 0
-    """How many more are started, so that slow ones need not be waited for."""
+    """The number of parameter servers started in addition, so that slow ones need not be waited for."""
     model_dir: str = ""
     uuid: str = ""
-    """Of the run; names the file of the chosen servers."""
+    """The id of the run; names the file of the chosen servers."""
     model_name: str = ""
-    """For metrics; without it there are none."""
+    """The model's name in metrics; without it there are no metrics."""
     cluster_type: str = "stable"
     query_every: timedelta = timedelta(seconds=5)
     timeout: timedelta | None = None
-    """How long to wait for the chief and the servers; None waits for as long as it takes."""
+    """How long to wait for the chief and the servers; None waits without a limit."""
     ps_file_timeout: timedelta = timedelta(minutes=30)
     """How long a worker waits for the chief's choice of servers."""
 
@@ -100,7 +101,7 @@ class ClusterManagerConfig:
             )
         if self.num_redundant_ps and not self.model_dir:
             raise ConfigError(
-                "cluster: with redundant parameter servers a model_dir is needed for their list"
+                "cluster: num_redundant_ps needs a model_dir, where the chosen servers are listed"
             )
 
     @property
@@ -141,7 +142,9 @@ class ClusterManager:
         """
         config = self._config
         if not 0 <= index < config.num_workers:
-            raise ConfigError(f"cluster: worker {index} of {config.num_workers} makes no sense")
+            raise ConfigError(
+                f"cluster: worker {index} does not exist: there are {config.num_workers}, counted from 0"
+            )
         workers = [f"0.0.0.0:{number}" for number in range(1, config.num_workers)]
         if index == 0:
             return Cluster(address, tuple(workers), tuple(self._ps_for_chief())), ProcessRole("chief", 0)
@@ -197,7 +200,7 @@ class ClusterManager:
                 found, answer = look(self._discovery.query(role))
                 last = None
             except RetryableError as error:  # a registry that is away may come back
-                _log.warning("cluster: cannot ask for %s, will ask again: %s", role, error)
+                _log.warning("cluster: cannot query %s, retrying: %s", role, error)
                 last, answer = error, None
             if answer is None:
                 self._report(what or role, found, needed, start)
@@ -274,7 +277,7 @@ class ClusterManager:
         gauge("containers_num_left_ps", "Parameter servers that are not registered yet.", list(labels)).set(
             left, **labels
         )
-        gauge("containers_job_waiting", "Whether the job waits for parameter servers.", list(labels)).set(
+        gauge("containers_job_waiting", "1 while the job waits for servers, else 0.", list(labels)).set(
             int(left > 0), **labels
         )
 

@@ -37,14 +37,13 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among those on this machine."""
+    """The rank among the processes on this machine."""
     local_size: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size or not 0 <= self.local_rank < self.local_size:
             raise ConfigError(
-                f"the ranks make no sense: rank {self.rank} of {self.size}, "
-                f"here {self.local_rank} of {self.local_size}"
+                f"invalid ranks: rank {self.rank} of {self.size}, here {self.local_rank} of {self.local_size}"
             )
 
 
@@ -71,7 +70,7 @@ def world_or_alone(environ: Mapping[str, str]) -> World:
     """Return `world_from_environment`, or else, with a warning, a world of one."""
     world = world_from_environment(environ)
     if world is None:
-        _log.warning("neither MPI nor torchrun started this process: it is rank 0 of 1")
+        _log.warning("this process was started neither by mpirun nor by torchrun; assuming rank 0 of 1")
         return World()
     return world
 

@@ -63,7 +63,7 @@ def connected(
         listening = Address.parse(address.removeprefix("ray://"))
         # Ray itself would try for minutes, in a call that no signal interrupts.
         if not check_port(listening.host, listening.port, _LISTENING_WITHIN):
-            raise _unavailable(purpose, address, f"nobody listens there for {_LISTENING_WITHIN}.")
+            raise _unavailable(purpose, address, f"nothing listens there after {_LISTENING_WITHIN}.")
     local = {"num_cpus": cpus, "include_dashboard": False}
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None

@@ -51,25 +51,25 @@ class RayDiscoveryConfig:
     """Which cluster, and how long an entry counts without a sign of life."""
 
     address: str = AUTO
-    """Of the cluster, as `ray.init` takes it: host:port, or "auto" for the one that RAY_ADDRESS names or that
-    runs on this machine. A process that is connected already stays so."""
+    """The address of the cluster, as `ray.init` takes it: host:port, or "auto" for the one that RAY_ADDRESS
+    names or that runs on this machine. A process that is connected already stays so."""
     namespace: str = "monolith"
-    """Ray's: jobs of one name in different namespaces do not meet."""
+    """The Ray namespace: jobs with the same name in different namespaces do not meet."""
     expire_after: timedelta = timedelta(seconds=30)
     heartbeat: timedelta = timedelta(seconds=5)
-    """How often a process says that it lives."""
+    """How often a process sends a heart-beat."""
     timeout: timedelta = timedelta(seconds=30)
-    """How long to wait for an answer: the first includes starting the actor."""
+    """How long to wait for an answer; the first includes starting the actor."""
     settle: timedelta = timedelta(seconds=2)
-    """How long others may take to register again after the actor died."""
+    """How long other processes may take to register again after the actor died."""
     linger: timedelta = timedelta(minutes=1)
-    """How long the actor stays when nobody asks it any more."""
+    """How long the actor stays when no process asks it any more."""
 
     def __post_init__(self) -> None:
         if not timedelta(0) < self.heartbeat < min(self.expire_after, self.linger):
             raise ConfigError(
                 f"discovery through Ray: heartbeat ({self.heartbeat}) must be shorter than expire_after "
-                f"({self.expire_after}) and linger ({self.linger}), or living entries would expire"
+                f"({self.expire_after}) and linger ({self.linger}), or entries of live processes would expire"
             )
 
 
@@ -171,7 +171,7 @@ class RayDiscovery(Closing):
                 if self._mine:
                     self._call("leave", self._owner)
         except ClusterError as error:
-            _log.warning("discovery through Ray: what was registered here stays until it expires: %s", error)
+            _log.warning("discovery through Ray: cannot deregister, entries will expire: %s", error)
         finally:
             self._connection.close()
 
@@ -210,10 +210,10 @@ class RayDiscovery(Closing):
                 if before != known:
                     self._stop.wait(_GATHER_S)
             except ClusterError as error:
-                _log.warning("discovery through Ray: will try again: %s", error)
+                _log.warning("discovery through Ray: retrying: %s", error)
                 self._stop.wait(1.0)
             except Exception:
-                _log.exception("discovery through Ray: will try again")
+                _log.exception("discovery through Ray: retrying")
                 self._stop.wait(1.0)
 
     def _put_back(self, missing: Sequence[Key]) -> None:

@@ -86,7 +86,7 @@ def read_token(path: Path, *, make: bool = False) -> Secret:
         raise ConfigError(f"cannot read the token {path}: {cause.strerror}") from cause
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077 or not text:
         raise ConfigError(
-            f"cannot trust the token {path}: it must be of the user who runs this, with mode 0600, and not "
-            "empty. Remove it, or give all processes one with security.token_file."
+            f"cannot trust the token {path}: it must belong to the user of this process, have mode 0600 and "
+            "not be empty. Remove it, or give all processes one with security.token_file."
         )
     return Secret(text)

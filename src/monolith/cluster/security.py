@@ -35,17 +35,17 @@ class SecurityConfig(Checked):
     """What this process shows to others, and asks of them. Empty only on loopback."""
 
     cert: Path | None = None
-    """This process's certificate, PEM, its chain after it."""
+    """The certificate of this process, in PEM, followed by its chain."""
     key: Path | None = None
-    """The private key of that certificate, PEM."""
+    """The private key of the certificate, in PEM."""
     ca: Path | None = None
-    """Who must have signed the certificates of the others, PEM."""
+    """The certificate authority that must have signed the certificates of other processes, in PEM."""
     server_name: str | None = None
-    """The name in the servers' certificates, where it is not the host they are reached by."""
+    """The name in the servers' certificates, if it differs from the host by which they are reached."""
     token: Secret | None = None
-    """What callers must present. Better in a file: others on the machine can read flags and variables."""
+    """The token that callers must present. A file is safer: other users of the machine can read flags."""
     token_file: Path | None = None
-    """A file with the token in it."""
+    """The file that contains the token that callers must present."""
 
     @property
     def uses_tls(self) -> bool:
@@ -118,15 +118,15 @@ def guard_listener(bind: str, config: SecurityConfig, *, insecure: bool = False)
         open_to_all = not guard.uses_tls and guard.token is None
         if open_to_all and not insecure:
             raise ConfigError(
-                f"cannot listen on {bind}: others can reach it, and neither certificates nor a token would "
-                "be asked of them. Set security.cert, key and ca (--tls-cert, --tls-key, --tls-ca), or "
-                "security.token_file (--token-file); or listen on 127.0.0.1. Where only friends can reach "
-                "the address, commands that know --insecure let everybody in."
+                f"cannot listen on {bind}: others can reach it, and it would ask for neither certificates "
+                "nor a token. Set security.cert, key and ca (--tls-cert, --tls-key, --tls-ca), or "
+                "security.token_file (--token-file); or listen on 127.0.0.1. On a network that you trust, "
+                "commands with --insecure let everybody in."
             )
         if open_to_all:
-            _log.warning("listening on %s: everybody who reaches it is let in (insecure)", bind)
+            _log.warning("listening on %s without authentication (--insecure)", bind)
         elif not guard.uses_tls:
-            _log.warning("listening on %s without TLS: the token can be read on the way", bind)
+            _log.warning("listening on %s without TLS: the token is sent in clear text", bind)
     return guard
 
 
@@ -187,7 +187,7 @@ def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
     except RuntimeError as cause:
         raise ListenError(f"cannot listen on {address}: {cause}") from cause
     if port == 0:
-        raise ListenError(f"cannot listen on {address}: the port is taken, or not of this machine")
+        raise ListenError(f"cannot listen on {address}: the port is in use, or not of this machine")
     return port
 
 

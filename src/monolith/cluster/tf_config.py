@@ -102,7 +102,7 @@ class TfConfigDiscovery(Closing):
     def _type(self) -> str:
         kind = self._task.get("type")
         if not isinstance(kind, str):
-            raise ConfigError("TF_CONFIG has no task.type, so it does not say what this process is")
+            raise ConfigError("TF_CONFIG has no task.type, so the role of this process is unknown")
         return kind
 
     @property
@@ -113,5 +113,5 @@ class TfConfigDiscovery(Closing):
         except (TypeError, ValueError):
             number = -1
         if number < 0:
-            raise ConfigError(f"TF_CONFIG: task.index must be a number from 0 on, got {index!r}")
+            raise ConfigError(f"TF_CONFIG: task.index must be a number, 0 or more, got {index!r}")
         return number

@@ -88,7 +88,7 @@ class ApplicationMaster:
         if begun is None:
             return False
         if begun.code != 0:
-            _log.error("the application master makes no save point: %s (code %d)", begun.message, begun.code)
+            _log.error("the application master refuses a save point: %s (code %d)", begun.message, begun.code)
             return False
         question = pb.CreateSavepointStatusRequest(savepoint_restore_id=begun.savepoint_id)
         states = pb.CreateSavepointStatusResponse
@@ -109,7 +109,7 @@ class ApplicationMaster:
                 return False
             left = deadline - self._clock()
             if left <= 0:
-                _log.error("save point %s was not there after %s", begun.savepoint_id, timeout)
+                _log.error("save point %s did not finish within %s", begun.savepoint_id, timeout)
                 return False
             self._sleep(min(POLL_EVERY.total_seconds(), left))
 
@@ -135,7 +135,7 @@ class ApplicationMaster:
             if method == "kill":
                 _log.info("Current framework doesn't support kill. Ignore killing...")
             else:
-                _log.info("there is no application master, so nobody is asked to %s", method)
+                _log.info("no application master: ignoring the request to %s", method)
             return None
         grpc = _import_grpc()
         try:

@@ -54,18 +54,18 @@ class ZooKeeperConfig:
     """Which servers to ask, and how patiently."""
 
     servers: str
-    """`host:2181,host:2181`."""
+    """The addresses of the servers, as `host:2181,host:2181`."""
     auth: Auth = field(default=(), repr=False)
-    """Who this is; see `get_zk_auth_data`. Secret."""
+    """The credentials for ZooKeeper; see `get_zk_auth_data`."""
     private: bool = False
-    """Whether only who has the same `auth` may see and change the job's nodes."""
+    """Whether only holders of the same `auth` may read and change the nodes of the job."""
     tries: int = 3
     delay: timedelta = timedelta(seconds=5)
-    """How long to wait for the connection before trying again."""
+    """The pause before the connection is tried again."""
     reregister_every: timedelta = timedelta(minutes=30)
-    """How often entries made here are looked after even if no watch says that they need it."""
+    """How often entries of this process are checked even if no watch reports a change."""
     session_timeout: timedelta = timedelta(seconds=10)
-    """How long after its process has died an entry stays."""
+    """How long an entry stays after its process has died."""
     connect_timeout: timedelta = timedelta(seconds=15)
 
     def __post_init__(self) -> None:
@@ -269,9 +269,9 @@ class ZooKeeperDiscovery(Closing):
                     # Many changes at once are read at once: no more than half of the time is spent reading.
                     self._pause(min(MAX_PAUSE_S, time.monotonic() - start))
             except self._errors.passing as error:
-                _log.info("ZooKeeper: reading again after %r", error)
+                _log.info("ZooKeeper: reading again, after %r", error)
             except Exception as error:
-                _log.exception("ZooKeeper: cannot read %s, will try again", self._prefix)
+                _log.exception("ZooKeeper: cannot read %s, retrying", self._prefix)
                 with self._changed:
                     self._failure = _translated(error, f"read {self._prefix}", self._config)
                     self._changed.notify_all()
@@ -409,7 +409,7 @@ class ZooKeeperDiscovery(Closing):
                         raise result
                 return True
             except self._errors.outrun as error:
-                _log.debug("ZooKeeper: %s changed meanwhile (%r), looking again", path, error)
+                _log.debug("ZooKeeper: %s changed meanwhile (%r), checking again", path, error)
 
     def _remove(self, name: str, address: str | None) -> None:
         path = self._path(name)

@@ -81,7 +81,7 @@ def locate(path: AnyPath) -> tuple[Backend, str]:
     except ImportError as cause:
         raise FilesystemError(
             f"cannot open {text}: {protocol}:// needs a package that is not installed: {cause}. "
-            "Install it with pip, beside fsspec."
+            "Install it with pip."
         ) from cause
     except ValueError as cause:
         raise FilesystemError(

@@ -233,6 +233,6 @@ def _refuse_overlap(source: AnyPath, target: AnyPath) -> None:
     a, b = first.identity(inner), second.identity(outer)
     if a == b or a.startswith(b.rstrip("/") + "/") or b.startswith(a.rstrip("/") + "/"):
         raise FilesystemError(
-            f"cannot copy {os.fspath(source)} to {os.fspath(target)}: one is the other or lies inside it, so "
+            f"cannot copy {os.fspath(source)} to {os.fspath(target)}: one is the other or contains it, so "
             f"replacing the destination could remove the source. Choose a destination outside {base_name(a)}."
         )

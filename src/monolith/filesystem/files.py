@@ -169,7 +169,7 @@ def rename(source: AnyPath, target: AnyPath) -> None:
         backend, old = locate(source)
         other, new = locate(target)
         if not backend.exists(old):
-            raise FileMissingError(f"cannot rename {os.fspath(source)}: there is nothing by that name")
+            raise FileMissingError(f"cannot rename {os.fspath(source)}: it does not exist")
         if not backend.is_same(other):
             raise FilesystemError(
                 f"cannot rename {os.fspath(source)} to {os.fspath(target)}: they are on different "

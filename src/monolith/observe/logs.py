@@ -88,7 +88,7 @@ def _level_number(level: str | int) -> int:
     known = logging.getLevelNamesMapping()
     if level.upper() not in known:
         names = ", ".join(sorted((n.lower() for n in known if n != "NOTSET"), key=lambda n: known[n.upper()]))
-        raise ConfigError(f"cannot configure logging: no level is called {level!r}; choose one of {names}")
+        raise ConfigError(f"cannot configure logging: there is no level {level!r}; choose one of {names}")
     return known[level.upper()]
 
 

@@ -35,9 +35,9 @@ class MemoryUse:
     """Of the memory that this process can get, in bytes."""
 
     own: int
-    """What this process has."""
+    """The bytes that this process uses."""
     used: int
-    """What all who share the limit have, files that can be dropped not counted."""
+    """The bytes that all processes under the limit use, without file caches that can be dropped."""
     limit: int
 
     @property
@@ -118,8 +118,8 @@ class MemoryWatch:
             self._next_warning = now + WARN_EVERY.total_seconds()
             self.warnings += 1
             _log.warning(
-                "memory is running short: %s of %s are in use, %s of them by this process, which holds %s. "
-                "The system ends processes when there is none left. Give tables a budget (capacity_bytes), "
+                "memory is running low: %s of %s are in use, %s of them by this process, which holds %s. "
+                "The kernel kills processes when there is none left. Give tables a budget (capacity_bytes), "
                 "admit fewer ids (occurrence_threshold), let rows expire, or spread them over more servers.",
                 describe_bytes(use.used),
                 describe_bytes(use.limit),

@@ -58,7 +58,7 @@ class Counter(_Metric):
         self._check(labels)
         if amount < 0:
             raise ConfigError(
-                f"counter {self.name!r} only grows, got {amount}; use a gauge for what also falls"
+                f"counter {self.name!r} can only increase, got {amount}; use a gauge for what decreases"
             )
         family = cast("prometheus_client.Counter", self._family)
         (family.labels(**labels) if labels else family).inc(amount)
@@ -194,7 +194,7 @@ class Metrics:
                 return cast(M, metric)
             if not _NAME.fullmatch(full):
                 raise ConfigError(
-                    f"{full!r} cannot name a metric: use letters, digits and underscores, a letter first"
+                    f"{full!r} is not a valid metric name: use letters, digits, underscores, a letter first"
                 )
             try:
                 made = family(full, description, tuple(labels), registry=self._registry, **options)  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def _server(port: int, address: str, app: App) -> WSGIServer:
             self.setup_environ()
 
         def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-            _log.debug("a caller of /metrics was not answered", exc_info=True)
+            _log.debug("answering a request for /metrics failed", exc_info=True)
 
     class Handler(WSGIRequestHandler):
         timeout = CALLER_SECONDS

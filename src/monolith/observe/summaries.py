@@ -141,7 +141,7 @@ def nas_data(
     """
     content, kind = prepare_head(segment_names, segment_sizes, group_info, raw_tag, out_type="bytes")
     if kind is None:
-        raise ConfigError("nas_data: without segments nothing tells the type of the summary; give raw_tag")
+        raise ConfigError("nas_data: without segments the type of the summary is unknown; give raw_tag")
     return TensorSummary(_tag(kind, name, NAS_LEAF), _array(weight), content, description or kind.value)
 
 
@@ -202,14 +202,15 @@ def _type_of(raw_tag: str) -> SummaryType:
         return SummaryType(raw_tag)
     except ValueError as cause:
         raise ConfigError(
-            f"no summary has the type {raw_tag!r}; choose one of {', '.join(SummaryType)}"
+            f"unknown summary type {raw_tag!r}; choose one of {', '.join(SummaryType)}"
         ) from cause
 
 
 def _checked_sizes(names: Sequence[str], sizes: Sizes) -> list[int | list[int]]:
     if len(names) != len(sizes):
         raise ConfigError(
-            f"summary: segment_names and segment_sizes must be as many, got {len(names)} and {len(sizes)}"
+            "summary: segment_names and segment_sizes must have the same length, "
+            f"got {len(names)} and {len(sizes)}"
         )
     return [[int(one) for one in size] if isinstance(size, Sequence) else int(size) for size in sizes]
 

@@ -87,17 +87,18 @@ class Service:
     """Whose calls these are: how it is named, and what its callers hear."""
 
     name: str
-    """Begins every message."""
+    """The name of the service, with which every message begins."""
     peers: str
-    """Who has to agree on token and certificates."""
+    """The processes that must share token and certificates."""
     failure: type[MonolithError]
-    """What has no error of its own."""
+    """The error for failures that have none of their own."""
     told: tuple[type[MonolithError], ...]
-    """What a caller hears as it was raised; anything else arrives as a `failure`. Each takes one message."""
+    """The errors that a caller receives as they were raised; others arrive as a `failure`. Each takes one
+    message."""
     unreachable: type[MonolithError]
-    """Nobody answers."""
+    """The error when the server does not answer."""
     late: type[MonolithError]
-    """No answer came in time."""
+    """The error when an answer is late."""
 
 
 class PortGuard(Protocol):
@@ -281,7 +282,7 @@ class _Endpoint:
         def work() -> dict[str, Any]:
             nonlocal found
             if self._fetch is None:
-                raise RequestError("there are no records to be had here")
+                raise RequestError("this server serves no records")
             with self._at_work():
                 found = self._fetch(self._body(ticket))
             return {}
@@ -297,7 +298,7 @@ class _Endpoint:
             request = self._body(header)
             name, body = request.get("name"), request.get("body")
             if not isinstance(name, str) or not isinstance(body, dict):
-                raise RequestError("a request has a name, a text, and a body, a table")
+                raise RequestError("a request must be an object with a name, a string, and a body, an object")
             if len(data) > self.limits.message_bytes:
                 raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
             answer, sent = self._known(self.exchanges, name)(body, data)
@@ -330,14 +331,14 @@ class _Endpoint:
         except (ValueError, RecursionError) as cause:
             raise RequestError("its body is not JSON") from cause
         if not isinstance(found, dict):
-            raise RequestError("its body must be a table")
+            raise RequestError("its body must be a JSON object")
         return found
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         if not self._room.acquire(blocking=False):
             raise RequestError(
-                f"{self.limits.calls} calls are under way, and limits.calls allows no more; try again later"
+                f"{self.limits.calls} calls are in progress, as many as limits.calls allows; retry later"
             )
         try:
             yield
@@ -434,7 +435,7 @@ class _Wire:
             RequestError: It is another kind of message.
         """
         if chunk.data is None or chunk.app_metadata is None or chunk.data.schema != self.schema:
-            raise RequestError("a message is JSON and one column of bytes")
+            raise RequestError("a message must be JSON and one column of bytes")
         held = chunk.data.column(0).buffers()[1]
         if held is None or held.size == 0:
             return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
@@ -619,7 +620,7 @@ class Caller:
         if isinstance(cause, self._flight.FlightTimedOutError):
             return service.late(f"nobody answers at {self._where}: {said}")
         # What a port with TLS does to callers without it, or with a certificate it does not know.
-        hint = ", or it wants other certificates" if "Socket closed" in said else ""
+        hint = ", or it expects other certificates" if "Socket closed" in said else ""
         return service.unreachable(f"nobody answers at {self._where}{hint}: {said}")
 
     def _connected(self) -> Any:

@@ -281,7 +281,7 @@ def test_nothing_to_do_is_refused_in_one_line(flag: str, capsys: pytest.CaptureF
 def test_a_folder_of_another_demo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     assert main(["demo", "--to", str(tmp_path)]) == 2
-    assert "give --to another folder" in capsys.readouterr().err
+    assert "choose another folder with --to" in capsys.readouterr().err
 
 
 def test_a_demo_is_a_minute_unless_told_otherwise() -> None:

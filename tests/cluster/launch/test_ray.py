@@ -328,7 +328,7 @@ def test_what_was_set_aside_is_given_back(run):
 
 
 def test_a_placement_asks_for_something_and_for_nothing_negative():
-    with pytest.raises(ConfigError, match="ask for something"):
+    with pytest.raises(ConfigError, match="ask for some resource"):
         RayPlacement(cpus=0)
     with pytest.raises(ConfigError, match="gpus must not be negative"):
         RayPlacement(gpus=-1)

@@ -78,7 +78,7 @@ def run(options: DemoOptions) -> int:
             raise ConfigError(f"demo: --{name} must be above 0, got {getattr(options, name)}")
     folder = Path(tempfile.mkdtemp(prefix="monolith-demo-")) if options.to is None else options.to
     if (folder / "model").exists():
-        raise ConfigError(f"demo: {folder} has been used by a demo before; give --to another folder")
+        raise ConfigError(f"demo: {folder} was already used by a demo; choose another folder with --to")
     folder.mkdir(parents=True, exist_ok=True)
     plan = DemoPlan.settle(options, folder)
     console = Console()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointListOptions:
-    """List the checkpoints of a run: how old and how large, why each is kept, and whether it is sound."""
+    """List the checkpoints of a run: how old and how large, why each is kept, and whether it is intact."""
 
     run_dir: str
     """The folder of a run."""
@@ -25,11 +25,11 @@ class CheckpointInspectOptions:
     checkpoint: str
     """A run's folder, or a checkpoint such as runs/1/model.ckpt-100."""
     table: str | None = None
-    """Only this table."""
+    """The table to show; by default all."""
     id: int | None = None
     """Show what the table holds for this id, and which checkpoint wrote it."""
     verify: bool = False
-    """Read and check every byte, of the checkpoints it continues too."""
+    """Read and check every byte, also of the checkpoints that this one continues."""
     variables: int = 20
     """Dense variables to show; 0 shows all."""
     json: bool = False
@@ -38,16 +38,16 @@ class CheckpointInspectOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointDiffOptions:
-    """Compare two checkpoints: rows that came, went and changed, weights that moved, data read since."""
+    """Compare two checkpoints: rows added, removed and changed, weights changed, data read between."""
 
     before: str
     """A run's folder, or a checkpoint."""
     after: str
-    """Another one."""
+    """The checkpoint to compare it with, or a run's folder."""
     tables: tuple[str, ...] = ()
     """Tables to compare; by default all."""
     top: int = 5
-    """Rows to show of each table, those that moved furthest."""
+    """Rows to show of each table: those that changed most."""
     variables: int = 20
     """Dense variables to show; 0 shows all."""
     json: bool = False
@@ -61,7 +61,7 @@ class CheckpointReshardOptions:
     checkpoint: str
     """A run's folder, or a checkpoint. An increment is put together with those it continues."""
     to: str = ""
-    """The folder to write to; the checkpoint is its latest then."""
+    """The folder to write to; the checkpoint becomes its latest."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False
@@ -79,7 +79,7 @@ class CheckpointExportOptions:
     tables: tuple[str, ...] = ()
     """Tables to export; by default all."""
     dense: bool = True
-    """The dense weights too; --no-dense leaves them out."""
+    """Whether dense weights are exported, too; --no-dense leaves them out."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False
@@ -88,10 +88,10 @@ class CheckpointExportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCompactOptions:
-    """Turn the last increment of a chain into a full checkpoint, so that those it continues may go."""
+    """Turn the last increment of a chain into a full checkpoint, so that earlier ones can be deleted."""
 
     checkpoint: str
-    """A run's folder, or a checkpoint. Nobody may train there meanwhile."""
+    """A run's folder, or a checkpoint. No process may train there meanwhile."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False

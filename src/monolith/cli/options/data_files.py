@@ -10,13 +10,13 @@ class DataHeadOptions:
     """Show the first records of a file."""
 
     path: str
-    """The file."""
+    """The file to read."""
     records: int = 3
-    """How many to show."""
+    """How many records to show."""
     columns: tuple[str, ...] = ()
     """Columns to show; by default all."""
     format: str | None = None
-    """How the file is written; by default told by its name."""
+    """The format of the file; by default taken from its name."""
     json: bool = False
     """Print one JSON object per record instead of a table."""
 
@@ -44,20 +44,20 @@ class DataConvertOptions:
     paths: tuple[str, ...]
     """Files to read, or patterns with * in them."""
     to: str = ""
-    """The file to write; it appears when all is written."""
+    """The file to write; it appears when it is complete."""
     columns: tuple[str, ...] = ()
     """Columns to keep; by default all."""
     format: str | None = None
-    """How the files to read are written; by default told by their names."""
+    """The format of the files to read; by default taken from their names."""
     to_format: str | None = None
-    """How to write; by default told by the name of the file."""
+    """The format to write; by default taken from the name of the file."""
     skip_bad: bool = False
-    """Leave malformed records out, instead of stopping."""
+    """Skip malformed records instead of stopping."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataValidateOptions:
-    """Read files to their end and say what is wrong with them."""
+    """Read files to their end and report what is wrong with them."""
 
     paths: tuple[str, ...]
     """Files, or patterns with * in them."""

@@ -18,10 +18,10 @@ class DataDispatcherOptions:
     splits: tuple[str, ...]
     """Files, patterns with * in them, or whatever else the workers' source understands."""
     folder: str
-    """Where the job's state is kept, on a local disk; started again on the same folder, it goes on."""
+    """The local folder for the state of the job; a dispatcher restarted with the same folder continues."""
     discovery: str | None = None
-    """Where to say that the dispatcher is here: zookeeper://host:2181/job, consul://host:8500/job or
-    files:///shared/folder/job. Taken back at the end."""
+    """Where the dispatcher registers: zookeeper://host:2181/job, consul://host:8500/job or
+    files:///shared/folder/job. It deregisters at the end."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine only."""
     port: int = 5050
@@ -31,7 +31,7 @@ class DataDispatcherOptions:
     epochs: int = 1
     """How often each split is read."""
     lease: float = 10.0
-    """Seconds that a data worker may be silent before its splits go to others."""
+    """Seconds without a sign of a data worker after which its splits go to others."""
     trainer_timeout: float | None = None
     """Seconds that a trainer may be silent before what it has not acknowledged goes to others; by default
     it is waited for."""
@@ -50,7 +50,7 @@ class DataWorkerOptions:
     MLP_DISPATCHER_0_HOST."""
     discovery: str | None = None
     """Where the dispatcher is registered: zookeeper://host:2181/job, consul://host:8500/job or
-    files:///shared/folder/job. It is found again when it has moved."""
+    files:///shared/folder/job. It is looked up again when it has moved."""
     host: str = "127.0.0.1"
     """Address to listen on; by default this machine only."""
     port: int = 0
@@ -58,11 +58,11 @@ class DataWorkerOptions:
     advertise: str | None = None
     """The host by which trainers reach this machine, where it is not the address listened on."""
     readers: int = 2
-    """Splits to read at a time."""
+    """The number of splits read at the same time."""
     buffer_chunks: int = 16
-    """Chunks that may wait for a trainer before reading stops."""
+    """The number of chunks that may wait for a trainer before reading pauses."""
     chunk_records: int = 4096
-    """The most records in a chunk."""
+    """The largest number of records in a chunk."""
     patience: float = 300.0
-    """Seconds that the dispatcher may be away, at the start or later."""
+    """Seconds that the dispatcher may be unreachable, at the start or later."""
     security: Annotated[SecurityOptions, tyro.conf.arg(name="")] = field(default_factory=SecurityOptions)

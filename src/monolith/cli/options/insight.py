@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InsightOptions:
-    """Say which features a model lives on, from the summaries its training wrote."""
+    """Show which features matter to a model, from the summaries its training wrote."""
 
     run_dir: str
     """The folder of a run, or any folder with its event files below it."""
@@ -18,4 +18,4 @@ class InsightOptions:
     top: int = 20
     """Features to show, the most important first; 0 shows all."""
     last: int = 10
-    """Summaries of each kind to read, the newest: older ones tell of a model that is gone."""
+    """How many of the newest summaries of each kind to read: older ones describe an older model."""

@@ -50,7 +50,7 @@ class Member:
     index: int
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process."""
+    """Environment variables in addition to those of this process."""
 
     @property
     def name(self) -> str:
@@ -62,11 +62,11 @@ class LaunchOutcome:
     """How a run ended."""
 
     status: int
-    """For this process to exit with: 0, that of the member that failed, or 128 and a signal's number."""
+    """The exit status for this process: 0, that of the member that failed, or 128 plus a signal's number."""
     failed: Member | None = None
-    """The first member that failed; None where all went well, or somebody stopped the run."""
+    """The first member that failed; None where all succeeded, or a signal stopped the run."""
     text: str = "all done"
-    """In words."""
+    """What happened, for a person to read."""
 
 
 def job_members(
@@ -127,7 +127,9 @@ def launch(
         WrongThreadError: This is another thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise WrongThreadError("only the main thread may launch: signals come to it. Use run_members.")
+        raise WrongThreadError(
+            "launch must be called from the main thread, which receives signals; elsewhere use run_members"
+        )
     events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members(
@@ -292,7 +294,10 @@ class _Running:
             return False
         self._restarted[name] += 1
         _log.warning(
-            "%s; restarting it (%d of %d)", failure_of(event).text, self._restarted[name], self._restarts
+            "%s; restarting it (%d of %d)",
+            failure_of(event).text,
+            self._restarted[name],
+            self._restarts,
         )
         self._due[name] = time.monotonic() + RESTART_AFTER.total_seconds(), event.member
         return True

@@ -59,16 +59,16 @@ class RayPlacement:
     """What each member of a role gets from Ray, where the members go, and how often one begins again."""
 
     cpus: float = 1.0
-    """Ray sets these aside, and sets OMP_NUM_THREADS to them."""
+    """The CPUs that Ray reserves for a member; OMP_NUM_THREADS is set to them."""
     gpus: float = 0.0
     memory_bytes: int = 0
-    """Ray finds a machine with so much to spare; it does not stop a process that takes more."""
+    """The memory that a machine must have free for a member; Ray does not stop a process that uses more."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Others that the cluster's machines were given by name."""
+    """Custom resources of the cluster that a member needs, by name."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Members on few machines, or on many; the strict ones rather wait than compromise."""
+    """Whether members are packed on few machines or spread; the strict ones wait until that is possible."""
     max_restarts: int = 3
-    """How often each member begins again in one run, whatever ended it."""
+    """How often each member is restarted in one run, whatever ended it."""
 
     def __post_init__(self) -> None:
         amounts = {"cpus": self.cpus, "gpus": self.gpus, "memory_bytes": self.memory_bytes, **self.resources}
@@ -76,7 +76,7 @@ class RayPlacement:
             if amount < 0:
                 raise ConfigError(f"placement on Ray: {name} must not be negative, got {amount}")
         if not any(amounts.values()):
-            raise ConfigError("placement on Ray: a member must ask for something; give it cpus, even if few")
+            raise ConfigError("placement on Ray: a member must ask for some resource; set cpus, even below 1")
         if self.max_restarts < 0:
             raise ConfigError(f"placement on Ray: max_restarts must be at least 0, got {self.max_restarts}")
 
@@ -112,7 +112,10 @@ def launch_on_ray(
         WrongThreadError: This is another thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise WrongThreadError("only the main thread may launch: signals come to it. Use run_members_on_ray.")
+        raise WrongThreadError(
+            "launch_on_ray must be called from the main thread, which receives signals; elsewhere use "
+            "run_members_on_ray"
+        )
     events: Events = queue.SimpleQueue()
     with signals_into(events):
         return run_members_on_ray(
@@ -278,7 +281,7 @@ class _RayRun:
                     )
                 if now - said > _SAY_EVERY_S:
                     said = now
-                    _log.info("waiting until Ray has room: %s", needs)
+                    _log.info("waiting for free resources on Ray: %s", needs)
         return None
 
     def until_done(self, followers: Collection[str]) -> LaunchOutcome:
@@ -340,7 +343,7 @@ class _RayRun:
             return False
         self._restarts[name] += 1
         text = _failed(event).text
-        _log.warning("%s; starting it again (%d of %d)", text, self._restarts[name], allowed)
+        _log.warning("%s; restarting it (%d of %d)", text, self._restarts[name], allowed)
         return True
 
     def _ask_all(self) -> None:
@@ -360,7 +363,7 @@ class _RayRun:
         self._due = (time.monotonic() + LATE.total_seconds(), self._give_up)
 
     def _give_up(self) -> None:
-        _log.error("Ray does not say that these have ended: %s", ", ".join(self._alive))
+        _log.error("Ray does not confirm that these have ended: %s", ", ".join(self._alive))
         self._alive.clear()
 
     def _begin(self, member: Member, predecessor: Home | None) -> None:

@@ -41,7 +41,7 @@ def test_without_a_limit_that_is_reached_nothing_happens(timer, tmp_path, limit)
 
 def test_a_limit_that_cannot_be_read_is_none_and_said(timer, tmp_path, caplog):
     assert steps_until("tomorrow", timer, tmp_path) == 20
-    assert "limit_req_time must hold Unix seconds, got b'tomorrow'" in caplog.text
+    assert "limit_req_time must contain Unix seconds, got b'tomorrow'" in caplog.text
 
 
 def test_a_run_without_a_folder_has_no_limit(timer):

@@ -162,8 +162,8 @@ def test_a_line_break_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base": "s3://bucket/x"}, "must be local"),
-        ({"model_name": "a/b"}, "cannot name a folder"),
+        ({"base": "s3://bucket/x"}, "needs a local folder"),
+        ({"model_name": "a/b"}, "is not a valid folder name"),
         ({"batch_lines": 0}, "at least 1"),
     ],
 )

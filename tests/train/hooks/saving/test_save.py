@@ -254,7 +254,7 @@ def test_errors_of_guards_change_nothing(caplog):
 def test_a_listener_may_ask_to_stop(checkpoints):
     run = train([SaveHook(checkpoints, by_steps(2), listeners=[Listener("a", [], stop=True)])], 10)
     assert run.step == 2
-    assert run.stop_reason == "Listener asked for it after the save at step 2"
+    assert run.stop_reason == "Listener asked to stop after saving step 2"
 
 
 def test_the_state_file_is_told_where_the_checkpoint_is(checkpoints):
@@ -665,7 +665,7 @@ def test_a_save_due_while_another_is_written_is_postponed(checkpoints, caplog):
         train([hook, At(21, write)], 30, on_step=lambda _: clock.sleep(1))
     assert checkpoints.steps == [10, 23, 30]  # due at 20, tried again three seconds later
     assert 'save_checkpoint_postponed_total{mode="full"} 1.0' in metrics.render().decode()
-    assert "the save due at step 20 waits: step 10 is still being written" in caplog.text
+    assert "the save due at step 20 waits: the checkpoint of step 10 is still being written" in caplog.text
 
 
 def test_a_write_beside_the_training_is_tried_twice(checkpoints):
@@ -714,7 +714,7 @@ def test_a_listener_may_ask_to_stop_from_beside_the_training(checkpoints):
     hook = SaveHook(checkpoints, behind(2), listeners=[Listener("a", [], stop=True)])
     run = train([hook, At(2, lambda: settle(checkpoints))], 9)
     assert run.step == 2
-    assert "asked for it" in run.stop_reason
+    assert "asked to stop" in run.stop_reason
 
 
 def test_a_cut_that_fails_is_raised_at_once(checkpoints):
@@ -788,7 +788,7 @@ def test_a_save_that_hangs_is_given_up_when_the_run_dies(checkpoints, caplog):
 
     with pytest.raises(ZeroDivisionError):
         train([SaveHook(checkpoints, behind(2, close_secs=0.01)), At(2, die)], 9)
-    assert "gave up the checkpoint of step 2" in caplog.text
+    assert "gave up on the checkpoint of step 2" in caplog.text
     checkpoints.may_write.set()
     settle(checkpoints)
 

@@ -33,7 +33,8 @@ class AlertConfig:
     every_steps: int = 100
     """How many steps there are between two looks at the loss."""
     explosion: float | None = 10.0
-    """How many times its running mean the mean loss may be; None looks for NaN and infinity only."""
+    """How many times its running mean the loss may reach before it counts as diverged; None checks for NaN
+    and infinity only."""
     warmup_checks: int = 10
     """How many looks pass before the running mean is trusted: the first losses are high."""
     decay: float = 0.9
@@ -85,7 +86,7 @@ class AlertHook(Hook):
         self._skipped = skipped
         self._known_skipped = 0
         metrics = metrics if metrics is not None else Metrics()
-        self._count = metrics.counter("training_diverged", "Looks that found a loss diverged")
+        self._count = metrics.counter("training_diverged", "Checks that found the loss diverged")
         self._sum: Tensor | None = None
         self._steps = 0
         self._mean: float | None = None
@@ -137,7 +138,7 @@ class AlertHook(Hook):
             )
         elif self._rollbacks >= self._config.max_rollbacks:
             raise DivergedError(
-                f"{message}, again after {self._rollbacks} rollbacks. It is not chance: lower the learning "
+                f"{message}, again after {self._rollbacks} rollbacks: lower the learning "
                 "rate, clip gradients, or look at the data of these steps."
             )
         else:
@@ -150,7 +151,7 @@ class AlertHook(Hook):
     def _trouble(self, mean: float) -> str | None:
         skipped, self._known_skipped = self._skipped() - self._known_skipped, self._skipped()
         if skipped > 0:
-            return f"{skipped} batches were skipped, whose loss or gradient is not finite"
+            return f"{skipped} batches were skipped because their loss or a gradient is NaN or infinite"
         if not math.isfinite(mean):
             return f"the loss of the last {self._steps} steps is {mean}"
         limit = self._config.explosion

@@ -134,7 +134,7 @@ class ControlServerHook(Hook):
         server.start()
         self._server = server
         self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
-        _log.info("controller serves on %s", self.address)
+        _log.info("control server listens on %s", self.address)
         if run.model_dir:
             filesystem.make_dirs(run.model_dir)
             self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
@@ -158,7 +158,7 @@ class ControlServerHook(Hook):
     def _leave_token(self, model_dir: str, token: Secret) -> None:
         if filesystem.is_remote(model_dir):
             _log.warning(
-                "nobody can control this run: it has no token, and in %s others could read one. "
+                "nobody can control this run: it has no token, and others could read one in %s. "
                 "Start it with security.token_file.",
                 model_dir,
             )
@@ -223,7 +223,7 @@ class ControlServerHook(Hook):
         if not self._saves.acquire(blocking=False):
             raise _RefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._limits.saves} callers wait for a checkpoint, and limits.saves allows no more; ask "
+                f"{self._limits.saves} callers wait for a checkpoint, the most that limits.saves allows; ask "
                 "again when one is saved",
             )
         try:
@@ -244,7 +244,7 @@ class ControlServerHook(Hook):
         except _RefusedError:
             raise
         except Exception as error:
-            _log.exception("saving a checkpoint that was called for failed")
+            _log.exception("saving a checkpoint on request failed")
             code = grpc.StatusCode.INTERNAL
             raise _RefusedError(code, f"cannot save: {type(error).__name__}: {_said(error)}") from error
 

@@ -57,7 +57,7 @@ class RequestTimeHook(Hook):
         if now >= limit:
             self._timer.enabled = True
             self._timer.reset()
-            run.request_stop(f"the data reached {now}, and {LIMIT_FILE} says {limit}")
+            run.request_stop(f"the data reached {now}, the limit in {LIMIT_FILE} is {limit}")
 
 
 def read_limit(model_dir: str) -> int:
@@ -70,5 +70,5 @@ def read_limit(model_dir: str) -> int:
     try:
         return int(text)
     except ValueError:
-        _log.error("%s must hold Unix seconds, got %r: there is no limit until it does", path, text[:40])
+        _log.error("%s must contain Unix seconds, got %r; no limit applies until it does", path, text[:40])
         return -1

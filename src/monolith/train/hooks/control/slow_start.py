@@ -89,14 +89,14 @@ class SlowStartHook(Hook):
                 counts_from = min(counts_from, now)
             if now - counts_from >= patience:
                 _log.warning(
-                    "waited %.0f s for step %d, the model is at %d: starting anyway",
+                    "slow start: waited %.0f s for step %d, the model is at step %d; starting anyway",
                     now - counts_from,
                     self._target_step,
                     step,
                 )
                 break
             if now >= next_log:
-                _log.info("slow start: waiting for step %d, the model is at %d", self._target_step, step)
+                _log.info("slow start: waiting for step %d, the model is at step %d", self._target_step, step)
                 next_log = now + _LOG_EVERY_SECONDS
             self._sleep(POLL_SECONDS)
             for call in self._idle:

@@ -175,7 +175,7 @@ class DeepInsightHook(Hook):
         req_times = self._read(batch, REQ_TIME)
         if req_times is None:
             if not self._silent:
-                _log.warning("deep insight is off: the batches have no %r", REQ_TIME)
+                _log.warning("deep insight is off: the batches have no feature %r", REQ_TIME)
                 self._silent = True
             return []
         times = _take(_tensor(REQ_TIME, req_times), chosen)
@@ -240,7 +240,7 @@ def _same_length(columns: Mapping[str, Column]) -> dict[str, list[float | int | 
 
 def _tensor(name: str, column: Column) -> Tensor:
     if not isinstance(column, Tensor):
-        raise ConfigError(f"deep insight: the field {name!r} must be numbers, got texts")
+        raise ConfigError(f"deep insight: the field {name!r} must be numeric, got strings")
     return column
 
 

@@ -82,9 +82,9 @@ class DayFiles:
                 f"got {batch_lines} and {part_lines}"
             )
         if is_url(base):
-            raise ConfigError(f"file metrics: files are appended to, so they must be local; got {base!r}")
+            raise ConfigError(f"file metrics: appending to files needs a local folder; got {base!r}")
         if not model or "/" in model or model in (".", ".."):
-            raise ConfigError(f"file metrics: {model!r} cannot name a folder")
+            raise ConfigError(f"file metrics: {model!r} is not a valid folder name")
         self._root = Path(base) / model
         self._worker = worker
         self._batch = batch_lines

@@ -61,7 +61,7 @@ class KafkaProducer:
         try:
             self._producer = self._kafka.Producer(chosen, logger=ClientLog(_log))
         except self._kafka.KafkaException as cause:
-            raise ConfigError(f"kafka metrics: the client does not take the settings: {cause}") from cause
+            raise ConfigError(f"kafka metrics: the client rejects the settings: {cause}") from cause
 
     def send(self, payload: bytes, done: Callable[[bool], None]) -> None:
         while True:

@@ -34,13 +34,13 @@ class Standing:
 
     step: int
     last_step: int | None
-    """Where it ends; None where only the data, the time or somebody ends it."""
+    """The step at which the run ends; None where only the data, the time or a person ends it."""
     seconds_left: float | None
     examples: int
-    """Trained on since this run began."""
+    """Examples trained on since this run began."""
     examples_per_s: float
     loss: float
-    """The mean over the steps since the last showing."""
+    """The mean loss over the steps since it was last shown."""
     metrics: Mapping[str, float]
     """By "head/metric", over the last window that ended; those that have nothing to say are left out."""
     lag_seconds: float | None
@@ -48,15 +48,15 @@ class Standing:
     rows: int
     bytes: int
     filtered: int
-    """Sightings of ids that were not admitted, being too rare."""
+    """Occurrences of ids that were not admitted because they are too rare."""
     refused: int
-    """Ids that were turned away because a table is full."""
+    """Ids that were refused because a table is full."""
     evicted: int
     """Rows that expired."""
     skipped: int = 0
-    """Batches that were not trained on because their loss or a gradient is not finite."""
+    """Batches that were skipped because their loss or a gradient is NaN or infinite."""
     non_finite: int = 0
-    """Updates of single rows that a table left out, because they are not finite."""
+    """Updates of single rows that a table skipped because they are NaN or infinite."""
 
 
 class LiveLineHook(Hook):
@@ -221,21 +221,21 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
         "step": metrics.gauge("train_step", "Steps the model has taken in all its runs"),
         "examples": metrics.gauge("train_examples", "Examples trained on since this run began"),
         "examples_per_s": metrics.gauge("train_examples_per_s", "Examples trained on per second"),
-        "loss": metrics.gauge("train_loss", "Mean loss of late"),
+        "loss": metrics.gauge("train_loss", "Mean loss of the latest steps"),
         "rows": metrics.gauge("train_rows", "Rows in all tables"),
         "bytes": metrics.gauge("train_table_bytes", "Memory of all tables"),
-        "filtered": metrics.gauge("train_filtered", "Sightings of ids that were not admitted"),
-        "refused": metrics.gauge("train_refused", "Ids turned away because a table is full"),
+        "filtered": metrics.gauge("train_filtered", "Occurrences of ids that are too rare to be admitted"),
+        "refused": metrics.gauge("train_refused", "Ids refused because a table is full"),
         "evicted": metrics.gauge("train_evicted", "Rows that expired"),
         "skipped": metrics.gauge(
-            "train_skipped_batches", "Batches not trained on: their loss or a gradient is not finite"
+            "train_skipped_batches", "Batches skipped because their loss or a gradient is NaN or infinite"
         ),
         "non_finite": metrics.gauge(
-            "train_non_finite_updates", "Updates of single rows left out because they are not finite"
+            "train_non_finite_updates", "Updates of single rows skipped because they are NaN or infinite"
         ),
     }
-    lag = metrics.gauge("train_event_time_lag_seconds", "How far training is behind the clock")
-    quality = metrics.gauge("train_metric", "Over the last window", ["metric"])
+    lag = metrics.gauge("train_event_time_lag_seconds", "Seconds from the newest event trained on to now")
+    quality = metrics.gauge("train_metric", "The metric over the last window", ["metric"])
 
     def show(standing: Standing) -> None:
         for name, gauge in numbers.items():

@@ -171,7 +171,7 @@ class MessageCounts:
     success: int = 0
     failed: int = 0
     dropped: int = 0
-    """Refused because the queue was full."""
+    """Messages refused because the queue was full."""
 
 
 class MessageQueue:
@@ -273,7 +273,7 @@ class MessageQueue:
                 try:
                     self._tick()
                 except Exception:
-                    _log.exception("%s: the regular work failed", self._name)
+                    _log.exception("%s: the periodic work failed", self._name)
 
     def _guarded(self, message: str) -> None:
         try:

@@ -225,12 +225,12 @@ class SaveHook(Hook):
         self._mode = "dense_only" if dense_only else "full"
         metrics = metrics if metrics is not None else Metrics()
         self._count_saved = metrics.counter("save_checkpoint", "Checkpoints saved", ["mode"])
-        self._count_failed = metrics.counter("save_checkpoint_failed", "Attempts that failed", ["mode"])
+        self._count_failed = metrics.counter("save_checkpoint_failed", "Saves that failed", ["mode"])
         self._count_postponed = metrics.counter(
-            "save_checkpoint_postponed", "Saves that had to wait for the one before", ["mode"]
+            "save_checkpoint_postponed", "Saves that had to wait for the previous one", ["mode"]
         )
         self._time_saved = metrics.histogram(
-            "save_checkpoint_time", "Seconds from cut to done", ["mode"], buckets=_BUCKETS
+            "save_checkpoint_time", "Seconds from the start of a save to its end", ["mode"], buckets=_BUCKETS
         )
         self._turn = threading.RLock()  # guards what is below: several threads may step
         self._run: Run | None = None
@@ -312,7 +312,7 @@ class SaveHook(Hook):
             writing.thread.join(self.config.close_secs)
             if writing.thread.is_alive():
                 _log.error(
-                    "gave up the checkpoint of step %d: still being written after %.0f s",
+                    "gave up on the checkpoint of step %d: it is still being written after %.0f s",
                     writing.save.step,
                     self.config.close_secs,
                 )
@@ -404,7 +404,7 @@ class SaveHook(Hook):
             moment.close(saved=written)
         for listener in self._listeners:
             if self._attempt(f"telling {type(listener).__name__}", partial(listener.after_save, save.step)):
-                run.request_stop(f"{type(listener).__name__} asked for it after the save at step {save.step}")
+                run.request_stop(f"{type(listener).__name__} asked to stop after saving step {save.step}")
         with self._lock:
             self._saved = save.step, prefix
         if not self._dense_only:
@@ -419,7 +419,7 @@ class SaveHook(Hook):
             try:
                 self._on_saved(save.step, prefix)
             except Exception:
-                _log.exception("the checkpoint of step %d is good, but noting it failed", save.step)
+                _log.exception("the checkpoint of step %d is saved, but recording it failed", save.step)
         _answer(save.requests, prefix)
 
     def _attempt(self, doing: str, act: Callable[[], T]) -> T:
@@ -433,7 +433,7 @@ class SaveHook(Hook):
                 self._count_failed.inc(mode=self._mode)
                 unexpected = not isinstance(error, MonolithError)
                 _log.warning(
-                    "saving a checkpoint: %s failed, trying again: %s", doing, error, exc_info=unexpected
+                    "saving a checkpoint: %s failed, retrying: %s", doing, error, exc_info=unexpected
                 )
         try:
             return act()
@@ -507,8 +507,8 @@ class SaveHook(Hook):
         if self._writing is not None and not self._told_postponed:
             self._told_postponed = True
             _log.warning(
-                "the save due at step %d waits: step %d is still being written. "
-                "Where this is often so, save less often.",
+                "the save due at step %d waits: the checkpoint of step %d is still being written. "
+                "If this happens often, save less often.",
                 step,
                 self._writing.save.step,
             )
