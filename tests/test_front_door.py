@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,10 +28,13 @@ def python(program: str) -> str:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_has_every_name_it_lists(room: str) -> None:
-    module = __import__(room, fromlist=["__all__"])
+    module = import_module(room)
+    for inner in pkgutil.iter_modules(module.__path__):
+        import_module(f"{room}.{inner.name}")
     assert module.__all__
     for name in module.__all__:
         assert getattr(module, name) is not None
+        assert not inspect.ismodule(getattr(module, name)), f"{name} is hidden by the module it is in"
         assert name in dir(module)
 
 

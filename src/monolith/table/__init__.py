@@ -8,5 +8,6 @@ embeddings = table.lookup(ids)
 from __future__ import annotations
 
 from monolith.front_door import open_when_asked
+from monolith.table.sharded_names import sharded_names as sharded_names  # a module of that name would hide it
 
 __getattr__, __dir__ = open_when_asked(__name__)
