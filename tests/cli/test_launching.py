@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ TESTS = Path(__file__).parents[1]
 TASK = "train.tasks:Clicks"
 ENDLESS = ("--set", "batches=10000000", "--set", "batch_size=16")
 LIMIT = 180.0
+AnyPopen = warm.Popen | subprocess.Popen[bytes]
 
 
 def command(*words: str) -> list[str]:
@@ -55,15 +58,17 @@ def wait_until(condition: Callable[[], object], otherwise: str) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., warm.Popen]]:
-    """Starts a launcher; in the end nobody who knows the model_dir runs."""
-    started: list[warm.Popen] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., AnyPopen]]:
+    """Starts a launcher, in a fresh interpreter if asked to; in the end nobody who knows the model_dir runs."""
+    started: list[AnyPopen] = []
 
-    def start(*words: str) -> warm.Popen:
+    def start(*words: str, fresh: bool = False) -> AnyPopen:
+        program = ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words)]
+        popen: Any = subprocess.Popen if fresh else warm.Popen
         # Text from many processes: files never fill up as pipes do.
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-            process = warm.Popen(
-                ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words)],
+            process: AnyPopen = popen(
+                [sys.executable, *program] if fresh else program,
                 stdout=out,
                 stderr=err,
                 env={
@@ -94,7 +99,7 @@ def said(tmp_path: Path) -> str:
 def test_two_servers_and_two_workers_train_and_one_report_comes_out(start: Any, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[task]\nbatches = 24\n[train]\nseed = 3\n")
-    process = start("--json", "--config", str(config), "--set", "batch_size=16", "--no-summaries")
+    process = start("--json", "--config", str(config), "--set", "batch_size=16", "--no-summaries", fresh=True)
     assert process.wait(LIMIT) == 0, said(tmp_path)
     report = json.loads((tmp_path / "out").read_text())  # one object, and nothing else
     assert (report["task"], report["step"], report["examples"]) == ("clicks", 24, 24 * 16)
