@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], object], otherwise: str) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., AnyPopen]]:
-    """Starts a launcher, in a fresh interpreter if asked to; in the end nobody who knows the model_dir runs."""
+    """Starts a launcher, in a fresh interpreter if asked to; in the end none who knows the model_dir runs."""
     started: list[AnyPopen] = []
 
     def start(*words: str, fresh: bool = False) -> AnyPopen:
