@@ -91,7 +91,7 @@ def test_event_files_without_insight_are_told_from_none_at_all(tmp_path: Path) -
 
 def test_an_empty_event_file_is_like_none(tmp_path: Path) -> None:
     (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
-    with pytest.raises(DataError, match="hold nothing"):
+    with pytest.raises(DataError, match="contain nothing"):
         run(options(tmp_path))
 
 

@@ -16,11 +16,11 @@ class BenchTableOptions:
     also_dims: tuple[int, ...] = (64, 128)
     """Further widths to measure, each with fewer rows: about as many bytes."""
     threads: tuple[int, ...] = (1, 2)
-    """Thread counts, at most the machine's cores."""
+    """The numbers of threads to measure, at most the machine's cores."""
     batch: int = 65536
     """The number of ids in a call."""
     repeats: int = 12
-    """Rounds, after one to warm up; the best counts."""
+    """The number of rounds, after one to warm up; the best counts."""
     scaling: bool = False
     """Measure also the cost of a row from 1 to 50 million rows."""
     busy: bool = False
@@ -38,19 +38,19 @@ class BenchTrainOptions:
     """Measure training: a DeepFM on our rows beside the same model on torch's and FBGEMM's."""
 
     ids: int = 10_000_000
-    """Ids of all features together."""
+    """The number of ids of all features together."""
     features: int = 26
-    """Features, with one id each in every example."""
+    """The number of features, with one id each in every example."""
     dim: int = 16
     """Floats per vector, beside a bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
     batch: int = 2048
-    """Examples in a batch."""
+    """The number of examples in a batch."""
     threads: int = 2
-    """Threads, at most the machine's cores."""
+    """The number of threads, at most the machine's cores."""
     repeats: int = 8
-    """Rounds, after one to warm up; the best counts."""
+    """The number of rounds, after one to warm up; the best counts."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
@@ -64,17 +64,17 @@ class BenchStoreOptions:
     """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
 
     ids: tuple[int, ...] = (1_000, 10_000)
-    """Distinct ids in a batch."""
+    """The numbers of distinct ids in a batch to measure."""
     rows: int = 200_000
-    """Rows in the table."""
+    """The number of rows in the table."""
     dim: int = 16
     """Floats per embedding."""
     servers: tuple[int, ...] = (1, 2)
-    """Numbers of servers, each a process on this machine."""
+    """The numbers of servers to measure, each a process on this machine."""
     dense_bytes: int = 1_000_000
-    """Size of the dense weights that are pushed."""
+    """The size of the dense weights that are pushed."""
     repeats: int = 5
-    """Rounds, after one to warm up; the best counts."""
+    """The number of rounds, after one to warm up; the best counts."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
@@ -88,15 +88,15 @@ class BenchDataOptions:
     """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
 
     records: int = 100_000
-    """Records in a file."""
+    """The number of records in a file."""
     features: int = 20
-    """Features of one to three ids."""
+    """The number of features, of one to three ids each."""
     batch: int = 2048
-    """Records in a batch."""
+    """The number of records in a batch."""
     threads: int = 2
-    """Threads, at most the machine's cores."""
+    """The number of threads, at most the machine's cores."""
     repeats: int = 5
-    """Rounds, after one to warm up; the best counts."""
+    """The number of rounds, after one to warm up; the best counts."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
@@ -110,17 +110,17 @@ class BenchCheckpointOptions:
     """Measure checkpoints beside plain files of the same bytes, and how much a save slows training."""
 
     rows: int = 10_000_000
-    """Rows in the table."""
+    """The number of rows in the table."""
     dim: int = 16
     """Floats per embedding, beside as many of optimizer state."""
     batch: int = 8192
-    """Ids in a training step."""
+    """The number of ids in a training step."""
     threads: tuple[int, ...] = (1, 2)
     """Thread counts to train with, at most the machine's cores."""
     touched: tuple[float, ...] = (0.01, 0.1)
     """Shares of the rows that change before an increment is saved."""
     repeats: int = 3
-    """Rounds; the best counts."""
+    """The number of rounds; the best counts."""
     folder: str | None = None
     """A folder on the disk to measure; by default where temporary files go."""
     quick: bool = False

@@ -65,8 +65,8 @@ def read(run_dir: str, last: int) -> list[Insight]:
     paths = [path for path in files if EVENT_FILE_MARK in filesystem.base_name(path)]
     if not paths:
         raise FileMissingError(
-            f"insight: no event files in {run_dir!r}. Train with insight_every_steps, which writes them to "
-            "summaries/ of the model_dir."
+            f"insight: no event files in {run_dir!r}. Train with insight_every_steps or a "
+            "FeatureInsightHook, which write them to summaries/ of the model_dir."
         )
     # Their names begin with the time at which they were begun.
     found = insights(read_summaries(sorted(paths, key=filesystem.base_name)), last)

@@ -23,9 +23,9 @@ class DataDispatcherOptions:
     """Where the dispatcher registers: zookeeper://host:2181/job, consul://host:8500/job or
     files:///shared/folder/job. It deregisters at the end."""
     host: str = "127.0.0.1"
-    """Address to listen on; by default this machine only."""
+    """The address to listen on; by default only this machine can reach it."""
     port: int = 5050
-    """0 chooses a free one."""
+    """The port to listen on; 0 chooses a free one."""
     advertise: str | None = None
     """The host by which others reach this machine, where it is not the address listened on."""
     epochs: int = 1
@@ -52,9 +52,9 @@ class DataWorkerOptions:
     """Where the dispatcher is registered: zookeeper://host:2181/job, consul://host:8500/job or
     files:///shared/folder/job. It is looked up again when it has moved."""
     host: str = "127.0.0.1"
-    """Address to listen on; by default this machine only."""
+    """The address to listen on; by default only this machine can reach it."""
     port: int = 0
-    """0 chooses a free one."""
+    """The port to listen on; 0 chooses a free one."""
     advertise: str | None = None
     """The host by which trainers reach this machine, where it is not the address listened on."""
     readers: int = 2
