@@ -78,7 +78,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_event_files_says_how_to_get_some(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_text("")
-    with pytest.raises(FileMissingError, match="FeatureInsightHook"):
+    with pytest.raises(FileMissingError, match="insight_every_steps"):
         run(options(tmp_path))
 
 

@@ -90,7 +90,7 @@ def test_what_else_a_run_does_stands_in_its_config(
     model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "run.toml"
-    config.write_text('[hooks]\nheartbeat_every = "1s"\n[hooks.deep_insight]\nkafka = true\n')
+    config.write_text('[train.hooks]\nheartbeat_every = "1s"\n[train.hooks.deep_insight]\nkafka = true\n')
     flags = ["--config", str(config), "--model-dir", model_dir, "--steps", "2"]
     assert train(*flags) == 2
     assert "needs kafka_brokers and kafka_topic" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(
     file.write_text('[train.restore]\ncheckpoint = "model.ckpt-5"\n')
     found = train_json(capsys, "--model-dir", trained, "--steps", "1", "--config", str(file))
     assert found["restored_from"] == f"{trained}/model.ckpt-8"
-    assert "model.ckpt-5 not exists" in caplog.text
+    assert "model.ckpt-5 does not exist" in caplog.text
 
 
 # Flags and files

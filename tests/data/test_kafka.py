@@ -282,7 +282,7 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
         ({"offsets": {"other": {"0": 0}}}, "of topics other, which are not read here"),
         (
             {"offsets": {"TOPIC": {"0": 99}}},
-            r"offset 99 of partition 0 .* has messages 0 to 2; .* lost its end",
+            r"offset 99 of partition 0 .* has messages 0 to 2; .* lost its newest",
         ),
         ({"offsets": {"TOPIC": {"5": 0}}}, "there is no partition 5"),
         ({"offsets": [1]}, "cannot restore a Kafka source"),

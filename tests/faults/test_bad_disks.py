@@ -229,7 +229,7 @@ def test_a_chain_that_lost_its_base_is_refused_by_name_until_it_is_brought_back(
 ) -> None:
     manifest = Path(begun.model_dir) / "model.ckpt-2.manifest"
     aside = manifest.rename(Path(begun.notes) / manifest.name)
-    refuse(trainers, begun, "RestoreError", "model.ckpt-6", "model.ckpt-2", "bring that one back")
+    refuse(trainers, begun, "RestoreError", "model.ckpt-6", "model.ckpt-2", "put the missing one back")
     aside.rename(manifest)
     go_on(trainers, begun, uninterrupted)
 

@@ -207,7 +207,7 @@ def test_a_layout_of_single_tensors_is_a_list() -> None:
 
 def test_a_feature_has_one_column() -> None:
     slot = item_slot()
-    with pytest.raises(FeatureError, match="feature 'item' has two columns"):
+    with pytest.raises(FeatureError, match="feature 'item' has two feature columns"):
         EmbeddingCollection(
             [Layout("bias", ADDN, [FeatureColumn(slot, "item").bias(), FeatureColumn(slot, "item").bias()])]
         )

@@ -134,7 +134,7 @@ def test_features_that_share_rows_share_slices() -> None:
 def test_a_slice_cannot_have_two_widths() -> None:
     features = FeatureSet(["item", Feature(name="clicked", shares="item")])
     features.slices(["item"], "vector", 4)
-    with pytest.raises(FeatureError, match="'clicked': slice 'vector' of slot 'item' has 4 columns, and 8"):
+    with pytest.raises(FeatureError, match="'clicked': slice 'vector' of slot 'item' has 4 floats, and 8"):
         features.slices(["clicked"], "vector", 8)
 
 

@@ -51,5 +51,5 @@ def test_a_call_to_many_tables_at_once_warns_too(caplog: pytest.LogCaptureFixtur
     tables = MultiTable({"item": NativeTable(CONFIG)})
     for first in range(0, 60_000, 1000):
         ids = torch.arange(first, first + 1000)
-        tables.fused_apply_gradients(ids, torch.tensor([1000]), torch.ones(4000), num_shards=1)
+        tables.fused_apply_gradients(ids, torch.tensor([1000]), torch.ones(4000), num_batches=1)
     assert "table 'item' is full" in caplog.messages[0]
