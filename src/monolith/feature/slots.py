@@ -44,9 +44,9 @@ _FOREVER = timedelta(days=36500)
 SLOT_OPTIMIZER = Adagrad(initial_accumulator_value=1.0)
 """What trains the rows of a slot that is made by hand, as upstream does it."""
 ROW_OPTIMIZER = Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
-"""What trains the rows of ready models where nothing else is said. Meant for losses that are summed over a
-batch: the mean over a thousand examples has gradients a thousandth as large, which are lost beside the first
-accumulator."""
+"""What trains the rows of ready models where nothing else is said. Meant for gradients that are summed over
+a batch, as `EmbeddingOptimizer` applies them: their mean over a thousand examples would be lost beside the
+first accumulator."""
 BIAS_OPTIMIZER = Ftrl(initial_accumulator_value=1e-6, beta=1.0)
 """What trains the bias of a slot that is made by hand, as upstream does it; ready models train theirs by
 `ROW_OPTIMIZER`. Making the two one would change what rows hold, and refuse older checkpoints."""

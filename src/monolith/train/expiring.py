@@ -86,7 +86,7 @@ class RowExpiry:
             _log.warning(
                 "table %r: %s of %s rows have expired by %s UTC, more than the share of %g that may go at "
                 "once; all are kept (%s times so far). Check that event times are right. If they are, set "
-                "expiry.max_share (checkpoint.max_expired_share in a run's config) to 1 to let them go.",
+                "expiry.max_share (train.expiry.max_share in a run's config) to 1 to let them go.",
                 table,
                 f"{overdue:,}",
                 f"{rows:,}",
