@@ -257,3 +257,11 @@ class TestAStreamOfRecords:
             "batch: the records have no column 'line_id.req_time', so rows get no event time and never "
             "expire; name the column with BatchSpec(event_time=...), or None if there is none"
         ]
+
+
+@pytest.mark.parametrize("labels", [("click",), "click", {"click": "click"}, {"click": ("click",)}])
+def test_labels_of_another_shape_are_told_how_they_are_given(labels: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r'labels gives each task a column .* \{"click": \("click", 0\)\}; got'
+    ):
+        BatchSpec(ids=("user",), labels=labels)

@@ -229,6 +229,12 @@ class BatchSpec:
     counted and put where the source puts malformed records; more end the run, and with 0 the first does."""
 
     def __post_init__(self) -> None:
+        pairs = list(self.labels.values()) if isinstance(self.labels, Mapping) else [None]
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
+            raise ConfigError(
+                "batch spec: labels gives each task a column and the position in it, as in "
+                f'{{"click": ("click", 0)}}; got {self.labels!r}'
+            )
         if isinstance(self.optional, str):
             object.__setattr__(self, "optional", (self.optional,))
         if unknown := [name for name in self.optional if name not in self.columns]:
