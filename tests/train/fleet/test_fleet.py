@@ -613,6 +613,25 @@ def test_a_server_that_has_no_chief_ends_with_an_error_after_a_while(tmp_path: P
             )
 
 
+def test_a_server_that_is_told_to_stop_does_not_wait_for_a_chief_that_is_gone(tmp_path: Path) -> None:
+    now, stop = 0.0, threading.Event()
+    config = TrainConfig(model_dir=str(tmp_path))
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0  # each look is a second later
+        return now
+
+    share = ServedShare(TASK, config, index=0, num_ps=1, num_workers=1, clock=clock)
+    with share.serve("127.0.0.1", 0, None) as server:
+        with contextlib.closing(ServerGroup([server.address])) as group:
+            group.call(0, "server.begin", run="r")
+            group.call(0, "server.attend", run="r", wait=0)
+        stop.set()
+        end = share.wait(stop, linger=timedelta(hours=1))
+    assert (end.why, end.finished) == ("stopped during a run whose chief is gone", False)
+
+
 class Gone(Hook):
     """Is silent from its second step on, as if its process were killed, until the other has noticed."""
 

@@ -48,7 +48,7 @@ from monolith.train.fleet.bodies import (
     WriteTables,
 )
 from monolith.train.fleet.jobs import Jobs
-from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
+from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, Meeting
 from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.task import Mode, Task
@@ -224,7 +224,7 @@ class ServedShare:
         start_timeout: timedelta = START_TIMEOUT,
         abandoned_after: timedelta = ABANDONED_AFTER,
     ) -> ServerEnd:
-        """Return when the run is over, or `stop` was set and the chief had time to save.
+        """Return when the run is over, or `stop` was set and the chief, if it is there, had time to save.
 
         Raises:
             DeadlineExceededError: There is no chief.
@@ -241,6 +241,8 @@ class ServedShare:
                 limit = self._clock() + linger.total_seconds()
             elif self._clock() >= limit:
                 return ServerEnd("stopped during a run")
+            elif self._chief.absent_for() > RETURN_WITHIN:
+                return ServerEnd("stopped during a run whose chief is gone")
         if self._finished:
             return ServerEnd("the run is over", finished=True)
         return ServerEnd("the run was stopped before its end; start it again to resume")
