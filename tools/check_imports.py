@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +119,8 @@ class Module:
     name: str
     room: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
+    """All of the tree: to walk through it again for every rule would take most of the time."""
 
     def finding(self, node: ast.AST, message: str) -> Finding:
         return Finding(self.path, getattr(node, "lineno", 1), message)
@@ -128,7 +130,7 @@ def check(package: Path) -> list[Finding]:
     """Return all findings in the package at this folder, in order."""
     paths = sorted([*package.rglob("*.py"), *package.rglob("__init__.pyi")])
     modules = [read_module(path, package) for path in paths]
-    frozen = {name for module in modules for name in frozen_classes(module.tree)}
+    frozen = {name for module in modules for name in frozen_classes(module)}
     findings = [
         finding
         for module in modules
@@ -147,7 +149,8 @@ def read_module(path: Path, package: Path) -> Module:
     parts = path.relative_to(package).with_suffix("").parts
     room = {"__init__": ROOT, "__main__": "cli"}.get(parts[0], parts[0])
     name = ".".join([package.name, *parts])
-    return Module(path, name, room, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return Module(path, name, room, tree, tuple(ast.walk(tree)))
 
 
 # 1. Direction
@@ -158,7 +161,7 @@ def check_direction(module: Module) -> Iterator[Finding]:
     if row is None:
         yield module.finding(module.tree, f"{module.room!r} is not a room of ROWS; give it a row")
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         for room in sorted(rooms_imported(node, module) - {module.room}):
             target = row_of(room)
             if target is None:
@@ -212,7 +215,7 @@ def origin_of(node: ast.ImportFrom, module: Module) -> str:
 def check_packages(module: Module) -> Iterator[Finding]:
     at_top = set(run_on_import(module.tree))
     typing_only = {inner for node in at_top if is_type_checking(node) for inner in ast.walk(node)}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if node in typing_only:
             continue
         for package in sorted({name.split(".")[0] for name in names_imported(node, module)}):
@@ -313,9 +316,9 @@ def walk_evaluated(expression: ast.expr) -> Iterator[ast.AST]:
             pending.extend(ast.iter_child_nodes(node))
 
 
-def frozen_classes(tree: ast.Module) -> Iterator[str]:
+def frozen_classes(module: Module) -> Iterator[str]:
     """Yield the names of frozen dataclasses and enums: values, which one may build at module level."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef) and (
             any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
             or any(dotted(base).endswith("Enum") for base in node.bases)
@@ -365,7 +368,7 @@ def public_names(module: Module, known: dict[str, Module]) -> Iterator[tuple[str
                     yield name, origin, node
 
 
-def find_origin(module: str, name: str, known: dict[str, Module]) -> Definition | None:
+def find_origin(module: str, name: str, known: Mapping[str, Module]) -> Definition | None:
     """Follow imports to the module of the package that defines a name; None if it is a module."""
     if f"{module}.{name}" in known:
         return None
@@ -393,9 +396,9 @@ def plain_name(module: Module) -> str:
 
 
 def check_ambient_state(module: Module) -> Iterator[Finding]:
-    owned = {id(value) for node in ast.walk(module.tree) for value in given_to_self(node)}
+    owned = {id(value) for node in module.nodes for value in given_to_self(node)}
     imported = {here for here, *there in imports_from(module) if there == ["threading", "local"]}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Global):
             yield module.finding(node, f"ambient state: `global {', '.join(node.names)}`")
         elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] == "ContextVar":
@@ -436,16 +439,18 @@ def outermost_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Asyn
 
 def changes(function: ast.AST, names: set[str]) -> Iterator[tuple[ast.AST, str]]:
     """Yield what a function does to objects of the module by these names, less those it has itself."""
-    own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    own |= {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    for node in ast.walk(function):
+    inside = list(ast.walk(function))
+    own = {node.arg for node in inside if isinstance(node, ast.arg)}
+    own |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    mutators = MUTATORS.split()
+    for node in inside:
         changed: list[ast.expr] = []
         match node:
             case ast.Assign(targets=targets) | ast.Delete(targets=targets):
                 changed = [part for target in targets for part in ast.walk(target) if is_place(part)]
             case ast.AugAssign(target=target) | ast.AnnAssign(target=target) if is_place(target):
                 changed = [target]
-            case ast.Call(func=ast.Attribute(value=value, attr=attribute)) if attribute in MUTATORS.split():
+            case ast.Call(func=ast.Attribute(value=value, attr=attribute)) if attribute in mutators:
                 changed = [value]
         for name in sorted({root_of(target) for target in changed} & (names - own)):
             yield node, name

@@ -57,10 +57,8 @@ def imported_by(module: Module, known: Mapping[str, Module]) -> set[str]:
     """Return the modules that one takes something from. Doors only pass on, so they take nothing."""
     if module.path.stem == "__init__":
         return set()
-    skipped = {
-        id(inner) for node in ast.walk(module.tree) if is_type_checking(node) for inner in ast.walk(node)
-    }
-    nodes = [node for node in ast.walk(module.tree) if id(node) not in skipped]
+    skipped = {id(inner) for node in module.nodes if is_type_checking(node) for inner in ast.walk(node)}
+    nodes = [node for node in module.nodes if id(node) not in skipped]
     modules = dict(modules_named(nodes, module, known))
     found = set(modules.values())
     for node in nodes:
@@ -94,7 +92,7 @@ def defining(module: str, name: str, known: Mapping[str, Module]) -> str:
     """Return the module that defines a name, or the module of that name; "" for what is of elsewhere."""
     if f"{module}.{name}" in known:
         return f"{module}.{name}"
-    found = find_origin(module, name, dict(known))
+    found = find_origin(module, name, known)
     return found.module if found else ""
 
 
@@ -113,13 +111,13 @@ def is_used(dotted: str, reached: Collection[str], known: Mapping[str, Module]) 
     module = defining(parent, name, known) if parent in known else ""
     if not module:
         raise LookupError(f"there is no {dotted}")
-    return module in reached and any(name in names_in(known[place].tree) for place in reached)
+    return module in reached and any(name in names_in(known[place]) for place in reached)
 
 
 @cache
-def names_in(tree: ast.Module) -> frozenset[str]:
+def names_in(module: Module) -> frozenset[str]:
     """Return every name that a module takes from others or speaks of; what it defines is not among them."""
-    nodes = list(ast.walk(tree))
+    nodes = module.nodes
     imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
