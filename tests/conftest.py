@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).parent
-pytest_plugins = ("services.fixtures", "services.slowest_files")
+pytest_plugins = ("services.fixtures", "services.shared_rewriting", "services.slowest_files")
 
 SLOW_FILES = (
     "faults/test_kill_trainer.py",
@@ -48,7 +48,7 @@ settings.load_profile("unhurried")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turns = {ending: turn for turn, ending in enumerate(SLOW_FILES)}
-    items.sort(key=lambda item: turns.get("/".join(item.path.parts[len(TESTS.parts) :]), len(turns)))
+    items.sort(key=lambda item: (turns.get(item.path.relative_to(TESTS).as_posix(), len(turns)), item.path))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,9 @@ server. Only processes that were started here are ever signalled, by their proce
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -17,6 +19,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+FREE_PORTS = (20_000, 32_000)
+"""Below the range in which Linux chooses ports, /proc/sys/net/ipv4/ip_local_port_range."""
 START_TIMEOUT_S = 60.0
 """A Java server takes two seconds on an idle machine, and many more on one where others build."""
 
@@ -32,10 +36,16 @@ def need(found: bool, what: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of this machine that nobody listens on.
+
+    Not one of those that the kernel gives to whoever asks for any: somebody may have asked before the server
+    that is meant to have it is up.
+    """
+    while True:
+        port = random.randrange(*FREE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_until(ready: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
