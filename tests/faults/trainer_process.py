@@ -54,7 +54,7 @@ from monolith.errors import MonolithError
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
-from monolith.table import Adam, Sgd, Zeros, iterate
+from monolith.table import Adam, AdmissionConfig, Sgd, Zeros, iterate
 from monolith.tensors import RaggedTensor
 from monolith.train import (
     ExpiryConfig,
@@ -73,6 +73,8 @@ from monolith.train import (
 RECORD = "record"
 TALLY = "tally"
 FORMAT = ParquetFormat(chunk_rows=5)
+FEW_IDS = AdmissionConfig(capacity=1000)
+"""A filter that takes no time to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +118,10 @@ class TalliedModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         features = [
-            Feature(name="user", occurrence_threshold=1),
-            Feature(name="item", occurrence_threshold=2, expire_after=timedelta(minutes=1)),
+            Feature(name="user", occurrence_threshold=1, admission=FEW_IDS),
+            Feature(
+                name="item", occurrence_threshold=2, expire_after=timedelta(minutes=1), admission=FEW_IDS
+            ),
             Feature(name="context", expire_after=timedelta(minutes=1)),
         ]
         rows = Adam(learning_rate=0.05)

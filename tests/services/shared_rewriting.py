@@ -1,8 +1,8 @@
 """Test files are rewritten for pytest's assertions once, not once by every worker.
 
-Each worker reads all tests before the first one runs, and in a new clone most of that time goes into rewriting,
-of which Python keeps the result on disk. So each begins with another folder: what it comes to later, somebody
-else has rewritten by then.
+Each worker reads all tests before the first one runs, and in a new clone most of that time goes into
+rewriting, of which Python keeps the result on disk. So each begins with another folder: what it comes to
+later, somebody else has rewritten by then.
 """
 
 from __future__ import annotations

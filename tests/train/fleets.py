@@ -22,7 +22,7 @@ from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.store import ServerGroup
-from monolith.table import Sgd, Zeros, iterate
+from monolith.table import AdmissionConfig, Sgd, Zeros, iterate
 from monolith.train import (
     Hook,
     LocalRun,
@@ -60,7 +60,13 @@ class TalliedModel(nn.Module):
     def __init__(self, threshold: int, expire_after: timedelta | None) -> None:
         super().__init__()
         features = [
-            Feature(name=name, occurrence_threshold=threshold, expire_after=expire_after) for name in FEATURES
+            Feature(
+                name=name,
+                occurrence_threshold=threshold,
+                expire_after=expire_after,
+                admission=AdmissionConfig(capacity=1000),  # which takes no time to save
+            )
+            for name in FEATURES
         ]
         self.clicks = DeepFM(features, dim=4, hidden=(8,), threads=1)
         counted = FeatureSet(

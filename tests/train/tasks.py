@@ -13,6 +13,7 @@ from monolith.data.synthetic.drift import SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
 from monolith.nn.optimizers import EagerAdam
+from monolith.table import AdmissionConfig
 from monolith.train import Mode, Task
 
 
@@ -44,7 +45,8 @@ class Clicks(Task):
 
     def model(self) -> nn.Module:
         features = [
-            Feature(name=name, occurrence_threshold=self.threshold) for name in ("user", "item", "context")
+            Feature(name=name, occurrence_threshold=self.threshold, admission=AdmissionConfig(capacity=1000))
+            for name in ("user", "item", "context")
         ]
         return DeepFM(features, dim=self.dim, hidden=(8,), dropout=self.dropout, threads=1)
 
