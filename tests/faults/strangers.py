@@ -7,43 +7,61 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 NOBODY = 65534
+ANSWER_WITHIN_S = 120.0
 
 PROGRAM = """
 import json, os, sys
 from pyarrow import flight
-address, kind, name, body, user = sys.argv[1:]
-if user != "me":  # now that Python, which may be in a folder of root's, is loaded
-    os.setgroups([]), os.setgid(int(user)), os.setuid(int(user))
-client = flight.FlightClient(f"grpc+tcp://{address}")
-said = {}
-try:
+if sys.argv[1] != "me":  # now that Python, which may be in a folder of root's, is loaded
+    os.setgroups([]), os.setgid(int(sys.argv[1])), os.setuid(int(sys.argv[1]))
+
+def ask(address, kind, name, body):
+    client = flight.FlightClient(f"grpc+tcp://{address}")
     if kind == "call":
         (result,) = client.do_action(flight.Action(name, body.encode()))
-        said = json.loads(result.body.to_pybytes())
-    elif kind == "large":
+        return json.loads(result.body.to_pybytes())
+    if kind == "large":
         (result,) = client.do_action(flight.Action(name, b"x" * int(body)))
-        said = json.loads(result.body.to_pybytes())
-    elif kind == "fetch":
+        return json.loads(result.body.to_pybytes())
+    if kind == "fetch":
         reader = client.do_get(flight.Ticket(body.encode()))
         answer = (reader.schema.metadata or {}).get(b"monolith.answer")
-        said = json.loads(answer) if answer else {"rows": reader.read_all().to_pylist()}
-    else:
-        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""))
-        said = {"columns": reader.schema.names}
-except Exception as error:
-    said = {"refused": type(error).__name__, "message": str(error)}
-print(json.dumps(said))
+        return json.loads(answer) if answer else {"rows": reader.read_all().to_pylist()}
+    writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""))
+    return {"columns": reader.schema.names}
+
+for line in sys.stdin:
+    try:
+        said = ask(*json.loads(line))
+    except Exception as error:
+        said = {"refused": type(error).__name__, "message": str(error)}
+    print(json.dumps(said), flush=True)
 """
 
 
 class Stranger:
-    """Another user of the machine."""
+    """Another user of the machine, until it is closed. Every question has a connection of its own."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(NOBODY) if is_root() else "me"],
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={},
+        )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
     def call(self, address: str, name: str, **body: Any) -> dict[str, Any]:
         return self._ask(address, "call", name, json.dumps(body))
@@ -66,18 +84,13 @@ class Stranger:
         return done.returncode == 0
 
     def _ask(self, *arguments: str) -> dict[str, Any]:
-        user = str(NOBODY) if is_root() else "me"
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *arguments, user],
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={},
-        )
-        assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(arguments) + "\n")
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], ANSWER_WITHIN_S)[0]:
+            raise TimeoutError(f"no answer after {ANSWER_WITHIN_S:g} s: {arguments}")
+        said: dict[str, Any] = json.loads(self._process.stdout.readline())
         return said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -51,9 +51,10 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.fixture
-def stranger() -> Stranger:
-    return Stranger()
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[Stranger]:
+    with closing(Stranger()) as stranger:
+        yield stranger
 
 
 def start(stack: ExitStack, folder: Path, *words: str) -> warm.Popen:
