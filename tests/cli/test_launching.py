@@ -32,8 +32,9 @@ LIMIT = 180.0
 AnyPopen = warm.Popen | subprocess.Popen[bytes]
 
 
-def command(*words: str) -> list[str]:
-    return ["train", TASK, "--launch", "local", "--num-ps", "2", "--num-workers", "2", *words]
+def command(*words: str, each: int = 2) -> list[str]:
+    """Return a run of so many servers, and as many workers."""
+    return ["train", TASK, "--launch", "local", "--num-ps", str(each), "--num-workers", str(each), *words]
 
 
 def processes_with(text: str) -> list[int]:
@@ -62,8 +63,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., AnyPopen]]:
     """Starts a launcher, in a fresh interpreter if asked to; in the end none who knows the model_dir runs."""
     started: list[AnyPopen] = []
 
-    def start(*words: str, fresh: bool = False) -> AnyPopen:
-        program = ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words)]
+    def start(*words: str, fresh: bool = False, each: int = 2) -> AnyPopen:
+        program = ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words, each=each)]
         popen: Any = subprocess.Popen if fresh else warm.Popen
         # Text from many processes: files never fill up as pipes do.
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
@@ -96,18 +97,21 @@ def said(tmp_path: Path) -> str:
 # Whole runs
 
 
-def test_two_servers_and_two_workers_train_and_one_report_comes_out(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("each", "fresh"), [(2, False), (1, True)])
+def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: int, fresh: bool) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[task]\nbatches = 24\n[train]\nseed = 3\n")
-    process = start("--json", "--config", str(config), "--set", "batch_size=16", "--no-summaries", fresh=True)
+    flags = ("--json", "--config", str(config), "--set", "batch_size=16", "--no-summaries")
+    process = start(*flags, fresh=fresh, each=each)
     assert process.wait(LIMIT) == 0, said(tmp_path)
     report = json.loads((tmp_path / "out").read_text())  # one object, and nothing else
     assert (report["task"], report["step"], report["examples"]) == ("clicks", 24, 24 * 16)
     assert report["checkpoint"] == f"{tmp_path}/m/model.ckpt-24"
     lines = said(tmp_path).splitlines()
-    for name in ("[ps 0]    ", "[ps 1]    ", "[worker 0]", "[worker 1]"):
-        assert any(line.startswith(name) for line in lines), name
-    assert any("[worker 1] worker 1 ended" in line for line in lines)
+    for index in range(each):
+        for name in (f"[ps {index}]    ", f"[worker {index}]"):
+            assert any(line.startswith(name) for line in lines), name
+    assert any("[worker 1] worker 1 ended" in line for line in lines) == (each == 2)
     assert not list(tmp_path.glob("monolith-*"))  # where they met
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from services import warm
 
 from monolith.compat.exits import EXIT_SIGNALS, install_exit_signals
 from monolith.errors import WrongThreadError
@@ -40,9 +40,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 def run(signum: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(signum)], capture_output=True, text=True, check=False, timeout=60
-    )
+    return warm.run(["-c", PROGRAM, str(signum)], timeout=60)
 
 
 @pytest.mark.parametrize("signum", EXIT_SIGNALS)

@@ -16,7 +16,7 @@ BLOWS = 10
 
 
 def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    with LaunchedFleet(tmp_path, 400) as fleet:
+    with LaunchedFleet(tmp_path, 240) as fleet:
         for place in (("ps", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
             fleet.hit(place)
@@ -27,7 +27,7 @@ def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: P
 
 
 def test_whoever_restarts_failures_has_the_run_go_on_and_survivors_are_used_again(tmp_path: Path) -> None:
-    with LoopedFleet(tmp_path, 600) as fleet:
+    with LoopedFleet(tmp_path, 360) as fleet:
         for place in (("ps", 0), ("worker", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
             fleet.hit(place)
