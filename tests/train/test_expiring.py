@@ -126,9 +126,11 @@ def test_two_workers_on_files_of_overlapping_dates_cost_no_row(tmp_path: Path, k
 def test_rows_that_nobody_trains_any_more_expire_where_it_is_asked_for(tmp_path: Path) -> None:
     """Of 500 items 20 end after the third day."""
     files = (write_days(tmp_path / "a.parquet", 0, 3), write_days(tmp_path / "b.parquet", 3, 37, items=480))
-    Trainer(Items(files, days=30), config(tmp_path / "evicting")).train()
-    Trainer(Items(files, days=30), config(tmp_path / "often", keep=KeepConfig(), evict_every_steps=7)).train()
-    Trainer(Items(files, days=30), config(tmp_path / "keeping", keep=KeepConfig())).train()
+    task, save = Items(files, days=30), SaveConfig(steps=50)
+    Trainer(task, config(tmp_path / "evicting", save=save)).train()
+    often = config(tmp_path / "often", save=save, keep=KeepConfig(), evict_every_steps=7)
+    Trainer(task, often).train()
+    Trainer(task, config(tmp_path / "keeping", save=save, keep=KeepConfig())).train()
     assert [saved_items(tmp_path / name)[-1] for name in ("evicting", "often", "keeping")] == [480, 480, 500]
 
 
