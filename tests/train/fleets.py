@@ -204,6 +204,7 @@ def run_fleet(
             num_workers=num_workers,
             num_redundant_ps=num_redundant_ps,
             num_extra_ps=num_extra_ps,
+            measure_ps=timedelta(),
             model_dir=str(model_dir),
             start_timeout=timedelta(seconds=PATIENT),
             finish_timeout=finish_timeout,

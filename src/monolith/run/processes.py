@@ -75,10 +75,11 @@ class ClusterConfig(Checked):
     def problems(self) -> Iterator[Problem]:
         yield from not_negative(self, "index", "num_ps", "num_redundant_ps", "num_extra_ps", "measure_ps")
         yield from at_least(1, self, "num_workers")
-        if self.use_ps and len(self.use_ps) != self.num_ps:
-            yield Problem(
-                ("use_ps", "num_ps"), f"names {len(self.use_ps)} servers, and num_ps is {self.num_ps}"
-            )
+        if self.use_ps and len(self.use_ps) < self.num_ps:
+            said = f"names {len(self.use_ps)} servers, and num_ps is {self.num_ps}"
+            yield Problem(("use_ps", "num_ps"), said)
+        if self.use_ps and not self.num_extra_ps:
+            yield Problem(("use_ps", "num_extra_ps"), "there is nothing to choose from: num_extra_ps is 0")
         if self.role == "ps" and not self.num_ps:
             yield Problem(("role", "num_ps"), "this is a parameter server, but num_ps is 0")
         yield from self._index_problems()

@@ -29,6 +29,7 @@ from monolith.errors import (
 )
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
+from monolith.store.measuring import take_sample_step
 from monolith.store.store import TableIds
 from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
 from monolith.wire.flight import Bytes, Exchange, PortGuard, Server, Service, typed_exchange
@@ -231,6 +232,7 @@ class ParameterServer:
             "pull_dense": typed_exchange(Meant, self._pull_dense),
             "dump_dense": typed_exchange(Meant, self._dump_dense),
             "load_dense": typed_exchange(Meant, self._load_dense),
+            "sample_step": typed_exchange(Nothing, take_sample_step),
         }
         if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")

@@ -28,6 +28,7 @@ from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.observe import Metrics
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.fleet.bodies import (
@@ -59,6 +60,7 @@ from monolith.train.fleet.bodies import (
 )
 from monolith.train.fleet.choosing import RESERVE_EVERY, ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.news import FleetNews
+from monolith.train.fleet.ps_benchmark import PsBenchmark, StepMeasure
 from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import read_body, write_body
@@ -105,6 +107,12 @@ def join_fleet(
     run_id: str = "",
     num_redundant_ps: int = 0,
     num_extra_ps: int = 0,
+    measure_ps: timedelta = timedelta(seconds=10),
+    use_ps: Sequence[str] = (),
+    metrics: Metrics | None = None,
+    model_name: str = "",
+    cluster_type: str = "stable",
+    say: Callable[[str], None] = _log.info,
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta = timedelta(seconds=30),
@@ -118,7 +126,11 @@ def join_fleet(
         guard: What to present to the servers.
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
         num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
-        num_extra_ps: Servers beyond `num_ps`.
+        num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
+        measure_ps: How long it measures them.
+        use_ps: Addresses to use where there are extra servers, instead of measuring.
+        metrics: Are told how many servers are missing, under the model's name and the cluster's type.
+        say: Told which servers were chosen, and why.
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
@@ -137,15 +149,21 @@ def join_fleet(
             num_ps=num_ps,
             model_dir=model_dir,
             uuid=run_id,
+            model_name=model_name,
+            cluster_type=cluster_type,
             num_redundant_ps=num_redundant_ps + num_extra_ps,
             query_every=timedelta(seconds=0.5),
             timeout=start_timeout,
             ps_file_timeout=start_timeout,
         ),
+        metrics=metrics if index == 0 else None,
         on_waiting=on_waiting,
     )
     calls = ServerCalls(guard)
-    choice = ServerChoice(manager, calls, num_ps=num_ps, candidates=num_ps + num_extra_ps)
+    choose: PsBenchmark | None = None
+    if num_extra_ps:
+        choose = PsBenchmark(num_ps, StepMeasure(measure_ps, guard), overridden=use_ps, say=say)
+    choice = ServerChoice(manager, calls, num_ps=num_ps, candidates=num_ps + num_extra_ps, choose=choose)
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
         return ServerGroup(
