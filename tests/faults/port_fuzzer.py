@@ -82,6 +82,8 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "meeting.over": {"run": "r", "wait": 0.0},
         "meeting.leave": {"run": "r", "worker": 1, "state": STATE},
         "meeting.stop": {"run": "r", "reason": "x"},
+        "server.assign": {"index": 0, "num_ps": 1},
+        "server.reserve": {},
         "server.end": {"run": "r"},
         "tables.cut": {"run": "r", "cut": "c"},
         "tables.close": {"run": "r", "cut": "c", "saved": False},

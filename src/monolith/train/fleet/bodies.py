@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from monolith.checkpoint.report import RestoreReport
 from monolith.train.peers import Start, WorkerState
-from monolith.wire.bodies import Count, Json, Name, Seconds, Text
+from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
 # Where workers meet
 
@@ -165,6 +165,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class AssignShare:
+    """Gives a server that is not in a run the share `index` of `num_ps`."""
+
+    index: Count
+    num_ps: Annotated[int, Bounds(1, 1 << 20)]
+
+
+@dataclass(frozen=True, slots=True)
 class Attend:
     run: Name
     wait: Seconds = 0.0
@@ -300,6 +308,8 @@ CALLS: Mapping[str, type] = {
     "meeting.over": SayOver,
     "meeting.leave": Leave,
     "meeting.stop": Stop,
+    "server.assign": AssignShare,
+    "server.reserve": Nothing,
     "server.begin": OfRun,
     "server.attend": Attend,
     "server.end": EndRun,

@@ -28,6 +28,7 @@ from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.observe import Metrics
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.fleet.bodies import (
@@ -57,7 +58,9 @@ from monolith.train.fleet.bodies import (
     WaitForJob,
     WriteTables,
 )
+from monolith.train.fleet.choosing import RESERVE_EVERY, ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.news import FleetNews
+from monolith.train.fleet.ps_benchmark import PsBenchmark, StepMeasure
 from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import read_body, write_body
@@ -103,6 +106,13 @@ def join_fleet(
     model_dir: str = "",
     run_id: str = "",
     num_redundant_ps: int = 0,
+    num_extra_ps: int = 0,
+    measure_ps: timedelta = timedelta(seconds=10),
+    use_ps: Sequence[str] = (),
+    metrics: Metrics | None = None,
+    model_name: str = "",
+    cluster_type: str = "stable",
+    say: Callable[[str], None] = _log.info,
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta = timedelta(seconds=30),
@@ -115,6 +125,12 @@ def join_fleet(
     Args:
         guard: What to present to the servers.
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
+        num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
+        num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
+        measure_ps: How long it measures them.
+        use_ps: Addresses to use where there are extra servers, instead of measuring.
+        metrics: Are told how many servers are missing, under the model's name and the cluster's type.
+        say: Told which servers were chosen, and why.
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
@@ -126,11 +142,6 @@ def join_fleet(
         DeadlineExceededError: Some servers did not come in time.
         ConfigError: They serve another task, or were counted otherwise.
     """
-    if num_redundant_ps:
-        raise ConfigError(
-            "num_redundant_ps is not supported yet: each server is given its share when it starts, so none "
-            "can take over another's; set it to 0"
-        )
     manager = ClusterManager(
         discovery,
         ClusterManagerConfig(
@@ -138,23 +149,42 @@ def join_fleet(
             num_ps=num_ps,
             model_dir=model_dir,
             uuid=run_id,
+            model_name=model_name,
+            cluster_type=cluster_type,
+            num_redundant_ps=num_redundant_ps + num_extra_ps,
             query_every=timedelta(seconds=0.5),
             timeout=start_timeout,
+            ps_file_timeout=start_timeout,
         ),
+        metrics=metrics if index == 0 else None,
         on_waiting=on_waiting,
     )
+    calls = ServerCalls(guard)
+    choose: PsBenchmark | None = None
+    if num_extra_ps:
+        choose = PsBenchmark(num_ps, StepMeasure(measure_ps, guard), overridden=use_ps, say=say)
+    choice = ServerChoice(manager, calls, num_ps=num_ps, candidates=num_ps + num_extra_ps, choose=choose)
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
         return ServerGroup(
             addresses, guard=guard, patience=patience, timeout=call_timeout, lookup_timeout=lookup_timeout
         )
 
-    group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
+    spares: Spares | None = None
+    if not num_redundant_ps + num_extra_ps:
+        group = _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
+    elif index:
+        group = _answering(choice.of_worker, num_ps, connect, start_timeout, on_waiting)
+    else:
+        group = _answering(choice.of_chief, num_ps, connect, start_timeout, on_waiting)
+        every = min(RESERVE_EVERY, start_timeout / 4)
+        spares = Spares(manager.registered_ps, lambda: group.addresses, calls, every=every)
     try:
         return Fleet(
             group,
             index,
             num_workers,
+            spares=spares,
             start_timeout=start_timeout,
             finish_timeout=finish_timeout,
             news_every=news_every,
@@ -165,7 +195,7 @@ def join_fleet(
 
 
 def _answering(
-    manager: ClusterManager,
+    find: Callable[[], list[str]],
     num_ps: int,
     connect: Callable[[Sequence[str], timedelta], ServerGroup],
     timeout: timedelta,
@@ -175,12 +205,16 @@ def _answering(
 
     A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
     it says is true.
+
+    Args:
+        find: Returns the addresses by share.
     """
     began = time.monotonic()
     while True:
-        addresses = manager.query_ps(num_ps)
+        addresses: list[str] = []
         answered = 0
         try:
+            addresses = find()
             with contextlib.closing(connect(addresses, timedelta())) as probe:
                 for server in range(num_ps):
                     probe.call(server, "hello")
@@ -201,7 +235,11 @@ def _answering(
             _log.debug("not all servers answer yet: %s", cause)
         if on_waiting is not None:
             late = min(answered, num_ps - 1)
-            who = f"parameter server {late} at {addresses[late]} to answer"
+            who = (
+                f"parameter server {late} at {addresses[late]} to answer"
+                if addresses
+                else "servers to choose"
+            )
             on_waiting(Waiting(who, answered, num_ps, elapsed))
         time.sleep(_ASK_EVERY)
 
@@ -210,6 +248,7 @@ class Fleet:
     """One worker's place in a fleet. Used by its training thread; closes the group in the end.
 
     Args: see `join_fleet`.
+        spares: Servers that the chief keeps beside those of the group; closed in the end.
     """
 
     def __init__(
@@ -218,6 +257,7 @@ class Fleet:
         index: int,
         num_workers: int,
         *,
+        spares: Spares | None = None,
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
         news_every: timedelta = NEWS_EVERY,
@@ -228,6 +268,7 @@ class Fleet:
         self.group = group
         self.index = index
         self.num_workers = num_workers
+        self.spares = spares
         self._member = secrets.token_hex(8)
         self._start_timeout = start_timeout
         self._finish_timeout = finish_timeout
@@ -276,6 +317,8 @@ class Fleet:
 
     def begin(self) -> None:
         """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
+        if self.spares is not None:
+            self.spares.keep()
         self._run = secrets.token_hex(8)
         self._tell_servers("server.begin", OfRun(self._run))
         self.group.expect(self._run)
@@ -493,10 +536,14 @@ class Fleet:
                 self._tell("server.end", EndRun(self._run, self.finished), server)
 
         self._on_each(tell)
+        if self.spares is not None:
+            self.spares.end(self._run, finished=self.finished)
 
     def close(self) -> None:
         """Let go of the servers. Closing again does nothing."""
         self._close_listener()
+        if self.spares is not None:
+            self.spares.close()
         self.group.close()
 
     def __enter__(self) -> Self:
