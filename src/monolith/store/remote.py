@@ -13,6 +13,7 @@ from monolith import native
 from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
 from monolith.store.dense import check_held
 from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 from monolith.store.group import Request, ServerGroup
 from monolith.store.routes import Routes
 from monolith.store.servers import RowRequest
@@ -121,34 +122,55 @@ class ParameterServerStore:
                 routes.send_numbers(counts, server, request.counts)
         self._push("apply_gradients", requests)
 
-    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def attach_dense(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        config: DenseConfig | None = None,
+        scheduled: bool = False,
+    ) -> None:
+        """Take charge of the dense variables; see `Store`.
+
+        Args:
+            config: What is fetched and pushed while steps are computed.
+            scheduled: Whether the servers have a schedule for the rates of the optimizer. Otherwise they are
+                told when somebody moves those of `optimizer`.
+        """
         if self._dense is not None:
             raise FeatureError("this store has dense variables already; one store serves one model")
         check_held(parameters, optimizer)
-        self._dense = DenseCache(parameters, self._descriptions)
+        self._dense = DenseCache(
+            self.group,
+            lambda requests: self._push("push_dense", requests),
+            parameters,
+            optimizer,
+            self._descriptions,
+            config=config,
+            moved_there=scheduled,
+        )
+
+    @property
+    def dense(self) -> DenseCache | None:
+        """The dense variables, where some were attached."""
+        return self._dense
 
     def push_dense(self) -> None:
-        """Send each server the gradients of its weights, and keep the weights they answer with.
+        """Send each server the gradients of its weights.
 
         Server 0 hears of it in any case, because it counts the steps.
         """
         self._check_open()
         if self._dense is None:
             self._push("push_dense", {0: ({"names": []}, b"")})
-            return
-        answers = self._push("push_dense", self._dense.gradients())
-        self._dense.keep({server: answer.data for server, answer in answers.items()})
+        else:
+            self._dense.push()
 
     def pull_dense(self) -> None:
-        """Copy the newest weights that a push brought into the variables; before any push, ask for them."""
+        """Make the variables what was fetched; before anything was, ask for it. See `DenseCache`."""
         self._check_open()
-        if self._dense is None:
-            return
-        if not self._dense.is_known:
-            requests: dict[int, Request] = {server: ({}, b"") for server in self._dense.servers}
-            answers = self.group.exchange("pull_dense", requests, repeat=True)
-            self._dense.keep({server: answer.data for server, answer in answers.items()})
-        self._dense.copy()
+        if self._dense is not None:
+            self._dense.assign()
 
     def count_expired(self, now: int) -> dict[str, int]:
         self._check_open()
@@ -175,6 +197,8 @@ class ParameterServerStore:
     def close(self) -> None:
         """Let go of this store; servers and connections go on."""
         self._closed = True
+        if self._dense is not None:
+            self._dense.close()
 
     # Inside
 

@@ -118,6 +118,10 @@ class ApplyGradients(Lookup):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushDense(Meant):
     names: list[Name]
+    brings: bool = True
+    """Whether the answer is to bring the weights."""
+    rates: tuple[tuple[Count, float], ...] = ()
+    """Groups of the optimizer and the learning rates that the worker has moved them to."""
 
 
 class RowRequest:
@@ -369,8 +373,8 @@ class ParameterServer:
         if unknown := [name for name in body.names if name not in weights]:
             raise FeatureError(f"server {self._share[0]} is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body.names])
-        after = held.dense.push(dict(zip(body.names, gradients, strict=True)))
-        return self._about(held), self._packed(after)
+        after = held.dense.push(dict(zip(body.names, gradients, strict=True)), dict(body.rates))
+        return self._about(held), self._packed(after) if body.brings else b""
 
     def _pull_dense(self, body: Meant, _: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
