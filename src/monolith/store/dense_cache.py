@@ -78,7 +78,7 @@ class DenseCache:
         self._fetched: _Fetched | None = None
         self._answered = 0
         self._known_step = 0
-        self._most_behind = 0
+        self._behind_last = self._behind_most = 0
 
     @property
     def servers(self) -> list[int]:
@@ -98,12 +98,12 @@ class DenseCache:
             pending = self._pushed - self._answered
             return self._known_step + pending if pending else self._group.step
 
-    def most_behind(self) -> int:
-        """Return by how many steps, of all workers, the weights of a gradient were behind at most when it was
-        applied, since this was asked before."""
+    @property
+    def behind(self) -> tuple[int, int]:
+        """By how many steps, of all workers, the weights of a gradient were behind when it was applied: the
+        last one's, and the most."""
         with self._lock:
-            most, self._most_behind = self._most_behind, 0
-            return most
+            return self._behind_last, self._behind_most
 
     def push(self) -> None:
         """Send the gradients that the weights hold, and clear them.
@@ -191,7 +191,8 @@ class DenseCache:
         step = int(answers[0].body["step"])
         with self._lock:
             self._answered, self._known_step = number, step
-            self._most_behind = max(self._most_behind, step - 1 - as_of)
+            self._behind_last = step - 1 - as_of
+            self._behind_most = max(self._behind_most, self._behind_last)
         if next(iter(requests.values()))[0]["brings"]:
             self._keep(answers, number)
 

@@ -370,7 +370,8 @@ class ServedShare:
         return _Held(model, stores, part, {})
 
     def _dense(self, held: _Held) -> DenseShare:
-        return DenseShare(held.model.weights(), held.model.dense, self._share)
+        model = held.model
+        return DenseShare(model.weights(), model.dense, self._share, model.schedule)
 
 
 class _Attendance:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, merge_entries
 from monolith.checkpoint.part import Entry, PartCut
@@ -75,15 +76,18 @@ class ServedDense:
         inner: DensePart,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
+        *,
+        schedule: LRScheduler | None = None,
     ) -> None:
         self._fleet = fleet
         self._inner = inner
         self._parameters = dict(parameters)
         self._optimizer = optimizer
+        self._schedule = schedule
 
     def cut(self, step: int) -> PartCut:
         if self._optimizer is not None:
-            self._fleet.group.fetch_dense(self._parameters, self._optimizer)
+            self._fleet.group.fetch_dense(self._parameters, self._optimizer, schedule=self._schedule)
         return self._inner.cut(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
@@ -94,4 +98,4 @@ class ServedDense:
     def send(self) -> None:
         """Give the servers the weights as they are here."""
         if self._optimizer is not None:
-            self._fleet.group.send_dense(self._parameters, self._optimizer)
+            self._fleet.group.send_dense(self._parameters, self._optimizer, schedule=self._schedule)
