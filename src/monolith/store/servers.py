@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -27,6 +27,7 @@ from monolith.errors import (
     UnavailableError,
     UnknownTableError,
 )
+from monolith.store.buffers import BufferShelf, LaidDown
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.store import TableIds
@@ -124,6 +125,21 @@ class PushDense(Meant):
     """Groups of the optimizer and the learning rates that the worker has moved them to."""
 
 
+_Worker = Annotated[int, Bounds(0, 1 << 16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayBuffers(Meant):
+    worker: _Worker
+    examples: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBuffers(Meant):
+    worker: _Worker | None = None
+    """None takes those of all."""
+
+
 class RowRequest:
     """Where the arrays of a request lie in its buffer: those of 8 bytes first, so that all are aligned.
 
@@ -171,6 +187,7 @@ class _Held:
     incarnation: str
     stores: list[LocalStore]
     dense: DenseShare
+    buffers: BufferShelf = field(default_factory=BufferShelf)
 
 
 class ParameterServer:
@@ -235,6 +252,8 @@ class ParameterServer:
             "pull_dense": typed_exchange(Meant, self._pull_dense),
             "dump_dense": typed_exchange(Meant, self._dump_dense),
             "load_dense": typed_exchange(Meant, self._load_dense),
+            "lay_buffers": typed_exchange(LayBuffers, self._lay_buffers),
+            "take_buffers": typed_exchange(TakeBuffers, self._take_buffers),
         }
         if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
@@ -388,6 +407,15 @@ class ParameterServer:
         held = self._meant(body)
         held.dense.load(data.tobytes())
         return self._about(held), b""
+
+    def _lay_buffers(self, body: LayBuffers, data: Bytes) -> tuple[dict[str, Any], Any]:
+        self._meant(body).buffers.lay_down(LaidDown(body.worker, body.examples, data))
+        return {}, b""
+
+    def _take_buffers(self, body: TakeBuffers, _: Bytes) -> tuple[dict[str, Any], Any]:
+        found = self._meant(body).buffers.take(body.worker)
+        data = np.concatenate([np.empty(0, np.uint8), *(one.data for one in found)])
+        return {"workers": [[one.worker, one.examples] for one in found]}, data
 
     # Inside
 

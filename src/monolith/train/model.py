@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from monolith.checkpoint import DensePart, Part, TablesPart
@@ -104,6 +104,11 @@ class Model:
         groups = [] if self.dense is None else self.dense.param_groups
         trained = {id(weight) for group in groups for weight in group["params"]}
         return {name: p for name, p in self.module.named_parameters() if id(p) in trained}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return what the module keeps beside weights and a checkpoint has: running means, counters."""
+        saved = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds."""

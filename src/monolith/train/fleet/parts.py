@@ -19,6 +19,7 @@ from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, merge_entr
 from monolith.checkpoint.part import Entry, PartCut
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ClusterError
+from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
 
 
@@ -66,7 +67,7 @@ class _ServedCut:
 
 
 class ServedDense:
-    """The weights: brought here to be saved, and sent out again when they were restored."""
+    """The weights, and the buffers of all workers: brought here to be saved, sent out again when restored."""
 
     name = "dense"
 
@@ -78,17 +79,20 @@ class ServedDense:
         optimizer: torch.optim.Optimizer | None,
         *,
         schedule: LRScheduler | None = None,
+        buffers: FleetBuffers,
     ) -> None:
         self._fleet = fleet
         self._inner = inner
         self._parameters = dict(parameters)
         self._optimizer = optimizer
         self._schedule = schedule
+        self._buffers = buffers
 
     def cut(self, step: int) -> PartCut:
         if self._optimizer is not None:
             self._fleet.group.fetch_dense(self._parameters, self._optimizer, schedule=self._schedule)
-        return self._inner.cut(step)
+        with self._buffers.merged():
+            return self._inner.cut(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         report = self._inner.restore(chain, options)

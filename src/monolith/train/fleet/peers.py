@@ -18,6 +18,7 @@ from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.barrier import FleetBarrier
+from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
@@ -41,6 +42,7 @@ class FleetPeers:
         self._config = dense or DenseConfig()
         self._barrier = FleetBarrier(fleet)
         self._served: ServedDense | None = None
+        self._buffers: FleetBuffers | None = None
         self._store: ParameterServerStore | None = None
         self._halts: dict[int, Position] = {}
         """Halt -> where the data of this worker stood then, until it is on disk."""
@@ -92,12 +94,14 @@ class FleetPeers:
             scheduled = model.schedule is not None
             store.attach_dense(weights, model.dense, config=self._config, scheduled=scheduled)
         self._store = store
+        self._buffers = FleetBuffers(self._fleet.group, self._fleet.index, model.buffers())
         self._served = ServedDense(
             self._fleet,
             model.dense_part(),
             weights,
             model.dense,
             schedule=model.schedule,
+            buffers=self._buffers,
         )
         return ServedOptimizer(store, model.dense)
 
@@ -125,10 +129,12 @@ class FleetPeers:
     def open(self, start: Start, me: Participant) -> Start | None:
         found: Start | None = start
         assert self._store is not None, "attach a model first"
+        assert self._buffers is not None
         if self.leads:
+            self._buffers.begin()
             self._fleet.open(start)
-        else:
-            found = self._fleet.join(lambda: me.interrupted)
+        elif (found := self._fleet.join(lambda: me.interrupted)) is not None:
+            self._buffers.begin()
         if found is not None:
             self._store.pull_dense()
         return found
@@ -141,6 +147,7 @@ class FleetPeers:
             me.drain()
             self._settle()
             state = me.state()
+            self._lay_down(state)
             if halt := self._fleet.wait_at_halt(state):
                 self._halts[halt] = state.position
         return self._fleet.stop_reason
@@ -163,6 +170,11 @@ class FleetPeers:
     def _cache(self) -> DenseCache | None:
         return None if self._store is None else self._store.dense
 
+    def _lay_down(self, state: WorkerState) -> None:
+        """Leave the buffers of this worker to whoever saves."""
+        if self._buffers is not None:
+            self._buffers.lay_down(state.examples)
+
     def _settle(self) -> None:
         """See everything done that this worker pushed behind its steps."""
         if (cache := self._cache) is not None:
@@ -172,7 +184,9 @@ class FleetPeers:
     def halted(self, me: Participant) -> Iterator[Gathered]:
         with self._fleet.halted(lambda: me.interrupted) as halt:
             self._settle()  # or its last steps would be counted after this
-            self._halts[halt.number] = me.state().position
+            state = me.state()
+            self._lay_down(state)
+            self._halts[halt.number] = state.position
             yield self._gathered(halt.states)
 
     def note_saved(self, position: Position) -> None:
@@ -197,10 +211,11 @@ class FleetPeers:
 
     # Ending
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
         if not self.leads:
             return None
         self._settle()
+        self._lay_down(me.state())
         if run.stop_reason != DATA_ENDED:
             self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
         return self._gathered(self._fleet.wait_for_others(look, stopping=run.interrupted))
@@ -216,6 +231,7 @@ class FleetPeers:
         if run.interrupted:  # its share of the data is not done, so the run cannot be either
             self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
         self._settle()
+        self._lay_down(state)
         self._fleet.leave(state)
         self._fleet.wait_for_end()
         return True
