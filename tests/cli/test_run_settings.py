@@ -68,6 +68,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "data_service": ("data/config.py",),
     "admission": ("store/local.py",),
     "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
+    "dense": ("store/dense_config.py", "store/dense_cache.py"),
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),
@@ -403,7 +404,7 @@ def as_tables(flags: list[str]) -> dict[str, Any]:
 
 
 def test_what_is_asked_not_to_be_done_is_not_refused() -> None:
-    flags = ["--enable_sync_training", "false", "--nopartial_recovery", "--enable_variable_partition=false"]
+    flags = ["--enable_sync_training", "false", "--nopartial_recovery", "--num_redundant_ps=0"]
     assert trained(None, *flags) == TrainConfig()
 
 

@@ -109,6 +109,8 @@ EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "pull_dense": ({}, 0),
     "dump_dense": ({}, 0),
     "load_dense": ({}, 64),
+    "lay_buffers": ({"worker": 1, "examples": 8}, 8),
+    "take_buffers": ({"worker": None}, 0),
 }
 CONTROL = (
     "StopTraining",

@@ -140,6 +140,8 @@ def test_every_field_is_explained() -> None:
         ("dense_only_save_checkpoints_steps", "7", "train.dense_save.steps", 7),
         ("embedding_prefetch_capacity", "3", "train.prefetch", 3),
         ("enable_embedding_postpush", "false", "train.async_push", False),
+        ("enable_variable_prefetch", "true", "dense.prefetch", True),
+        ("enable_variable_postpush", "true", "dense.postpush", True),
         ("intra_op_parallelism_threads", "3", "threads.intra_op", 3),
         ("restore_dir", "/old", "train.restore.dir", "/old"),
         ("task", "tasks:Mine", "job.task", "tasks:Mine"),

@@ -22,6 +22,7 @@ from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
 from monolith.model.features import FeatureSet
 from monolith.store import ServerGroup
+from monolith.store.dense_config import DenseConfig
 from monolith.table import AdmissionConfig, Sgd, Zeros, iterate
 from monolith.train import (
     Hook,
@@ -164,6 +165,7 @@ def run_fleet(
     abandoned_after: timedelta = ABANDONED_AFTER,
     news_every: timedelta = timedelta(seconds=1),
     installed: HooksConfig | None = None,
+    dense: DenseConfig | None = None,
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
@@ -173,6 +175,7 @@ def run_fleet(
         trainers: Told of each worker's trainer.
         task_of: The task of each worker, where it is not the servers'.
         installed: What the settings of all say of hooks.
+        dense: When workers fetch and push dense weights.
     """
     outcome = Outcome()
     discovery = MemoryDiscovery()
@@ -220,7 +223,7 @@ def run_fleet(
                 task if task_of is None else task_of(index),
                 settings,
                 hooks=hooks(index),
-                peers=FleetPeers(fleet),
+                peers=FleetPeers(fleet, dense),
             )
             trainers(index, trainer)
             return trainer.train()

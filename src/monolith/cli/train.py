@@ -234,7 +234,7 @@ def train(
         signals = open_things.enter_context(StopSignals(stopper, say))
 
         def attempt(fleet: Fleet | None = None) -> TrainReport:
-            peers = None if fleet is None else FleetPeers(fleet)
+            peers = None if fleet is None else FleetPeers(fleet, run.dense)
             trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers)
             stopper.use(trainer)
             return trainer.train()
@@ -377,6 +377,7 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         stats=run.session.model.stats,
         metrics=run.session.metrics.values,
         skipped=lambda: run.session.total_skipped,
+        staleness=lambda: None if (found := run.session.staleness) is None else found.last,
         steps=config.steps,
         max_steps=config.max_steps,
     )

@@ -31,6 +31,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "steps": report.steps,
         "examples": report.examples,
         "skipped_batches": report.skipped,
+        "dense_staleness": report.dense_staleness,
         "seconds": round(report.seconds, 3),
         "examples_per_s": round(report.examples / report.seconds if report.seconds > 0 else 0.0, 1),
         "stop_reason": report.stop_reason,

@@ -18,6 +18,7 @@ from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
+from monolith.store.dense_config import DenseConfig
 from monolith.table.admission_config import AdmissionConfig
 from monolith.train.config import TrainConfig
 from monolith.wire.limits import Limits
@@ -40,6 +41,7 @@ class RunConfig(Checked):
     admission: AdmissionConfig | None = None
     """How ids earn their rows; needs a task with a setting of type AdmissionConfig."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     limits: Limits = field(default_factory=Limits)

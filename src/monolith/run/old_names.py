@@ -123,12 +123,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "use_native_multi_hash_table": Dropped("a store looks up all tables at once, whatever they are"),
     "embedding_prefetch_capacity": Renamed("train.prefetch"),
     "enable_embedding_postpush": Renamed("train.async_push"),
-    "enable_variable_prefetch": Unsupported(
-        "not built yet: fetching dense weights ahead; they come with the answer to each push"
-    ),
-    "enable_variable_postpush": Unsupported(
-        "not built yet: pushing dense gradients behind the step; those of rows are, with train.async_push"
-    ),
+    "enable_variable_prefetch": Renamed("dense.prefetch"),
+    "enable_variable_postpush": Renamed("dense.postpush"),
     "enable_sync_training": Unsupported(_RANKS),
     "enable_partial_sync_training": Unsupported(_RANKS),
     "enable_gpu_training": Unsupported(
@@ -179,9 +175,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_model_ckpt_info": Dropped("a checkpoint always has the number of ids of each slot beside it"),
     "feature_eviction_on_save": Renamed("train.keep.evict"),
     "only_feature_engineering": Renamed("job.dump_features"),
-    "enable_variable_partition": Unsupported(
-        "not built yet: splitting a weight over servers; each lies whole on the server that has least",
-        default=False,
+    "enable_variable_partition": Dropped(
+        "weights are shared out by size, the largest first to the server that has least; none is split"
     ),
     "enable_fused_layout": Dropped("all features of a batch are looked up and laid out in one call anyway"),
     "force_shutdown_ps": Dropped("servers always end with the run"),
@@ -348,8 +343,6 @@ _GONE = {
     "embedding.initial_capacity": "hashtable_init_capacity",
     "embedding.fused_layout": "enable_fused_layout",
     "embedding.dedup": "enable_fid_dedup",
-    "dense.prefetch": "enable_variable_prefetch",
-    "dense.postpush": "enable_variable_postpush",
     "dense.partition": "enable_variable_partition",
     "checkpoint.dense_barrier": "dense_only_stop_training_when_save",
     "checkpoint.merge_ranks": "merge_sync_training_ckpt",

@@ -17,16 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.errors import FeatureError, RestoreError
 from monolith.nn.optimizers import rule_of
 from monolith.tensors.files import dump_tensors, load_tensors
 from monolith.tensors.plain_state import decode, encode
 
-_VERSION = 2
+_VERSION = 3
 _METADATA = "monolith"
 _ALIGNMENT = 8
-_WEIGHT, _STATE = "weight/", "state/"
+_WEIGHT, _STATE, _SCHEDULE = "weight/", "state/", "schedule"
 
 
 def share_of_weights(parameters: Mapping[str, Tensor], num_servers: int) -> dict[str, int]:
@@ -51,6 +52,29 @@ def check_held(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Op
         raise FeatureError(f"the optimizer does not hold {missing[0]!r}: it would never be trained")
 
 
+def rates_of(optimizer: torch.optim.Optimizer) -> dict[int, float]:
+    """Return the learning rate of each group of weights, by number, where it is a number."""
+    rates = enumerate(group.get("lr") for group in optimizer.param_groups)
+    return {number: float(rate) for number, rate in rates if isinstance(rate, (int, float, Tensor))}
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: Mapping[int, float]) -> None:
+    """Make the learning rates of groups of weights what `rates_of` said elsewhere.
+
+    Raises:
+        FeatureError: A group is not there, or its rate is no number. Nothing has changed.
+    """
+    known = rates_of(optimizer)
+    if odd := sorted(rates.keys() - known.keys()):
+        raise FeatureError(f"the optimizer has no group {odd[0]} whose learning rate is a number")
+    for number, rate in rates.items():
+        group = optimizer.param_groups[number]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 class DenseShare:
     """The weights that one server is in charge of, and the count of steps. Thread-safe.
 
@@ -58,6 +82,8 @@ class DenseShare:
         parameters: All weights of the module, by name. Nobody else may change them.
         optimizer: Holds all of them; the others never have a gradient here. None where there are none.
         share: Which of how many servers this is, (k, n). Number 0 counts the steps.
+        schedule: Moves the optimizer's rates after each step. All servers with weights hear of every step,
+            so it stands alike on each.
     """
 
     def __init__(
@@ -65,6 +91,7 @@ class DenseShare:
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
         share: tuple[int, int],
+        schedule: LRScheduler | None = None,
     ) -> None:
         number, count = share
         if optimizer is None and parameters:
@@ -74,8 +101,9 @@ class DenseShare:
         servers = share_of_weights(parameters, count)
         self._mine = {name: parameters[name] for name, server in servers.items() if server == number}
         self._optimizer = optimizer
+        self._schedule = schedule
         self._share = share
-        self._lock = threading.Lock()  # guards weights, optimizer and _step
+        self._lock = threading.Lock()  # guards weights, optimizer, schedule and _step
         self._step = 0
 
     @property
@@ -96,13 +124,19 @@ class DenseShare:
         with self._lock:
             self._step = value
 
-    def push(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def push(
+        self, gradients: Mapping[str, Tensor], rates: Mapping[int, float] | None = None
+    ) -> dict[str, Tensor]:
         """Take one optimizer step with these gradients, by name; return copies of all weights after it.
 
         Weights without a gradient stay as they are.
 
+        Args:
+            rates: Learning rates that hold from now on, by group of the optimizer; others stay.
+
         Raises:
-            FeatureError: A gradient is of no weight of this share, or of another shape. Nothing has changed.
+            FeatureError: A gradient is of no weight of this share, or of another shape; or there is no such
+                group. Nothing has changed.
         """
         for name, gradient in gradients.items():
             weight = self._mine.get(name)
@@ -113,11 +147,15 @@ class DenseShare:
                     f"the gradient of {name!r} has {_kind(gradient)}, and the weight {_kind(weight)}"
                 )
         with self._lock:
+            if rates and self._optimizer is not None:
+                set_rates(self._optimizer, rates)
             try:
                 for name, gradient in gradients.items():
                     self._mine[name].grad = gradient.to(self._mine[name].device)
                 if self._optimizer is not None:
                     self._optimizer.step()
+                if self._schedule is not None:
+                    self._schedule.step()
             finally:
                 for weight in self._mine.values():
                     weight.grad = None
@@ -136,7 +174,7 @@ class DenseShare:
             SaveError: The optimizer keeps something that is neither number, text nor tensor.
         """
         with self._lock:
-            return dump_dense(self._mine, self._optimizer, self._step)
+            return dump_dense(self._mine, self._optimizer, self._step, self._schedule)
 
     def load(self, data: bytes) -> None:
         """Take over what `dump` returned, of a share of the same weights.
@@ -146,7 +184,7 @@ class DenseShare:
         """
         state = read_dense(data)
         with self._lock:
-            fill_dense(self._mine, self._optimizer, [state])
+            fill_dense(self._mine, self._optimizer, [state], self._schedule)
             self._step = state.step
 
     def _copies(self) -> dict[str, Tensor]:
@@ -200,15 +238,31 @@ class DenseState:
     """Weight to what its optimizer keeps of it."""
     group_steps: Sequence[int | None]
     """Steps that each group of the optimizer has counted, where it counts."""
+    schedule: ScheduleState | None = None
+    """Where the schedule of the rates stands; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleState:
+    """Where a schedule of learning rates stands."""
+
+    kind: str
+    """The name of its class."""
+    state: Mapping[str, Any]
+    rates: Mapping[int, float]
+    """What it has made of the rate of each group."""
 
 
 def dump_dense(
-    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None, step: int = 0
+    parameters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    step: int = 0,
+    schedule: LRScheduler | None = None,
 ) -> bytes:
-    """Return weights and their optimizer state as a dense file, with JSON in its metadata.
+    """Return weights, their optimizer state and schedule as a dense file, with JSON in its metadata.
 
     Raises:
-        SaveError: The optimizer keeps something that is neither number, text nor tensor.
+        SaveError: The optimizer or schedule keeps something that is neither number, text nor tensor.
     """
     tensors = {_WEIGHT + name: weight.detach() for name, weight in parameters.items()}
     about = {
@@ -220,7 +274,14 @@ def dump_dense(
             for name, weight in parameters.items()
         },
         "group_steps": [] if optimizer is None else [_group_step(group) for group in optimizer.param_groups],
+        "schedule": None,
     }
+    if schedule is not None and optimizer is not None:
+        about["schedule"] = {
+            "kind": type(schedule).__name__,
+            "state": encode(schedule.state_dict(), _SCHEDULE, tensors),
+            "rates": list(rates_of(optimizer).items()),
+        }
     return dump_tensors(tensors, {_METADATA: json.dumps(about)})
 
 
@@ -245,17 +306,28 @@ def read_dense(data: bytes) -> DenseState:
             },
             state={name: decode(kept, tensors) for name, kept in about["state"].items()},
             group_steps=about["group_steps"],
+            schedule=_read_schedule(about["schedule"], tensors),
         )
     except (RestoreError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise RestoreError(f"these {len(data)} bytes hold no dense weights: {cause}") from cause
+
+
+def _read_schedule(about: Any, tensors: Mapping[str, Tensor]) -> ScheduleState | None:
+    if about is None:
+        return None
+    rates = {int(number): float(rate) for number, rate in about["rates"]}
+    return ScheduleState(about["kind"], decode(about["state"], tensors), rates)
 
 
 def fill_dense(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
     states: Collection[DenseState],
+    schedule: LRScheduler | None = None,
 ) -> None:
-    """Make weights and their optimizer what the states say, which together have each of them.
+    """Make weights, their optimizer and schedule what the states say, which together have each weight.
+
+    The schedule is that of the first state: server 0 hears of every step, one without weights of none.
 
     Raises:
         RestoreError: A weight is missing, unknown or of another shape. Nothing has changed.
@@ -284,11 +356,21 @@ def fill_dense(
                 f"cannot take over an optimizer of {len(state.group_steps)} groups of weights: there are "
                 f"{len(groups)} here"
             )
+    moved = next((state.schedule for state in states), None)
+    there, here = None if moved is None else moved.kind, None if schedule is None else type(schedule).__name__
+    if there != here:
+        raise RestoreError(
+            f"cannot take over a schedule of learning rates: it is {there} there, and {here} here. Both "
+            "sides must run the same task."
+        )
     with torch.no_grad():
         for name, weight in parameters.items():
             weight.copy_(weights[name])
     if optimizer is None:
         return
+    if moved is not None and schedule is not None:
+        schedule.load_state_dict(dict(moved.state))
+        set_rates(optimizer, moved.rates)
     for state in states:
         for name, kept in state.state.items():
             weight = parameters[name]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.errors import ClusterError, ConfigError, MonolithError, UnavailableError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
@@ -290,8 +291,15 @@ class ServerGroup:
 
     # Dense weights, around a save
 
-    def fetch_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-        """Fill a module's weights and its optimizer with what the servers hold; return the global step.
+    def fetch_dense(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        schedule: LRScheduler | None = None,
+    ) -> int:
+        """Fill a module's weights, its optimizer and the schedule of that with what the servers hold; return
+        the global step.
 
         Raises:
             RestoreError: They hold other weights, or train them by another optimizer. Nothing has changed.
@@ -299,7 +307,7 @@ class ServerGroup:
         requests: dict[int, Request] = {server: ({}, b"") for server in range(len(self))}
         answers = self.exchange("dump_dense", requests, repeat=True)
         states = [read_dense(answers[server].data.tobytes()) for server in range(len(self))]
-        fill_dense(parameters, optimizer, states)
+        fill_dense(parameters, optimizer, states, schedule)
         return states[0].step
 
     def send_dense(
@@ -308,11 +316,13 @@ class ServerGroup:
         optimizer: torch.optim.Optimizer,
         *,
         step: int | None = None,
+        schedule: LRScheduler | None = None,
     ) -> None:
         """Make the servers hold a module's weights and the state of its optimizer, each its share.
 
         Args:
             step: The global step from now on; by default it stays.
+            schedule: Moves the optimizer's rates, on every server.
 
         Raises:
             RestoreError: A server is in charge of other weights, or trains them by another optimizer.
@@ -323,7 +333,7 @@ class ServerGroup:
         requests: dict[int, Request] = {}
         for server in range(len(self)):
             mine = {name: parameters[name] for name, owner in servers.items() if owner == server}
-            requests[server] = {}, dump_dense(mine, optimizer, step)
+            requests[server] = {}, dump_dense(mine, optimizer, step, schedule)
         self.exchange("load_dense", requests, repeat=True)
 
     def close(self) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith import native
 from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
-from monolith.store.dense import (
-    check_held,
-    pack_tensors,
-    share_of_weights,
-    unpack_tensors,
-)
+from monolith.store.dense import check_held
+from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 from monolith.store.group import Request, ServerGroup
 from monolith.store.routes import Routes
 from monolith.store.servers import RowRequest
@@ -54,7 +49,7 @@ class ParameterServerStore:
         for server, about in enumerate(self._descriptions):
             found = self._checked(server, about)
             self._counts_sightings |= bool(found["counts_sightings"])
-        self._dense: _DenseWeights | None = None
+        self._dense: DenseCache | None = None
 
     @property
     def tables(self) -> Mapping[str, int]:
@@ -127,34 +122,55 @@ class ParameterServerStore:
                 routes.send_numbers(counts, server, request.counts)
         self._push("apply_gradients", requests)
 
-    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def attach_dense(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        config: DenseConfig | None = None,
+        scheduled: bool = False,
+    ) -> None:
+        """Take charge of the dense variables; see `Store`.
+
+        Args:
+            config: What is fetched and pushed while steps are computed.
+            scheduled: Whether the servers have a schedule for the rates of the optimizer. Otherwise they are
+                told when somebody moves those of `optimizer`.
+        """
         if self._dense is not None:
             raise FeatureError("this store has dense variables already; one store serves one model")
         check_held(parameters, optimizer)
-        self._dense = _DenseWeights(parameters, self._descriptions)
+        self._dense = DenseCache(
+            self.group,
+            lambda requests: self._push("push_dense", requests),
+            parameters,
+            optimizer,
+            self._descriptions,
+            config=config,
+            moved_there=scheduled,
+        )
+
+    @property
+    def dense(self) -> DenseCache | None:
+        """The dense variables, where some were attached."""
+        return self._dense
 
     def push_dense(self) -> None:
-        """Send each server the gradients of its weights, and keep the weights they answer with.
+        """Send each server the gradients of its weights.
 
         Server 0 hears of it in any case, because it counts the steps.
         """
         self._check_open()
         if self._dense is None:
             self._push("push_dense", {0: ({"names": []}, b"")})
-            return
-        answers = self._push("push_dense", self._dense.gradients())
-        self._dense.keep({server: answer.data for server, answer in answers.items()})
+        else:
+            self._dense.push()
 
     def pull_dense(self) -> None:
-        """Copy the newest weights that a push brought into the variables; before any push, ask for them."""
+        """Make the variables what was fetched; before anything was, ask for it. See `DenseCache`."""
         self._check_open()
-        if self._dense is None:
-            return
-        if not self._dense.is_known:
-            requests: dict[int, Request] = {server: ({}, b"") for server in self._dense.servers}
-            answers = self.group.exchange("pull_dense", requests, repeat=True)
-            self._dense.keep({server: answer.data for server, answer in answers.items()})
-        self._dense.copy()
+        if self._dense is not None:
+            self._dense.assign()
 
     def count_expired(self, now: int) -> dict[str, int]:
         self._check_open()
@@ -181,6 +197,8 @@ class ParameterServerStore:
     def close(self) -> None:
         """Let go of this store; servers and connections go on."""
         self._closed = True
+        if self._dense is not None:
+            self._dense.close()
 
     # Inside
 
@@ -239,64 +257,6 @@ class ParameterServerStore:
             ) from cause
 
 
-class _DenseWeights:
-    """The caller's weights, whose they are on the servers, and what came back last. Thread-safe."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], descriptions: list[dict[str, Any]]) -> None:
-        shares = share_of_weights(parameters, len(descriptions))
-        self._shares: list[dict[str, nn.Parameter]] = [{} for _ in descriptions]
-        for name, server in shares.items():
-            self._shares[server][name] = parameters[name]
-        for server, about in enumerate(descriptions):
-            here = {name: _kind(weight) for name, weight in self._shares[server].items()}
-            there = {name: (tuple(shape), dtype) for name, (shape, dtype) in about["weights"].items()}
-            for name in sorted(here.keys() | there.keys()):
-                if here.get(name) != there.get(name):
-                    raise FeatureError(
-                        f"parameter server {server} does not fit: the weight {name!r} is "
-                        f"{_said(there.get(name))} there, and {_said(here.get(name))} here. Do all processes "
-                        "run the same task?"
-                    )
-        self._lock = threading.Lock()  # guards _newest
-        self._newest: dict[int, NDArray[np.uint8]] = {}
-
-    @property
-    def servers(self) -> list[int]:
-        """Who is in charge of a weight."""
-        return [server for server, share in enumerate(self._shares) if share]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether every server has answered with its weights."""
-        with self._lock:
-            return all(server in self._newest for server in self.servers)
-
-    def gradients(self) -> dict[int, Request]:
-        """Take the gradients that the weights hold, for each server; server 0 is always there."""
-        requests: dict[int, Request] = {}
-        for server in sorted({0, *self.servers}):
-            held = {name: w.grad for name, w in self._shares[server].items() if w.grad is not None}
-            requests[server] = {"names": list(held)}, pack_tensors(list(held.values()))
-        for share in self._shares:
-            for weight in share.values():
-                weight.grad = None
-        return requests
-
-    def keep(self, answers: Mapping[int, NDArray[np.uint8]]) -> None:
-        with self._lock:
-            self._newest |= answers
-
-    def copy(self) -> None:
-        """Make the caller's weights what came back last."""
-        with self._lock:
-            newest = dict(self._newest)
-        with torch.no_grad():
-            for server in self.servers:
-                weights = list(self._shares[server].values())
-                for weight, value in zip(weights, unpack_tensors(newest[server], weights), strict=True):
-                    weight.copy_(value)
-
-
 def _asked(routes: Routes) -> list[int]:
     return [server for server, count in enumerate(routes.num_ids) if count]
 
@@ -324,11 +284,3 @@ def _sum(found: list[TableStats]) -> TableStats:
 
 def _width(dim: int | None) -> str:
     return "no such table" if dim is None else f"rows of {dim} floats"
-
-
-def _kind(weight: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(weight.shape), str(weight.dtype).removeprefix("torch.")
-
-
-def _said(kind: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if kind is None else f"{kind[1]} of shape {kind[0]}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -27,6 +27,7 @@ from monolith.errors import (
     UnavailableError,
     UnknownTableError,
 )
+from monolith.store.buffers import BufferShelf, LaidDown
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.measuring import take_sample_step
@@ -119,6 +120,25 @@ class ApplyGradients(Lookup):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushDense(Meant):
     names: list[Name]
+    brings: bool = True
+    """Whether the answer is to bring the weights."""
+    rates: tuple[tuple[Count, float], ...] = ()
+    """Groups of the optimizer and the learning rates that the worker has moved them to."""
+
+
+_Worker = Annotated[int, Bounds(0, 1 << 16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayBuffers(Meant):
+    worker: _Worker
+    examples: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBuffers(Meant):
+    worker: _Worker | None = None
+    """None takes those of all."""
 
 
 class RowRequest:
@@ -168,6 +188,7 @@ class _Held:
     incarnation: str
     stores: list[LocalStore]
     dense: DenseShare
+    buffers: BufferShelf = field(default_factory=BufferShelf)
 
 
 class ParameterServer:
@@ -233,6 +254,8 @@ class ParameterServer:
             "dump_dense": typed_exchange(Meant, self._dump_dense),
             "load_dense": typed_exchange(Meant, self._load_dense),
             "sample_step": typed_exchange(Nothing, take_sample_step),
+            "lay_buffers": typed_exchange(LayBuffers, self._lay_buffers),
+            "take_buffers": typed_exchange(TakeBuffers, self._take_buffers),
         }
         if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
@@ -395,8 +418,8 @@ class ParameterServer:
         if unknown := [name for name in body.names if name not in weights]:
             raise FeatureError(f"this server is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body.names])
-        after = held.dense.push(dict(zip(body.names, gradients, strict=True)))
-        return self._about(held), self._packed(after)
+        after = held.dense.push(dict(zip(body.names, gradients, strict=True)), dict(body.rates))
+        return self._about(held), self._packed(after) if body.brings else b""
 
     def _pull_dense(self, body: Meant, _: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
@@ -410,6 +433,15 @@ class ParameterServer:
         held = self._meant(body)
         held.dense.load(data.tobytes())
         return self._about(held), b""
+
+    def _lay_buffers(self, body: LayBuffers, data: Bytes) -> tuple[dict[str, Any], Any]:
+        self._meant(body).buffers.lay_down(LaidDown(body.worker, body.examples, data))
+        return {}, b""
+
+    def _take_buffers(self, body: TakeBuffers, _: Bytes) -> tuple[dict[str, Any], Any]:
+        found = self._meant(body).buffers.take(body.worker)
+        data = np.concatenate([np.empty(0, np.uint8), *(one.data for one in found)])
+        return {"workers": [[one.worker, one.examples] for one in found]}, data
 
     # Inside
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from monolith.checkpoint import DensePart, Part, TablesPart
 from monolith.errors import ConfigError, DataError, FeatureError
@@ -47,6 +48,8 @@ class Model:
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
         self.sparse: EmbeddingOptimizer | None = None
         self.dense: torch.optim.Optimizer | None = None
+        self.schedule: LRScheduler | None = None
+        """Moves the rates of `dense` after each step."""
         if mode is Mode.TRAIN:
             if not self.collections:
                 raise ConfigError(
@@ -54,6 +57,7 @@ class Model:
                 )
             self.sparse = EmbeddingOptimizer(self.module)
             self.dense = task.dense_optimizer(self.module)
+            self.schedule = None if self.dense is None else _schedule(task, self.dense)
         self.module.train(mode is Mode.TRAIN)
         self._checked = False
 
@@ -92,13 +96,19 @@ class Model:
             optimizers["rows"] = self.sparse
         if self.dense is not None:
             optimizers["dense"] = self.dense
-        return DensePart(self.module, optimizers, random=self.sparse is not None)
+        schedules = {} if self.schedule is None else {"dense": self.schedule}
+        return DensePart(self.module, optimizers, schedules, random=self.sparse is not None)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the dense weights that are trained, by name."""
         groups = [] if self.dense is None else self.dense.param_groups
         trained = {id(weight) for group in groups for weight in group["params"]}
         return {name: p for name, p in self.module.named_parameters() if id(p) in trained}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return what the module keeps beside weights and a checkpoint has: running means, counters."""
+        saved = self.module.state_dict(keep_vars=True).keys()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
 
     def stats(self) -> dict[str, TableStats]:
         """Return what each table holds."""
@@ -168,3 +178,13 @@ class Model:
                 tables[name] = store.table(name)
             filters |= store.filters
         return tables, filters
+
+
+def _schedule(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    schedule = task.dense_schedule(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            f"task {task.name!r}: dense_schedule() returns a ReduceLROnPlateau, which follows a metric and "
+            "not the step. Call it in a hook instead: rates that are moved there act on servers, too."
+        )
+    return schedule

@@ -7,6 +7,7 @@ several ranks. It tells its peers where it stands, and they tell it what to do a
     go_to        the model is at a step now: new, or restored
     open         go on from a step and a place in the data; or the run is over
     meet         between steps, and while there is no data: stand still where all do, hear who was lost
+    refresh      before a step that came after a wait: take the newest weights
     count        which step of the model this one was
     halted       the others are held back, and have said where they stand, while a moment is cut
     note_saved   that moment is on disk, so every source may forget what came before it
@@ -25,7 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import Part
 from monolith.data import Share
@@ -71,6 +75,16 @@ class Gathered:
     """The global step of the model."""
     others: tuple[WorkerState, ...] = ()
     """All but this process, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staleness:
+    """How many steps, of all workers, the dense weights of a gradient lacked when it was applied."""
+
+    last: int
+    """Those of the last gradient."""
+    most: int
+    """Those of the gradient that lacked most."""
 
 
 class Participant(Protocol):
@@ -168,6 +182,12 @@ class Peers(Protocol):
     def count(self, step: int) -> int:
         """Return which step of the model was just taken, from 1; `step` is the last that was known here."""
 
+    def refresh(self) -> None:
+        """Take the newest weights: this process has waited, and the others may not have."""
+
+    def staleness(self) -> Staleness | None:
+        """Return how old the weights are that this process computes with; None where there are no others."""
+
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         """Hold the others between their steps, as the one that leads, while a moment is cut."""
 
@@ -224,7 +244,9 @@ class Alone:
         """Do nothing: one process can do all of it."""
 
     def attach(self, model: Model) -> WeightOptimizer | None:
-        return model.dense
+        if model.dense is None or model.schedule is None:
+            return model.dense
+        return ScheduledOptimizer(model.dense, model.schedule)
 
     def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:
         return model.parts(incremental=incremental, beside=beside)
@@ -247,6 +269,12 @@ class Alone:
     def count(self, step: int) -> int:
         return step + 1
 
+    def refresh(self) -> None:
+        """Do nothing: these are the only weights."""
+
+    def staleness(self) -> Staleness | None:
+        return None
+
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         return nullcontext(Gathered(step=me.step))
 
@@ -264,3 +292,22 @@ class Alone:
 
     def fail(self, error: BaseException | None) -> None:
         """Do nothing: nobody waits for this process."""
+
+
+class ScheduledOptimizer:
+    """An optimizer whose rates move after each of its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+        self._inner = inner
+        self._schedule = schedule
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    def step(self) -> None:
+        self._inner.step()
+        self._schedule.step()
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()

@@ -26,7 +26,7 @@ from monolith.train.lane import Lane
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
-from monolith.train.peers import Gathered, Peers, Start, WorkerState
+from monolith.train.peers import Gathered, Peers, Staleness, Start, WorkerState
 from monolith.train.positions import joined_positions, split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
@@ -119,6 +119,8 @@ class Session:
         """What the others said of themselves when all stood still the last time."""
         self.restarts_data = False
         """Whether a restore leaves the data where it is."""
+        self._meetings = 0
+        """How often the others were met since the last step."""
 
     @property
     def step(self) -> int:
@@ -143,6 +145,11 @@ class Session:
     def total_skipped(self) -> int:
         """The same, by everybody."""
         return self.skipped + sum(state.skipped for state in self._others)
+
+    @property
+    def staleness(self) -> Staleness | None:
+        """How old the dense weights are that this process computes with; None where there are no others."""
+        return self._peers.staleness()
 
     @property
     def interrupted(self) -> bool:
@@ -177,11 +184,15 @@ class Session:
 
     def meet(self, run: Run) -> None:
         """Halt, stop or fail as the others do; between two steps."""
-        reason = self._peers.meet(self)
+        reason = self._meet()
         if (safe := self._peers.safe()) is not None:
             self.commit(safe)
         if reason is not None:
             run.request_stop(reason)
+
+    def _meet(self) -> str | None:
+        self._meetings += 1
+        return self._peers.meet(self)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -248,6 +259,9 @@ class Session:
                 if not self.examples and not self.skipped and not self._interrupted:
                     self._found_nothing()
                 return None
+            if self._meetings > 1:  # it waited: for data, for its turn in a slow start, at a barrier
+                self._peers.refresh()
+            self._meetings = 0
             (batch, position), rows = found
             outputs = self._train(batch, rows, lane)
             self._position = position
@@ -367,7 +381,7 @@ class Session:
 
     def _idle(self) -> None:
         """Called again and again while the data has nothing to say."""
-        if self._peers.meet(self) is not None:
+        if self._meet() is not None:
             self.interrupt()
 
     def _read(self) -> Iterator[_Read]:

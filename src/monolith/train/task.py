@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.config import to_snake_case
 from monolith.data import Stream
@@ -120,6 +121,16 @@ class Task(ABC):
         """Return what trains the dense weights; None where there are none. Rows have their own."""
         weights = list(model.parameters())
         return EagerAdam(weights, lr=1e-3) if weights else None
+
+    def dense_schedule(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:  # noqa: ARG002
+        """Return what moves the rates of the dense optimizer after every step of the model; None for nothing.
+
+        It acts where the weights are trained, in this process or on parameter servers, and is saved.
+
+        Args:
+            optimizer: What `dense_optimizer` returned.
+        """
+        return None
 
     def updates(self) -> UpdateConfig:
         """Return what is done to gradients before they are applied: clipping, weight decay."""

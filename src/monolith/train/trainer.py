@@ -80,6 +80,9 @@ class TrainReport:
     """Examples trained on in this run, by everybody."""
     skipped: int = 0
     """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
+    dense_staleness: int | None = None
+    """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
+    gradients of this process; None where nobody else has weights."""
     seconds: float
     stop_reason: str
     finished: bool
@@ -258,6 +261,7 @@ class Trainer:
                 steps=session.step - first_step,
                 examples=session.total_examples - first,
                 skipped=session.total_skipped - first_skipped,
+                dense_staleness=None if (stale := session.staleness) is None else stale.most,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
                 finished=not run.interrupted and peers.finished,

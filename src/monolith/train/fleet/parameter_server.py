@@ -426,7 +426,8 @@ class ServedShare:
             share=share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
-        return _Held(model, stores, DenseShare(model.weights(), model.dense, share), part, {})
+        dense = DenseShare(model.weights(), model.dense, share, model.schedule)
+        return _Held(model, stores, dense, part, {})
 
 
 class _Attendance:

@@ -13,11 +13,13 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from monolith.checkpoint import DensePart, RestoreOptions, SavedPart, merge_entries
 from monolith.checkpoint.part import Entry, PartCut
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ClusterError
+from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
 
 
@@ -65,7 +67,7 @@ class _ServedCut:
 
 
 class ServedDense:
-    """The weights: brought here to be saved, and sent out again when they were restored."""
+    """The weights, and the buffers of all workers: brought here to be saved, sent out again when restored."""
 
     name = "dense"
 
@@ -75,16 +77,22 @@ class ServedDense:
         inner: DensePart,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
+        *,
+        schedule: LRScheduler | None = None,
+        buffers: FleetBuffers,
     ) -> None:
         self._fleet = fleet
         self._inner = inner
         self._parameters = dict(parameters)
         self._optimizer = optimizer
+        self._schedule = schedule
+        self._buffers = buffers
 
     def cut(self, step: int) -> PartCut:
         if self._optimizer is not None:
-            self._fleet.group.fetch_dense(self._parameters, self._optimizer)
-        return self._inner.cut(step)
+            self._fleet.group.fetch_dense(self._parameters, self._optimizer, schedule=self._schedule)
+        with self._buffers.merged():
+            return self._inner.cut(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         report = self._inner.restore(chain, options)
@@ -94,4 +102,4 @@ class ServedDense:
     def send(self) -> None:
         """Give the servers the weights as they are here."""
         if self._optimizer is not None:
-            self._fleet.group.send_dense(self._parameters, self._optimizer)
+            self._fleet.group.send_dense(self._parameters, self._optimizer, schedule=self._schedule)

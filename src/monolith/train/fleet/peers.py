@@ -14,15 +14,18 @@ from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError
 from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, ParameterServerStore
+from monolith.store.dense_cache import DenseCache
+from monolith.store.dense_config import DenseConfig
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.barrier import FleetBarrier
+from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import Others
 from monolith.train.model import Model
-from monolith.train.peers import Gathered, Participant, Start, WorkerState
+from monolith.train.peers import Gathered, Participant, Staleness, Start, WorkerState
 
 
 class FleetPeers:
@@ -31,12 +34,15 @@ class FleetPeers:
     Args:
         fleet: This worker's place, which whoever made it closes. It serves one run; who begins again joins
             the fleet again.
+        dense: When this worker fetches dense weights and pushes their gradients.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, dense: DenseConfig | None = None) -> None:
         self._fleet = fleet
+        self._config = dense or DenseConfig()
         self._barrier = FleetBarrier(fleet)
         self._served: ServedDense | None = None
+        self._buffers: FleetBuffers | None = None
         self._store: ParameterServerStore | None = None
         self._halts: dict[int, Position] = {}
         """Halt -> where the data of this worker stood then, until it is on disk."""
@@ -70,6 +76,11 @@ class FleetPeers:
             raise ConfigError(
                 "alert: several processes cannot roll back together yet; set alert.action to 'stop'"
             )
+        if config.deterministic and self._config.depends_on_time:
+            raise ConfigError(
+                "train.deterministic: dense weights would depend on how fast servers answer. Set "
+                "dense.max_staleness to 1, and dense.prefetch where dense.postpush is set."
+            )
 
     def attach(self, model: Model) -> WeightOptimizer | None:
         if own := [store for store in model.stores if not isinstance(store, ParameterServerStore)]:
@@ -80,9 +91,18 @@ class FleetPeers:
         weights, store = model.weights(), model.stores[0]
         assert isinstance(store, ParameterServerStore)
         if model.dense is not None:
-            store.attach_dense(weights, model.dense)
+            scheduled = model.schedule is not None
+            store.attach_dense(weights, model.dense, config=self._config, scheduled=scheduled)
         self._store = store
-        self._served = ServedDense(self._fleet, model.dense_part(), weights, model.dense)
+        self._buffers = FleetBuffers(self._fleet.group, self._fleet.index, model.buffers())
+        self._served = ServedDense(
+            self._fleet,
+            model.dense_part(),
+            weights,
+            model.dense,
+            schedule=model.schedule,
+            buffers=self._buffers,
+        )
         return ServedOptimizer(store, model.dense)
 
     def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
@@ -108,12 +128,14 @@ class FleetPeers:
 
     def open(self, start: Start, me: Participant) -> Start | None:
         found: Start | None = start
+        assert self._store is not None, "attach a model first"
+        assert self._buffers is not None
         if self.leads:
+            self._buffers.begin()
             self._fleet.open(start)
-        else:
-            found = self._fleet.join(lambda: me.interrupted)
+        elif (found := self._fleet.join(lambda: me.interrupted)) is not None:
+            self._buffers.begin()
         if found is not None:
-            assert self._store is not None
             self._store.pull_dense()
         return found
 
@@ -123,18 +145,48 @@ class FleetPeers:
         self._fleet.check()
         if not self.leads and self._fleet.is_halted:
             me.drain()
+            self._settle()
             state = me.state()
+            self._lay_down(state)
             if halt := self._fleet.wait_at_halt(state):
                 self._halts[halt] = state.position
         return self._fleet.stop_reason
 
     def count(self, step: int) -> int:  # noqa: ARG002
-        return self._fleet.group.step  # server 0 said it when it took the gradients of the weights
+        cache = self._cache  # server 0 said it when it took the gradients of the weights, or will
+        return self._fleet.group.step if cache is None else cache.step
+
+    def refresh(self) -> None:
+        if (cache := self._cache) is not None:
+            cache.refresh()
+
+    def staleness(self) -> Staleness | None:
+        if (cache := self._cache) is None:
+            return None
+        last, most = cache.behind
+        return Staleness(last=last, most=most)
+
+    @property
+    def _cache(self) -> DenseCache | None:
+        return None if self._store is None else self._store.dense
+
+    def _lay_down(self, state: WorkerState) -> None:
+        """Leave the buffers of this worker to whoever saves."""
+        if self._buffers is not None:
+            self._buffers.lay_down(state.examples)
+
+    def _settle(self) -> None:
+        """See everything done that this worker pushed behind its steps."""
+        if (cache := self._cache) is not None:
+            cache.settle()
 
     @contextmanager
     def halted(self, me: Participant) -> Iterator[Gathered]:
         with self._fleet.halted(lambda: me.interrupted) as halt:
-            self._halts[halt.number] = me.state().position
+            self._settle()  # or its last steps would be counted after this
+            state = me.state()
+            self._lay_down(state)
+            self._halts[halt.number] = state.position
             yield self._gathered(halt.states)
 
     def note_saved(self, position: Position) -> None:
@@ -159,9 +211,11 @@ class FleetPeers:
 
     # Ending
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
         if not self.leads:
             return None
+        self._settle()
+        self._lay_down(me.state())
         if run.stop_reason != DATA_ENDED:
             self._fleet.stop(run.stop_reason or "the chief has ended", unfinished=run.interrupted)
         return self._gathered(self._fleet.wait_for_others(look, stopping=run.interrupted))
@@ -176,6 +230,8 @@ class FleetPeers:
             return False
         if run.interrupted:  # its share of the data is not done, so the run cannot be either
             self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
+        self._settle()
+        self._lay_down(state)
         self._fleet.leave(state)
         self._fleet.wait_for_end()
         return True

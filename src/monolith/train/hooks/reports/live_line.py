@@ -57,6 +57,9 @@ class Standing:
     """Batches that were skipped because their loss or a gradient is NaN or infinite."""
     non_finite: int = 0
     """Updates of single rows that a table skipped because they are NaN or infinite."""
+    staleness: int | None = None
+    """Steps, of all workers, that the dense weights of the last gradient lacked when it was applied; None
+    without parameter servers."""
 
 
 class LiveLineHook(Hook):
@@ -67,6 +70,7 @@ class LiveLineHook(Hook):
         stats: What the tables hold, by name.
         metrics: Their values over the last window, as "head/metric".
         skipped: How many batches were not trained on.
+        staleness: How many steps the dense weights lack; None without parameter servers.
         steps: How many steps this run is to take.
         max_steps: At which step it ends; the nearer of the two counts.
         clock: Unix seconds, for the lag.
@@ -81,6 +85,7 @@ class LiveLineHook(Hook):
         stats: Callable[[], Mapping[str, TableStats]],
         metrics: Callable[[], Mapping[str, float]] = dict,
         skipped: Callable[[], int] = lambda: 0,
+        staleness: Callable[[], int | None] = lambda: None,
         steps: int | None = None,
         max_steps: int | None = None,
         clock: Callable[[], float] = time.time,
@@ -91,6 +96,7 @@ class LiveLineHook(Hook):
         self._stats = stats
         self._metrics = metrics
         self._skipped = skipped
+        self._staleness = staleness
         self._steps = steps
         self._max_steps = max_steps
         self._clock = clock
@@ -143,6 +149,7 @@ class LiveLineHook(Hook):
                 evicted=sum(table.evicted for table in stats),
                 skipped=self._skipped(),
                 non_finite=sum(table.non_finite for table in stats),
+                staleness=self._staleness(),
             )
         )
         self._spoke = True
@@ -187,6 +194,8 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     if standing.lag_seconds is not None:
         days = standing.lag_seconds / 86_400
         facts["behind"] = f"{days:,.0f} days" if days >= 2 else describe_seconds(standing.lag_seconds)
+    if standing.staleness:
+        facts["dense staleness"] = f"{standing.staleness:,} step{'' if standing.staleness == 1 else 's'}"
     counts = {
         "skipped batches": standing.skipped,
         "rows with bad gradients": standing.non_finite,
@@ -210,6 +219,7 @@ def log_standing(standing: Standing) -> None:
     }
     numbers |= {"evicted": standing.evicted, "lag_seconds": standing.lag_seconds}
     numbers |= {"skipped": standing.skipped, "non_finite": standing.non_finite}
+    numbers |= {"staleness": standing.staleness}
     if math.isnan(standing.loss):
         numbers["loss"] = None  # JSON has no NaN
     _log.info("step %s: %s", done, facts, extra={**numbers, "metrics": dict(standing.metrics)})
@@ -235,6 +245,9 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
         ),
     }
     lag = metrics.gauge("train_event_time_lag_seconds", "Seconds from the newest event trained on to now")
+    staleness = metrics.gauge(
+        "train_dense_staleness_steps", "Steps of all workers that the weights of the last gradient lacked"
+    )
     quality = metrics.gauge("train_metric", "The metric over the last window", ["metric"])
 
     def show(standing: Standing) -> None:
@@ -242,6 +255,8 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
             gauge.set(getattr(standing, name))
         if standing.lag_seconds is not None:
             lag.set(standing.lag_seconds)
+        if standing.staleness is not None:
+            staleness.set(standing.staleness)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
 
