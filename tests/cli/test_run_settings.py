@@ -75,7 +75,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "failover": ("cli/failover.py",),
     "timeouts": ("cli/train.py",),
     "threads": ("cli/task_config.py",),
-    "metrics": ("cli/train.py",),
+    "metrics": ("cli/train.py", "cli/own_status.py"),
     "profile": ("cli/train.py",),
 }
 """Group -> the modules that obey its fields."""

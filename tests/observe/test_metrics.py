@@ -184,3 +184,18 @@ def test_metrics_can_be_served_on_ipv6():
     with server:
         assert server.url == f"http://[::1]:{server.port}/metrics"
         assert fetch(server.url) is not None
+
+
+def test_other_pages_are_served_beside_the_metrics_and_guarded_like_them():
+    metrics = Metrics()
+    metrics.counter("steps", "Steps.").inc()
+    with metrics.serve(
+        0, admits=lambda given: given == "Bearer t", pages={"/status": lambda: b"{}"}
+    ) as served:
+        url = served.url.replace("/metrics", "/status")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=10)
+        for path, found in ((url, b"{}"), (served.url, b"monolith_steps_total 1.0")):
+            request = urllib.request.Request(path, headers={"Authorization": "Bearer t"})
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                assert found in answer.read()

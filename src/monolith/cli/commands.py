@@ -41,6 +41,7 @@ from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerO
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
+from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 
 
@@ -72,6 +73,7 @@ COMMANDS = {
     "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
+    "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.bench.checkpoint"),

@@ -21,12 +21,14 @@ from typing import TextIO
 from monolith import filesystem
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
+from monolith.cli.own_status import OwnStatus
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.run_token import run_security, shared_security
 from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener, ssl_context
+from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, RetryableError
 from monolith.observe import Metrics
@@ -75,27 +77,36 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
         raise ConfigError(f"train: {flag} needs --model-dir")
     metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
+    status = OwnStatus(run)
     with ExitStack() as open_things:
-        served = serve_metrics(metrics, run)
+        served = serve_metrics(metrics, run, status)
         if served is not None:
             open_things.enter_context(served)
             say(f"metrics on {served.url}")
         if run.job.dump_features:
             return dump_features(training)
+        open_things.enter_context(status.written())
         if not run.distributed:
-            return train(options, training, run, metrics, environ, shown=served is not None)
+            return train(options, training, run, metrics, environ, shown=served is not None, status=status)
         run = secured(run, environ)
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
             if run.cluster.role == "ps":
-                return serve(training, run, discovery, environ)
+                return serve(training, run, discovery, environ, status)
             with reported_to_yarn(run, environ) as outcome:
-                status = train(
-                    options, training, run, metrics, environ, shown=served is not None, discovery=discovery
+                ended = train(
+                    options,
+                    training,
+                    run,
+                    metrics,
+                    environ,
+                    shown=served is not None,
+                    status=status,
+                    discovery=discovery,
                 )
-                if status:
-                    outcome.problem = f"the chief was stopped, with status {status}"
-                return status
+                if ended:
+                    outcome.problem = f"the chief was stopped, with status {ended}"
+                return ended
 
 
 def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
@@ -121,7 +132,13 @@ def dump_features(training: Training) -> int:
 # A parameter server
 
 
-def serve(training: Training, run: RunConfig, discovery: Discovery, environ: Mapping[str, str]) -> int:
+def serve(
+    training: Training,
+    run: RunConfig,
+    discovery: Discovery,
+    environ: Mapping[str, str],
+    status: OwnStatus,
+) -> int:
     """Hold a share of the model until the run is over, or a signal ends this process."""
     from monolith.train import serve_parameters
 
@@ -146,6 +163,7 @@ def serve(training: Training, run: RunConfig, discovery: Discovery, environ: Map
             start_timeout=run.timeouts.start,
             lost_after=run.timeouts.silence,
             abandoned_after=run.timeouts.abandoned,
+            on_serving=status.watch_server,
         )
     say(f"parameter server {run.cluster.index} ended: {end.why}")
     if signals.received is not None:
@@ -204,6 +222,7 @@ def train(
     environ: Mapping[str, str],
     *,
     shown: bool,
+    status: OwnStatus,
     discovery: Discovery | None = None,
 ) -> int:
     """Train, and write the report; among others only the chief does.
@@ -211,6 +230,7 @@ def train(
     Args:
         run: That of the training, with the secret that its processes share.
         shown: Whether metrics are served.
+        status: Told how this worker stands.
         discovery: Where the others are; None trains in this process alone.
     """
     task, config = training.task, training.config
@@ -229,6 +249,7 @@ def train(
                 *(control_hooks(local, run, training.run.security) if options.control and chief else []),
                 *([ProfilerHook(profiled_steps(config, first))] if profiled else []),
                 *(line_hook(local, config, show, every) for show, every in lines),
+                status.watch_worker(local),
             ]
 
         signals = open_things.enter_context(StopSignals(stopper, say))
@@ -240,7 +261,7 @@ def train(
             return trainer.train()
 
         if discovery is not None:
-            report = with_failover(attempt, run, discovery, metrics, stopper)
+            report = with_failover(attempt, run, discovery, metrics, stopper, status=status)
         else:
             report = attempt()
     if chief:
@@ -291,6 +312,8 @@ def with_failover(
     discovery: Discovery,
     metrics: Metrics,
     stopper: Stopper,
+    *,
+    status: OwnStatus,
 ) -> TrainReport:
     """Train; where others were lost, wait and go on from the last checkpoint, as often as is allowed."""
     failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
@@ -301,14 +324,15 @@ def with_failover(
                 failover.joined(fleet.servers)
                 return attempt(fleet)
         except RetryableError as error:
+            status.lost_others()
             failover.lost(error)
 
 
 # Whom it tells
 
 
-def serve_metrics(metrics: Metrics, run: RunConfig) -> MetricsServer | None:
-    """Let Prometheus ask for metrics, where the config says so.
+def serve_metrics(metrics: Metrics, run: RunConfig, status: OwnStatus | None = None) -> MetricsServer | None:
+    """Let Prometheus ask for metrics, and `monolith top` for the status, where the config says so.
 
     Raises:
         ConfigError: Others can reach the address, and nothing is demanded of them.
@@ -324,6 +348,7 @@ def serve_metrics(metrics: Metrics, run: RunConfig) -> MetricsServer | None:
         run.metrics.host,
         context=ssl_context(run.security, server=True),
         admits=None if guard.token is None else guard.admits,
+        pages=None if status is None else {STATUS_PATH: status.page},
     )
 
 

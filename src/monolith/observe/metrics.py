@@ -12,7 +12,7 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from socketserver import TCPServer
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -144,6 +144,7 @@ class Metrics:
         *,
         context: ssl.SSLContext | None = None,
         admits: Callable[[str], bool] | None = None,
+        pages: Mapping[str, Callable[[], bytes]] | None = None,
     ) -> MetricsServer:
         """Answer `/metrics` from background threads until the server is closed.
 
@@ -152,13 +153,14 @@ class Metrics:
             address: Only this machine by default. Whoever names another one says who may come in:
             context: Of a server, for TLS; it may ask callers for a certificate.
             admits: Whether a caller with this "authorization" header, "" for none, is answered.
+            pages: Other paths, such as "/status", and what makes the JSON to answer with, on any thread.
 
         Raises:
             ListenError: The port is taken, or this process may not have it.
         """
         from prometheus_client import make_wsgi_app
 
-        answer = make_wsgi_app(self._registry)
+        answer = _with_pages(make_wsgi_app(self._registry), pages or {})
         try:
             server = _server(port, address, answer if admits is None else _guarded(answer, admits))
         except (OSError, OverflowError) as cause:
@@ -234,6 +236,20 @@ class MetricsServer:
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 """As WSGI has it."""
+
+
+def _with_pages(answer: App, pages: Mapping[str, Callable[[], bytes]]) -> App:
+    """Answer some paths with JSON, and all others as before."""
+
+    def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        make = pages.get(environ.get("PATH_INFO", ""))
+        if make is None:
+            return answer(environ, start)
+        page = make()
+        start("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(page)))])
+        return [page]
+
+    return app
 
 
 def _guarded(answer: App, admits: Callable[[str], bool]) -> App:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 from monolith.config import Checked, Problem
 from monolith.run.checks import at_least, not_negative
@@ -24,7 +25,7 @@ class ThreadsConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsConfig(Checked):
-    """Where Prometheus finds the metrics of this process."""
+    """Where Prometheus finds the metrics of this process, and `monolith top` how it stands."""
 
     prefix: str | None = None
     """What names of metrics begin with; None means monolith."""
@@ -33,9 +34,12 @@ class MetricsConfig(Checked):
     host: str = "127.0.0.1"
     """The address of the metrics port. One that others can reach needs certificates or a token: see
     security."""
+    status_every: timedelta | None = None
+    """How often this process writes how it stands to status/ of the model_dir, for `monolith top`; 0 writes
+    nothing, None takes 2 s, and 15 s in a model_dir that is remote."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "port")
+        yield from not_negative(self, "port", "status_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,6 +105,7 @@ def serve_parameters(
     start_timeout: timedelta = START_TIMEOUT,
     lost_after: timedelta = LOST_AFTER,
     abandoned_after: timedelta = ABANDONED_AFTER,
+    on_serving: Callable[[ServedShare, str], None] | None = None,
 ) -> ServerEnd:
     """Hold a share of a model until the chief says that the run is over; return how it ended.
 
@@ -119,6 +120,7 @@ def serve_parameters(
         start_timeout: How long to wait for the chief to begin.
         lost_after: How long a worker may be silent before server 0 calls it lost.
         abandoned_after: How long to wait for another chief when the one there was is gone.
+        on_serving: Told what is served, and where, when others may come.
 
     Raises:
         DeadlineExceededError: No chief came.
@@ -136,11 +138,24 @@ def serve_parameters(
         try:
             spare = ", a spare," if index >= num_ps else ""
             say(f"parameter server {index} of {num_ps + num_spares}{spare} listens on {server.address}")
+            if on_serving is not None:
+                on_serving(share, server.address)
             return share.wait(
                 stop, linger=linger, start_timeout=start_timeout, abandoned_after=abandoned_after
             )
         finally:
             discovery.deregister("ps", index, server.address)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStanding:
+    """How a server stands, for whoever looks on."""
+
+    state: str
+    step: int
+    """Pushes counted here; on server 0, the global step."""
+    rows: int
+    bytes: int
 
 
 @dataclass(slots=True)
@@ -234,6 +249,29 @@ class ServedShare:
     @property
     def polls(self) -> Mapping[str, PollAnswer]:
         return {"server.attend": self._attend}
+
+    def standing(self) -> ServerStanding:
+        """Return how this server stands. From any thread."""
+        with self._lock:
+            held = self._held
+            # Under the lock, which keeps it from being closed.
+            stats = [] if held is None else list(held.model.stats().values())
+            state = self._state(held)
+        return ServerStanding(
+            state=state,
+            step=0 if self._server is None else self._server.step,
+            rows=sum(table.rows for table in stats),
+            bytes=sum(table.bytes_total for table in stats),
+        )
+
+    def _state(self, held: _Held | None) -> str:
+        if held is None:
+            return "spare"
+        if self._run is None:
+            return "waiting for the chief"
+        if self._chief.absent_for():
+            return "without a chief"
+        return "saving" if held.cuts else "restoring" if held.works else "serving"
 
     def wait(
         self,

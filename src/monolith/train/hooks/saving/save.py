@@ -242,8 +242,15 @@ class SaveHook(Hook):
         self._told_postponed = False
         self._lock = threading.Lock()  # guards what is below, which the writing thread uses too
         self._saved: tuple[int, str | None] | None = None
+        self._saved_at: float | None = None
         self._requests: list[_Request] = []
         self._closed = False
+
+    @property
+    def saved_at(self) -> float | None:
+        """When this run's last save was on disk, in Unix seconds; None before the first. From any thread."""
+        with self._lock:
+            return self._saved_at
 
     # The life of a run
 
@@ -407,6 +414,7 @@ class SaveHook(Hook):
                 run.request_stop(f"{type(listener).__name__} asked to stop after saving step {save.step}")
         with self._lock:
             self._saved = save.step, prefix
+            self._saved_at = self._clock()
         if not self._dense_only:
             self._memory.note_full(save.step)
             self._memory.note_writing(None)

@@ -1,0 +1,298 @@
+"""One picture of a training job: its totals, and its processes, those in trouble first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from monolith.cli.options.top import Sort, TopOptions
+from monolith.cluster.status import FAILED, MOST_PROCESSES, JobStatus, ProcessStatus, Role
+from monolith.observe.progress import describe_bytes, describe_seconds
+
+SHOWN_WITHOUT_TERMINAL = 50
+LAGS = 600.0
+"""Seconds behind the clock that are worth a colour."""
+MISSING = "not seen yet"
+"""The state of a process that others count on, and that has said nothing."""
+_CHROME = 7
+"""Lines of a frame that are not processes."""
+
+# What is wrong
+
+
+def severity(status: ProcessStatus, now: float) -> int:
+    """Return how much trouble a process is in; 0 for none."""
+    if status.state == FAILED:
+        return 4
+    if status.is_silent(now):
+        return 3
+    if status.state == MISSING or status.state.startswith("no step"):
+        return 2
+    return int(status.state in ("rejoining", "without a chief"))
+
+
+def is_well(job: JobStatus) -> bool:
+    """Whether there is no process in trouble."""
+    return not job.unreadable and not any(severity(one, job.time) for one in members(job))
+
+
+def members(job: JobStatus) -> list[ProcessStatus]:
+    """Return the processes of a job, with those that the others count on and nobody has heard of.
+
+    What a larger run left behind that had the folder before is left out.
+    """
+    now = job.time
+    live = [one for one in job.processes if not one.is_silent(now)] or list(job.processes)
+    if not live:
+        return []
+    first = max(live, key=lambda one: one.started)
+    counts: dict[Role, int] = {"worker": first.num_workers, "ps": first.num_ps}
+    known = {(one.role, one.index) for one in job.processes}
+    absent = [
+        ProcessStatus(
+            role=role,
+            index=index,
+            state=MISSING,
+            time=job.time,
+            every=first.every,
+            started=job.time,
+        )
+        for role, count in counts.items()
+        for index in range(min(count, MOST_PROCESSES))
+        if (role, index) not in known
+    ]
+    there = [one for one in job.processes if one.index < counts[one.role] or not one.is_silent(now)]
+    return [*there, *absent]
+
+
+# How it looks
+
+_Value = Callable[[ProcessStatus, float], float | None]
+
+_MEASURES: Mapping[str, _Value] = {
+    "examples": lambda one, _: one.examples_per_s,
+    "steps": lambda one, _: one.steps_per_s,
+    "lag": lambda one, _: one.lag_seconds,
+    "staleness": lambda one, _: one.staleness,
+    "rows": lambda one, _: one.rows,
+    "bytes": lambda one, _: one.bytes,
+    "restarts": lambda one, _: one.restarts + one.failovers,
+    "age": lambda one, now: one.age(now),
+}
+
+
+def ordered(processes: Sequence[ProcessStatus], sort: Sort, now: float) -> list[ProcessStatus]:
+    """Return processes in the order they are shown in; where they are equal, workers first, by number."""
+
+    def name(one: ProcessStatus) -> tuple[bool, int]:
+        return one.role != "worker", one.index
+
+    if sort == "name":
+        return sorted(processes, key=name)
+    if sort == "worst":
+        return sorted(processes, key=lambda one: (*_trouble(one, now), *name(one)))
+    measure = _MEASURES[sort]
+
+    def most(one: ProcessStatus) -> tuple[float, bool, int]:
+        value = measure(one, now)
+        return (float("inf") if value is None else -value, *name(one))
+
+    return sorted(processes, key=most)
+
+
+def _trouble(one: ProcessStatus, now: float) -> tuple[float, ...]:
+    """Return less for a process that is worse off: in trouble, for longer, after more of it."""
+    how_bad = severity(one, now)
+    return -how_bad, -one.age(now) if how_bad else 0.0, -one.restarts - one.failovers
+
+
+def frame(
+    job: JobStatus,
+    options: TopOptions,
+    name: str,
+    *,
+    width: int,
+    height: int | None,
+    problem: str | None = None,
+) -> RenderableType:
+    """Return one picture of a job.
+
+    Args:
+        name: Of where it comes from.
+        height: Lines there are; None for a file, which has no end.
+        problem: Why the job cannot be read now.
+    """
+    processes = ordered(members(job), options.sort, job.time)
+    limit = options.rows
+    if limit is None:
+        limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - _CHROME, 3)
+    shown = processes[: limit or None]
+    parts: list[RenderableType] = [Text(f"{name}  {_job_name(job)}".rstrip(), style="bold")]
+    if problem is not None:
+        parts.append(Text(problem, style="bold red"))
+    parts.append(Text(totals(job)))
+    if shown:
+        parts.append(_table(shown, job.time, width))
+    rest: list[str] = []
+    if len(processes) > len(shown):
+        troubled = sum(severity(one, job.time) > 0 for one in processes[len(shown) :])
+        rest.append(
+            f"... and {len(processes) - len(shown):,} more"
+            + (f", {troubled:,} of them in trouble" if troubled else "")
+            + "; --rows 0 shows all, --sort changes who comes first"
+        )
+    if job.unreadable:
+        rest.append(f"{job.unreadable:,} status files cannot be read: damaged, or of another version")
+    parts += [Text(line, style="dim") for line in rest]
+    return Group(*parts)
+
+
+def totals(job: JobStatus) -> str:
+    """Return the whole job in two lines."""
+    processes, now = members(job), job.time
+    heard = [one for one in processes if severity(one, now) < 2]
+    counts = []
+    for role, word in (("worker", "workers"), ("ps", "servers")):
+        of_role = [one for one in processes if one.role == role]
+        if of_role:
+            well = sum(severity(one, now) < 2 for one in of_role)
+            counts.append(f"{well:,} of {len(of_role):,} {word}")
+    saved = [one.saved_at for one in processes if one.saved_at is not None]
+    lag = [one.lag_seconds for one in heard if one.lag_seconds is not None]
+    stale = [one.staleness for one in heard if one.staleness is not None]
+    first = [
+        ", ".join(counts) or "no process",
+        f"step {max((one.step for one in processes if one.step is not None), default=0):,}",
+        f"{_sum(one.examples_per_s for one in heard if one.role == 'worker')} examples/s",
+        f"{_sum(one.steps_per_s for one in heard if one.role == 'worker')} steps/s",
+        f"{_count(sum(one.rows or 0 for one in processes))} rows",
+        describe_bytes(sum(one.bytes or 0 for one in processes)),
+    ]
+    second = [
+        f"behind {_time(max(lag))}" if lag else "",
+        f"staleness up to {max(stale):.1f}" if stale else "",
+        f"wire {_wire(heard)}" if _wire(heard) else "",
+        f"restarts {sum(one.restarts for one in processes):,}",
+        f"failovers {max((one.failovers for one in processes), default=0):,}",
+        f"checkpoint {_time(now - max(saved))} ago" if saved else "no checkpoint by this start yet",
+    ]
+    return "  ".join(first) + "\n" + "  ".join(part for part in second if part)
+
+
+def _wire(processes: Sequence[ProcessStatus]) -> str:
+    known = [one for one in processes if one.role == "ps" and one.received_per_s is not None]
+    if not known:
+        return ""
+    received = sum(one.received_per_s or 0.0 for one in known)
+    sent = sum(one.sent_per_s or 0.0 for one in known)
+    return f"{describe_bytes(received)}/s in, {describe_bytes(sent)}/s out"
+
+
+def _table(processes: Sequence[ProcessStatus], now: float, width: int) -> Table:
+    cells = {heading: [cell(one, now) for one in processes] for heading, cell in _COLUMNS.items()}
+    there = _fitting({heading: texts for heading, texts in cells.items() if any(texts)}, width)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    for heading in there:
+        table.add_column(
+            heading, justify="left" if heading in _LEFT else "right", no_wrap=True, overflow="ellipsis"
+        )
+    for number, one in enumerate(processes):
+        style = ("", "yellow", "yellow", "bold red", "bold red")[severity(one, now)]
+        if not style and (one.lag_seconds or 0.0) > LAGS:
+            style = "cyan"
+        table.add_row(*(Text(texts[number]) for texts in there.values()), style=style)
+    return table
+
+
+def _fitting(columns: Mapping[str, list[str]], width: int) -> dict[str, list[str]]:
+    """Return the columns for which there is room, those that matter most."""
+    left = dict(columns)
+    widths = {heading: max(map(len, [heading, *texts])) + _GAP for heading, texts in columns.items()}
+    for heading in _FIRST_TO_GO:
+        if sum(widths[other] for other in left) <= width:
+            break
+        left.pop(heading, None)
+    return left
+
+
+def _state(one: ProcessStatus, now: float) -> str:
+    if one.state == FAILED:
+        return f"failed {_time(one.age(now))} ago"
+    return f"silent for {_time(one.age(now))}" if one.is_silent(now) else one.state
+
+
+def _place(one: ProcessStatus) -> str:
+    return one.address or (f"{one.host} pid {one.pid}" if one.pid else "")
+
+
+_COLUMNS: Mapping[str, Callable[[ProcessStatus, float], str]] = {
+    "process": lambda one, _: one.name,
+    "address": lambda one, _: _place(one),
+    "state": _state,
+    "step": lambda one, _: _count(one.step),
+    "examples/s": lambda one, _: _rate(one.examples_per_s),
+    "steps/s": lambda one, _: _rate(one.steps_per_s),
+    "behind": lambda one, _: "" if one.lag_seconds is None else _time(one.lag_seconds),
+    "stale": lambda one, _: "" if one.staleness is None else f"{one.staleness:.1f}",
+    "rows": lambda one, _: _count(one.rows),
+    "memory": lambda one, _: _bytes(one.bytes),
+    "in/s": lambda one, _: _bytes(one.received_per_s),
+    "out/s": lambda one, _: _bytes(one.sent_per_s),
+    "restarts": lambda one, _: f"{one.restarts}" if one.restarts else "",
+    "failovers": lambda one, _: f"{one.failovers}" if one.failovers else "",
+    "saved": lambda one, now: "" if one.saved_at is None else f"{_time(now - one.saved_at)} ago",
+}
+"""Heading -> what stands below it. A column in which nobody has anything to say is left out."""
+_LEFT = frozenset({"process", "address", "state"})
+_FIRST_TO_GO = (
+    "failovers",
+    "out/s",
+    "in/s",
+    "address",
+    "steps/s",
+    "saved",
+    "stale",
+    "step",
+    "restarts",
+    "memory",
+    "rows",
+    "behind",
+)
+"""Columns that a terminal without room for all is not shown, in this order."""
+_GAP = 2
+
+
+def _job_name(job: JobStatus) -> str:
+    return next((one.job for one in job.processes if one.job), "")
+
+
+def _sum(values: Iterable[float | None]) -> str:
+    return _rate(sum(value or 0.0 for value in values))
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
+
+def _count(value: int | None) -> str:
+    """`12,345`, `12.3 M`, `4.56 G`."""
+    if value is None:
+        return ""
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if value >= 10 * size or (unit == "G" and value >= size):
+            return f"{value / size:.4g} {unit}"
+    return f"{value:,}"
+
+
+def _bytes(value: float | None) -> str:
+    return "" if value is None else describe_bytes(value)
+
+
+def _time(seconds: float) -> str:
+    days = seconds / 86_400
+    return f"{days:,.0f} days" if days >= 2 else describe_seconds(max(seconds, 0.0))

@@ -1,0 +1,354 @@
+"""How the processes of a job stand, said by each in the folder they share.
+
+Every process of a run writes a small file into `status/` of the model_dir every few seconds: who it is,
+what it does, how fast. Whoever knows the folder sees the whole job, from any machine, and no process is
+asked anything: not the chief, who would have a thousand servers to ask, and not one that hangs.
+
+    written every few seconds ──clean end──► removed
+              │
+              ├──an error ends it──► left behind, and says so
+              └──killed, stopped, cut off──► left behind, and grows old
+
+A file that was left behind is how the next start of that process knows that it is a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from monolith import filesystem
+from monolith.errors import MonolithError, RequestError
+from monolith.filesystem.backends import errors_as
+from monolith.observe import Doublings
+from monolith.wire.bodies import Count, Name, Seconds, Text, read_body, write_body
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "status"
+"""In the model_dir."""
+STATUS_PATH = "/status"
+"""On the port of a process's metrics."""
+EVERY = timedelta(seconds=2)
+REMOTE_EVERY = timedelta(seconds=15)
+"""On storage where every write is a request."""
+MOST_PROCESSES = 20_000
+"""More files than these are not read."""
+SILENT_PERIODS = 4
+"""A process that has missed so many of its own periods is silent."""
+SPAN_SECONDS = 10.0
+"""A rate is that of the last so many seconds."""
+FAILED = "failed"
+"""The state of a process that an error has ended."""
+_LONGEST_FILE = 64 << 10
+
+Role = Literal["worker", "ps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStatus:
+    """What one process says of itself. None is what it does not know, or has not."""
+
+    role: Role
+    index: Count
+    state: Name
+    """A few words: starting, training, halted, serving, saving, failed."""
+    time: Seconds
+    """When it said so, in Unix seconds."""
+    every: Seconds
+    """How often it says so, in seconds."""
+    started: Seconds
+    """When the process started, in Unix seconds."""
+    host: Text = ""
+    pid: Count = 0
+    address: Text = ""
+    """Where it listens; empty for a process that does not."""
+    job: Text = ""
+    num_ps: Count = 0
+    """Servers of the whole job."""
+    num_workers: Count = 1
+    step: Count | None = None
+    """The global step, as this process knows it."""
+    examples_per_s: Seconds | None = None
+    steps_per_s: Seconds | None = None
+    lag_seconds: Seconds | None = None
+    """How far the newest example is behind the clock."""
+    staleness: Seconds | None = None
+    """Steps of others between two of this worker's, on average: its gradients do not know of them."""
+    rows: Count | None = None
+    bytes: Count | None = None
+    """Memory of the tables."""
+    received_per_s: Seconds | None = None
+    """Bytes that came over the wire."""
+    sent_per_s: Seconds | None = None
+    restarts: Count = 0
+    """Starts of this process since it last ended well, but for the first."""
+    failovers: Count = 0
+    """Times it lost others and went on."""
+    saved_at: Seconds | None = None
+    """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+    def age(self, now: float) -> float:
+        """Return the seconds since it was heard of."""
+        return max(now - self.time, 0.0)
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it should have been heard of since."""
+        return self.age(now) > max(SILENT_PERIODS * self.every, SPAN_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStatus:
+    """What all processes of a job say of themselves."""
+
+    time: Seconds
+    """When it was gathered, in Unix seconds, by the clock of whoever did."""
+    processes: tuple[ProcessStatus, ...] = ()
+    unreadable: Count = 0
+    """Files that are damaged, of another version, or too many."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(write_body(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> JobStatus:
+        """Read what `to_json` wrote.
+
+        Raises:
+            RequestError: It is something else.
+        """
+        try:
+            found = json.loads(text)
+        except ValueError as cause:
+            raise RequestError(f"it is not JSON: {cause}") from cause
+        return read_body(cls, found)
+
+
+class StatusBoard:
+    """The status files of a job, in its model_dir."""
+
+    def __init__(self, model_dir: str) -> None:
+        self.folder = filesystem.join(model_dir, FOLDER)
+        self.is_remote = filesystem.is_remote(model_dir)
+
+    @property
+    def every(self) -> timedelta:
+        """How often to write where nobody said it."""
+        return REMOTE_EVERY if self.is_remote else EVERY
+
+    def write(self, status: ProcessStatus) -> None:
+        """Put a process's word in place of its last.
+
+        Raises:
+            FilesystemError: The folder cannot be written.
+        """
+        path, text = self._path(status.role, status.index), json.dumps(write_body(status)).encode()
+        filesystem.make_dirs(self.folder)
+        if self.is_remote:
+            with filesystem.atomic_write(path) as file:
+                file.write(text)
+            return
+        # As an atomic write, but for waiting for the disk: after a crash of the machine nobody misses it.
+        unfinished = Path(f"{path}.new")
+        with errors_as("write", path):
+            unfinished.write_bytes(text)
+            unfinished.replace(path)
+
+    def read_one(self, role: Role, index: int) -> ProcessStatus | None:
+        """Return what a process said last; None where it has said nothing, or nothing one can read."""
+        with suppress(MonolithError):
+            return self._read(self._path(role, index))
+        return None
+
+    def read(self, clock: Callable[[], float] = time.time) -> JobStatus:
+        """Return what is known of all processes.
+
+        Raises:
+            FilesystemError: The folder is there and cannot be read.
+        """
+        found: list[ProcessStatus] = []
+        bad = 0
+        paths = filesystem.list_files(self.folder) if filesystem.is_folder(self.folder) else []
+        paths = [path for path in paths if path.endswith(".json")]
+        for path in paths[:MOST_PROCESSES]:
+            try:
+                found.append(self._read(path))
+            except MonolithError as error:
+                _log.debug("%s: %s", path, error)
+                bad += filesystem.exists(path)  # otherwise its process has ended meanwhile
+        bad += max(len(paths) - MOST_PROCESSES, 0)
+        found.sort(key=lambda status: (status.role != "worker", status.index))
+        return JobStatus(time=clock(), processes=tuple(found), unreadable=bad)
+
+    def remove(self, role: Role, index: int) -> None:
+        """Take a process's word back; the folder goes with the last."""
+        filesystem.remove(self._path(role, index))
+        if not self.is_remote:
+            with suppress(OSError):
+                Path(self.folder).rmdir()
+
+    def _path(self, role: Role, index: int) -> str:
+        return filesystem.join(self.folder, f"{role}-{index}.json")
+
+    def _read(self, path: str) -> ProcessStatus:
+        with filesystem.open_read(path) as file:
+            text = file.read(_LONGEST_FILE)
+        try:
+            return read_body(ProcessStatus, json.loads(text))
+        except ValueError as cause:
+            raise RequestError(f"it is not JSON: {cause}") from cause
+
+
+class StatusWriter:
+    """Writes how this process stands, from a thread of its own, while the block lasts.
+
+    A board that cannot be written is warned about, and harms nothing else.
+
+    Args:
+        look: Says how it stands now; called on that thread. What is said of time and restarts is set here.
+    """
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        look: Callable[[], ProcessStatus],
+        *,
+        every: timedelta | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._board = board
+        self._look = look
+        self._every = (board.every if every is None else every).total_seconds()
+        self._clock = clock
+        self._restarts = 0
+        self._failures, self._worth_saying = 0, Doublings()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="status", daemon=True)
+
+    def now(self) -> ProcessStatus:
+        """Return how the process stands."""
+        return replace(self._look(), time=self._clock(), every=self._every, restarts=self._restarts)
+
+    def write(self) -> None:
+        """Write it now; a failure is logged, the first and then ever fewer."""
+        with self._passing_over():
+            self._board.write(self.now())
+
+    def __enter__(self) -> Self:
+        me = self._look()
+        if (before := self._board.read_one(me.role, me.index)) is not None:
+            self._restarts = before.restarts + 1
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        with self._passing_over():
+            status = self.now()
+            if error is not None and not isinstance(error, SystemExit | KeyboardInterrupt):
+                self._board.write(replace(status, state=FAILED))
+            else:
+                self._board.remove(status.role, status.index)
+
+    def _write_on(self) -> None:
+        while not self._stop.is_set():
+            self.write()
+            self._stop.wait(self._every)
+
+    @contextmanager
+    def _passing_over(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, training goes on
+            self._failures += 1
+            if self._worth_saying.due(self._failures):
+                _log.warning("`monolith top` cannot see this process: %s", error)
+
+
+class StatusPage:
+    """The status of a job as bytes for whoever asks, gathered at most once in a while. Thread-safe.
+
+    Args:
+        board: Where the others say how they stand; None for a process that leaves nothing behind.
+        own: How this process stands now.
+    """
+
+    def __init__(
+        self,
+        board: StatusBoard | None,
+        own: Callable[[], ProcessStatus],
+        *,
+        at_most_every: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._board = board
+        self._own = own
+        self._keep = at_most_every
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows, and lets one caller gather at a time
+        self._page = b""
+        self._gathered = -math.inf
+
+    def __call__(self) -> bytes:
+        with self._lock:
+            now = self._clock()
+            if not self._page or not 0 <= now - self._gathered < self._keep:
+                self._page, self._gathered = self._gather().to_json(), now
+            return self._page
+
+    def _gather(self) -> JobStatus:
+        job = JobStatus(time=self._clock()) if self._board is None else self._board.read(self._clock)
+        own = self._own()
+        others = [one for one in job.processes if (one.role, one.index) != (own.role, own.index)]
+        known = sorted([*others, own], key=lambda status: (status.role != "worker", status.index))
+        return replace(job, processes=tuple(known))
+
+
+class _Seen(NamedTuple):
+    time: float
+    counts: Mapping[str, float]
+
+
+class Rates:
+    """How fast counters grow, over the last seconds. For one thread.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, span: float = SPAN_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._span = span
+        self._clock = clock
+        self._seen: deque[_Seen] = deque()
+
+    def of(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Note how the counters stand; return what each has grown by per second. Nothing at first, or where
+        one has begun again."""
+        now = self._clock()
+        if self._seen and any(counts[name] < self._seen[-1].counts.get(name, 0) for name in counts):
+            self._seen.clear()
+        while len(self._seen) > 1 and now - self._seen[1].time >= self._span:
+            self._seen.popleft()
+        self._seen.append(_Seen(now, dict(counts)))
+        then = self._seen[0]
+        if now <= then.time:
+            return {}
+        return {name: (counts[name] - then.counts.get(name, 0)) / (now - then.time) for name in counts}

@@ -1,0 +1,146 @@
+"""How a process of a run stands, from what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from monolith.cli import train as command
+from monolith.cli.main import parse_options
+from monolith.cli.own_status import OwnStatus
+from monolith.cluster.status import JobStatus, StatusBoard
+from monolith.run import load_run_config
+from monolith.train.fleet.parameter_server import ServerStanding
+from monolith.train.hooks.control.barrier import LocalBarrier
+
+
+class Clocks:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def own(clock: Clocks | None = None, **settings: Any) -> OwnStatus:
+    clock = clock or Clocks()
+    return OwnStatus(load_run_config(code=settings), clock=clock, timer=clock)
+
+
+def trained(rows: int = 7) -> Any:
+    """A run in this process, as far as it is looked at."""
+    stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
+    return SimpleNamespace(
+        session=SimpleNamespace(model=SimpleNamespace(stats=lambda: stats)),
+        barrier=LocalBarrier(1),
+        save=SimpleNamespace(saved_at=999_990.0),
+    )
+
+
+def step(hook: Any, number: int, *, examples: int = 10, event_time: int = 0) -> None:
+    ids = SimpleNamespace(event_time=event_time)
+    hook.after_step(None, SimpleNamespace(step=number, examples=examples, batch=SimpleNamespace(ids=ids)))
+
+
+FLEET = {"cluster.num_ps": 2, "cluster.num_workers": 3, "train.model_dir": "m"}
+
+
+def test_a_process_that_does_nothing_yet_is_starting() -> None:
+    status = own(**FLEET, **{"cluster.index": 1, "job.name": "clicks"}).status()
+    assert (status.name, status.state, status.job) == ("worker 1", "starting", "clicks")
+    assert (status.num_ps, status.num_workers, status.time) == (2, 3, Clocks.now)
+    assert status.pid > 0
+
+
+def test_a_worker_s_speed_lag_rows_and_checkpoint_are_known() -> None:
+    clock = Clocks()
+    status = own(clock)
+    hook = status.watch_worker(trained())
+    hook.after_create(SimpleNamespace(step=100))  # type: ignore[arg-type]
+    assert status.status().examples_per_s is None
+    for number in range(20):
+        step(hook, 101 + number, event_time=999_975)
+    clock.now += 5
+    found = status.status()
+    assert (found.state, found.step) == ("training", 120)
+    assert (found.steps_per_s, found.examples_per_s) == (4.0, 40.0)
+    assert (found.lag_seconds, found.rows, found.bytes) == (30.0, 7, 70)
+    assert found.saved_at == 999_990.0
+    assert found.staleness is None  # there are no others
+
+
+def test_steps_of_others_between_two_of_this_worker_are_its_staleness() -> None:
+    clock = Clocks()
+    status = own(clock, **FLEET)
+    hook = status.watch_worker(trained())
+    hook.after_create(SimpleNamespace(step=0))  # type: ignore[arg-type]
+    status.status()
+    for number in (3, 6, 9, 12):
+        step(hook, number)
+    clock.now += 1
+    assert status.status().staleness == 2.0
+    assert status.status().rows is None  # the servers have them
+
+
+def test_a_worker_that_stands_still_says_so() -> None:
+    clock, local = Clocks(), trained()
+    status = own(clock)
+    hook = status.watch_worker(local)
+    hook.after_create(SimpleNamespace(step=0))  # type: ignore[arg-type]
+    clock.now += 14
+    assert status.status().state == "training"
+    clock.now += 6
+    assert status.status().state == "no step for 20 s"
+    step(hook, 1)
+    assert status.status().state == "training"
+    local.barrier.place()
+    assert status.status().state == "halted"
+
+
+def test_a_worker_that_lost_others_says_so_and_counts() -> None:
+    status = own(**FLEET)
+    status.watch_worker(trained())
+    status.lost_others()
+    assert (status.status().state, status.status().failovers) == ("rejoining", 1)
+    status.watch_worker(trained())
+    assert (status.status().state, status.status().failovers) == ("starting", 1)
+
+
+def test_a_server_says_what_it_holds_and_where_it_listens() -> None:
+    status = own(**FLEET, **{"cluster.role": "ps"})
+    share = SimpleNamespace(standing=lambda: ServerStanding("saving", step=4, rows=5, bytes=6))
+    status.watch_server(share, "10.0.0.1:4000")  # type: ignore[arg-type]
+    found = status.status()
+    assert (found.name, found.state, found.address) == ("ps 0", "saving", "10.0.0.1:4000")
+    assert (found.step, found.rows, found.bytes) == (4, 5, 6)
+
+
+def test_a_run_without_a_model_dir_shows_itself_to_who_asks() -> None:
+    (found,) = JobStatus.from_json(own().page()).processes
+    assert found.name == "worker 0"
+
+
+def test_a_process_is_seen_in_its_model_dir_unless_told_not_to(tmp_path: Path) -> None:
+    board = StatusBoard(str(tmp_path))
+    with own(**{"train.model_dir": str(tmp_path), "metrics.status_every": "0s"}).written():
+        assert board.read().processes == ()
+    status = own(**{"train.model_dir": str(tmp_path)})
+    with pytest.raises(ValueError, match="a bug"), status.written():
+        raise ValueError("a bug")
+    assert [one.state for one in board.read().processes] == ["failed"]
+
+
+def test_a_run_in_one_process_leaves_no_status_when_it_is_over(tmp_path: Path) -> None:
+    flags = [
+        "train.tasks:Clicks",
+        "--model-dir",
+        str(tmp_path),
+        "--set",
+        "batches=3",
+        "--no-summaries",
+        "--quiet",
+    ]
+    assert command.run(parse_options("train", flags), {}) == 0
+    assert not Path(StatusBoard(str(tmp_path)).folder).exists()
