@@ -11,9 +11,19 @@ import pytest
 from hypothesis import settings
 
 TESTS = Path(__file__).parent
-pytest_plugins = ("services.fixtures", "services.shared_rewriting", "services.slowest_files")
+pytest_plugins = (
+    "services.fixtures",
+    "services.scheduling",
+    "services.shared_rewriting",
+    "services.slowest_files",
+)
 
 SLOW_FILES = (
+    "cluster/launch/test_ray.py",
+    "cli/test_launching.py",
+    "contracts/test_discovery.py",
+    "cluster/test_ray_discovery.py",
+    "cluster/test_ray_connection.py",
     "faults/test_kill_trainer.py",
     "faults/test_kill_fleet.py",
     "data/test_kafka.py",
@@ -21,11 +31,8 @@ SLOW_FILES = (
     "train/fleet/test_fleet.py",
     "docs/test_guides.py",
     "cli/test_train.py",
-    "cluster/launch/test_ray.py",
-    "cli/test_launching.py",
     "cli/demo/test_demo.py",
     "model/test_learning.py",
-    "contracts/test_discovery.py",
     "faults/test_kill_kafka.py",
     "train/test_expiring.py",
     "cli/test_run_settings.py",

@@ -430,7 +430,7 @@ def test_the_entry_of_a_process_that_ended_without_closing_goes(join, zookeeper,
 
 def test_a_thousand_registrations_reach_two_hundred_watchers(join):
     """Each watcher sees each index come, and in the end all is as it was registered."""
-    registrars, watchers = [join() for _ in range(4)], [join() for _ in range(10)]
+    registrars, watchers = [join() for _ in range(4)], [join() for _ in range(5)]
     seen = [set() for _ in range(200)]
     last = [{} for _ in range(200)]
 
@@ -439,7 +439,7 @@ def test_a_thousand_registrations_reach_two_hundred_watchers(join):
         last[number] = addresses
 
     for number in range(200):
-        watchers[number % 10].watch("ps", lambda addresses, number=number: told(number, addresses))
+        watchers[number % 5].watch("ps", lambda addresses, number=number: told(number, addresses))
 
     def register(first):
         for index in range(first, 1000, 4):

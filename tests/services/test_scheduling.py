@@ -1,0 +1,20 @@
+"""Which tests share a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from services.scheduling import RAY_FILES, goes_with
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_test_goes_with_its_file() -> None:
+    assert goes_with("tests/data/test_csv.py::test_it[a::b]") == "tests/data/test_csv.py"
+
+
+@pytest.mark.parametrize("path", RAY_FILES)
+def test_files_that_use_ray_go_together_and_are_there(path: str) -> None:
+    assert goes_with(f"{path}::test_it") == "Ray"
+    assert (ROOT / path).exists()
