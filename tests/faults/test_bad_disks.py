@@ -145,7 +145,7 @@ def test_a_file_that_may_not_grow_ends_the_run_and_leaves_the_last_checkpoint(
 ) -> None:
     job = replace(begun, asynchronous=asynchronous)
     before = content(job.model_dir)
-    refuse(trainers, replace(job, file_limit=50_000), "FilesystemError", "model.ckpt-", "ulimit -f")
+    refuse(trainers, replace(job, file_limit=14_000), "FilesystemError", "model.ckpt-", "ulimit -f")
     after = content(job.model_dir)
     assert {name: after.get(name) for name in before if "journal" not in name} == {
         name: data for name, data in before.items() if "journal" not in name
@@ -157,7 +157,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     disk: Disk, trainers: Trainers, make: MakeJob, uninterrupted: Uninterrupted
 ) -> None:
     job = make(**HOW, model_dir=str(disk.mounted / "model"))
-    disk.fill(room=800_000)
+    disk.fill(room=350_000)
     refuse(trainers, job, "FilesystemError", job.model_dir, "The disk is full")
     check_listed(str(disk.path / "model"))
     state = read_checkpoint_state(str(disk.path / "model"))
