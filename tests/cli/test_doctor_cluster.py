@@ -19,7 +19,14 @@ from services.servers import free_port
 from monolith.cli import doctor, doctor_cluster, main
 from monolith.cli.doctor_cluster import Registered, examine, render
 from monolith.cli.options.doctor import DoctorOptions
-from monolith.cluster import Discovery, FilesConfig, FilesDiscovery, MemoryDiscovery, open_discovery_url
+from monolith.cluster import (
+    Discovery,
+    FilesConfig,
+    FilesDiscovery,
+    MemoryDiscovery,
+    open_discovery_url,
+    save_ps_cluster,
+)
 from monolith.errors import ConfigError
 
 SECOND = timedelta(seconds=1)
@@ -155,12 +162,35 @@ def test_the_command_line_takes_a_url_a_file_or_the_environment(
     ]
 
 
+def test_of_a_run_with_spares_it_says_who_has_which_share_and_how_many_are_missing(
+    tmp_path: Path, alive: str, dead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[job]\nid = "run-1"\n[train]\nmodel_dir = "{tmp_path}/m"\n'
+        "[cluster]\nnum_ps = 1\nnum_extra_ps = 1\nnum_redundant_ps = 1\n"
+        f'[discovery]\nkind = "files"\nfolder = "{tmp_path}/registry"\n'
+    )
+    save_ps_cluster(f"{tmp_path}/m/ps_cluster_dir/run-1", [alive])
+    with open_discovery_url(f"files://{tmp_path}/registry") as discovery:
+        discovery.register("ps", 0, dead)
+        discovery.register("ps", 2, alive)
+        assert doctor.run(DoctorOptions(cluster=(), config=file)) == 1
+        shown = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+        assert ["ps", "0", "spare"] in shown
+        assert ["ps", "2", "0"] in shown
+        assert ["2", "of", "3"] in shown  # parameter servers are registered
+        doctor.run(DoctorOptions(cluster=(), config=file, json=True))
+        members = json.loads(capsys.readouterr().out)["members"]
+        assert [member["share"] for member in members] == [None, 0]
+
+
 def test_the_processes_that_mlp_names_are_asked(alive: str, dead: str) -> None:
     variables = {"MLP_ROLE": "worker", "MLP_WORKER_NUM": "2", "CLOUDNATIVE_INET_ADDR": "127.0.0.1"}
     for index, address in enumerate((alive, dead)):
         host, _, port = address.partition(":")
         variables |= {f"MLP_WORKER_{index}_PRIMARY_HOST": host, f"MLP_WORKER_{index}_PORT": port}
-    with doctor_cluster.registry(DoctorOptions(cluster=()), variables) as (name, discovery):
+    with doctor_cluster.registry(DoctorOptions(cluster=()), variables) as (name, discovery, _):
         assert "mlp" in name
         assert [member.answers for member in examine(discovery, SECOND)] == [True, False]
 

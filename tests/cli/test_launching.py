@@ -204,6 +204,16 @@ def test_every_flag_is_handed_on_and_each_has_a_place() -> None:
         assert not Path(run.discovery.folder or "").exists()  # it is gone with the run
 
 
+def test_spare_servers_are_started_too_and_all_know_the_run_by_one_id() -> None:
+    spare = ("--cluster.num-redundant-ps", "1", "--num_extra_ps", "2")
+    members = given(command("--model-dir", "m", *spare))
+    assert [member.name for member in members if member.role == "ps"] == [f"ps {index}" for index in range(5)]
+    runs = [run_of(parse_options("train", member.command[4:]), {}) for member in members]
+    assert {run.cluster.num_ps for run in runs} == {2}
+    assert len({run.job.id for run in runs}) == 1
+    assert runs[0].job.id
+
+
 def test_what_is_said_before_the_command_is_handed_on_too() -> None:
     words = ["--log-level", "debug", *command("--model-dir", "m")]
     options = parse_options("train", words[3:], words)

@@ -25,6 +25,15 @@ KAFKA = {"kafka_topics": "a", "kafka_servers": "h:1", "kafka_group_id": "g"}
             {"server_type": "ps", "index": 2, "num_ps": 2, "model_dir": "m"},
             "num_ps is 2 and indices begin at 0, so 2 is too high",
         ),
+        (
+            {"server_type": "ps", "index": 4, "num_ps": 2, "num_extra_ps": 1, "num_redundant_ps": 1},
+            "num_ps + num_redundant_ps + num_extra_ps is 4 and indices begin at 0, so 4 is too high",
+        ),
+        ({"num_extra_ps": -1}, "must be at least 0"),
+        ({"num_redundant_ps": -1}, "must be at least 0"),
+        ({"cluster.measure_ps": -1}, "must be at least 0"),
+        ({"num_ps": 2, "num_extra_ps": 1, "cluster.use_ps": ["a:1"]}, "names 1 servers, and num_ps is 2"),
+        ({"num_ps": 1, "cluster.use_ps": ["a:1"]}, "there is nothing to choose from"),
         ({"index": 1}, "num_workers is 1 and indices begin at 0, so 1 is too high"),
         ({"index": -1}, "must be at least 0"),
         ({"num_workers": 0}, "must be at least 1"),
@@ -53,6 +62,14 @@ def test_what_does_not_go_together_is_refused(values, problem):
     with pytest.raises(ConfigError) as caught:
         load_run_config(code=values)
     assert problem in str(caught.value)
+
+
+def test_servers_beyond_those_that_are_used_have_an_index_too():
+    run = load_run_config(
+        args=["--num_ps=2", "--num_extra_ps=1", "--cluster.num-redundant-ps", "1", "--model_dir=m"],
+        code={"server_type": "ps", "index": 3},
+    )
+    assert (run.cluster.num_extra_ps, run.cluster.num_redundant_ps, run.cluster.num_spares) == (1, 1, 2)
 
 
 def test_a_run_contains_the_configs_of_the_rooms():

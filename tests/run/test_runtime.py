@@ -202,3 +202,9 @@ def test_the_config_has_the_last_word_on_where_to_listen():
     assert listen_address(config, {}) == ("127.0.0.1", 81)
     config = load_run_config(code={"cluster.listen": "127.0.0.1", "uuid": "u"})
     assert listen_address(config, {"CLOUDNATIVE_INET_ADDR": "10.0.0.7"}) == ("127.0.0.1", 0)
+
+
+def test_of_the_servers_that_tf_config_names_the_spare_ones_are_not_used():
+    config = load(tf_config=tf_config("ps", 1), discovery_type="primus", model_dir="m", num_redundant_ps=1)
+    placed = place(config, {})
+    assert (placed.cluster.num_ps, placed.cluster.index) == (1, 1)

@@ -19,8 +19,9 @@ from monolith.cluster import (
     save_ps_cluster,
 )
 from monolith.errors import ClusterError, UnavailableError
+from monolith.observe import Metrics
 from monolith.store import ParameterServer, ServerGroup
-from monolith.train import TrainConfig
+from monolith.train import TrainConfig, join_fleet
 from monolith.train.fleet.choosing import ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 
@@ -194,6 +195,23 @@ def test_a_server_that_comes_back_elsewhere_may_take_its_own_place(pool: Pool) -
 def test_a_list_of_which_nobody_is_left_is_of_an_earlier_run(pool: Pool) -> None:
     save_ps_cluster(pool.file, [GONE, "127.0.0.1:2"])
     assert pool.choice().of_chief() == pool.addresses[:2]
+
+
+def test_the_chief_tells_metrics_how_many_servers_are_missing(pool: Pool) -> None:
+    metrics = Metrics()
+    how: dict[str, Any] = {
+        "num_ps": 2,
+        "num_workers": 2,
+        "num_redundant_ps": 1,
+        "model_dir": str(pool.folder),
+    }
+    for index in (0, 1):
+        with join_fleet(pool.discovery, index=index, metrics=metrics, model_name=f"m{index}", **how):
+            pass
+    shown = metrics.render().decode()
+    assert 'containers_num_left_ps{cluster_type="stable",model_name="m0"} 0.0' in shown
+    assert 'containers_job_waiting{cluster_type="stable",model_name="m0"} 0.0' in shown
+    assert "m1" not in shown
 
 
 # Spares, while a run goes on and at its end
