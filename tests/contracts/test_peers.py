@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+import torch
 from contracts.peers import CREWS, Crew, Process
 from train.runs import FakeRun
 
@@ -125,6 +126,16 @@ def test_the_steps_of_all_are_counted_one_by_one(training: Crew) -> None:
     rounds = 2
     found = [process.take_step() for _ in range(rounds) for process in training]
     assert found == list(range(8, 8 + rounds * len(training)))
+
+
+def test_who_waited_can_take_the_weights_that_others_have_trained(training: Crew) -> None:
+    first, last = training[0], training[-1]
+    for weight in first.model.weights().values():
+        weight.grad = torch.ones_like(weight)
+    first.take_step()
+    last.peers.refresh()
+    trained = first.model.weights()
+    assert all(torch.equal(weight, trained[name]) for name, weight in last.model.weights().items())
 
 
 def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:

@@ -14,6 +14,9 @@ import numpy as np
 from monolith.errors import FeatureError
 from monolith.wire.flight import Bytes
 
+MOST_BYTES = 4 << 30
+"""Of all workers together."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaidDown:
@@ -28,7 +31,8 @@ class LaidDown:
 class BufferShelf:
     """The buffers that each worker gave last. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()  # guards _held
         self._held: dict[int, LaidDown] = {}
 
@@ -36,7 +40,8 @@ class BufferShelf:
         """Keep what a worker gave, in place of what it gave before.
 
         Raises:
-            FeatureError: Another worker gave more bytes, or fewer: their models differ.
+            FeatureError: Another worker gave more bytes, or fewer: their models differ. Or all together are
+                too much.
         """
         copy = LaidDown(given.worker, given.examples, np.array(given.data, np.uint8))
         with self._lock:
@@ -46,6 +51,13 @@ class BufferShelf:
                         f"worker {given.worker} has buffers of {len(copy.data):,} bytes, and worker "
                         f"{other.worker} of {len(other.data):,}. Do all processes run the same task?"
                     )
+            workers = len(self._held.keys() | {given.worker})
+            if workers * len(copy.data) > self._most_bytes:
+                raise FeatureError(
+                    f"{workers} workers have buffers of {len(copy.data):,} bytes each, and a server keeps "
+                    f"{self._most_bytes:,} at most. Register buffers that need not be saved as "
+                    "persistent=False."
+                )
             self._held[given.worker] = copy
 
     def take(self, worker: int | None = None) -> list[LaidDown]:

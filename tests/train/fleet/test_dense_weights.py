@@ -23,7 +23,6 @@ from monolith.nn.optimizers import EagerAdam
 from monolith.store.dense_config import DenseConfig
 from monolith.table import PolynomialDecay
 from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
-from monolith.train.hooks import HooksConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.model import Model as TrainedModel
 
@@ -199,29 +198,3 @@ def test_a_deterministic_run_refuses_weights_that_depend_on_time(tmp_path: Path)
     )
     assert isinstance(outcome.workers[0], ConfigError)
     assert "dense.max_staleness" in str(outcome.workers[0])
-
-
-# After a wait
-
-
-def test_who_waited_for_its_turn_begins_with_the_newest_weights(tmp_path: Path) -> None:
-    first: dict[int, int] = {}
-
-    class Note(Hook):
-        def __init__(self, worker: int) -> None:
-            self._worker = worker
-
-        def of(self, run: Any) -> list[Hook]:
-            self._run = run
-            return [self]
-
-        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
-            first.setdefault(self._worker, self._run.session.staleness.last)
-
-    run_fleet(
-        Tallied(batches=40),
-        tmp_path,
-        hooks=lambda worker: Note(worker).of,
-        installed=HooksConfig(slow_start_steps=20),
-    )
-    assert first[1] <= 5, "it was made 13 steps ago"

@@ -25,7 +25,17 @@ from monolith.feature import Batch
 from monolith.nn import IRazor
 from monolith.observe import Metrics
 from monolith.observe.summary_files import read_summaries
-from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer, TrainReport
+from monolith.train import (
+    Hook,
+    LocalRun,
+    Mode,
+    Run,
+    SaveConfig,
+    StepResult,
+    TrainConfig,
+    Trainer,
+    TrainReport,
+)
 from monolith.train.hooks import DeepInsightConfig, HooksConfig
 
 SOON = timedelta(milliseconds=1)
@@ -197,24 +207,32 @@ def test_a_server_that_uses_too_much_memory_halts_all_workers_until_the_run_is_s
 
 def test_a_worker_takes_its_first_step_when_the_model_has_reached_its_own(tmp_path: Path) -> None:
     first: dict[int, int] = {}
+    lacked: dict[int, int] = {}
 
     class NotesTheFirst(Hook):
         def __init__(self, worker: int) -> None:
             self._worker = worker
 
+        def of(self, run: LocalRun) -> list[Hook]:
+            self._session = run.session
+            return [self]
+
         def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
             first.setdefault(self._worker, result.step)
+            assert self._session.staleness is not None
+            lacked.setdefault(self._worker, self._session.staleness.last)
 
     task = Tallied(batches=40)
     outcome = run_fleet(
         task,
         tmp_path,
-        hooks=lambda worker: [NotesTheFirst(worker)],
+        hooks=lambda worker: NotesTheFirst(worker).of,
         save=SaveConfig(steps=4),  # the one who waits takes part in saves
         installed=HooksConfig(slow_start_steps=20),
     )
     assert first[0] == 1
     assert first[1] > 13  # 20 * ln 2
+    assert lacked[1] < 13, "it fetched the weights when it began"
     assert outcome.chief.step == task.batches
 
 

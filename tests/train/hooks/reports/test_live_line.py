@@ -217,3 +217,13 @@ def test_gauges_are_kept_for_prometheus() -> None:
     assert "monolith_train_step 1200.0" in text
     assert "monolith_train_event_time_lag_seconds 3.2" in text
     assert 'monolith_train_metric{metric="click/auc"} 0.7312' in text
+
+
+def test_the_staleness_of_dense_weights_is_told_where_there_is_some() -> None:
+    assert "dense staleness" not in describe_standing(standing())
+    assert "dense staleness" not in describe_standing(standing(staleness=0))
+    assert describe_standing(standing(staleness=1))["dense staleness"] == "1 step"
+    assert describe_standing(standing(staleness=3))["dense staleness"] == "3 steps"
+    metrics = Metrics()
+    gauge_standing(metrics)(standing(staleness=3))
+    assert b"train_dense_staleness_steps 3.0" in metrics.render()
