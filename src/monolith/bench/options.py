@@ -84,6 +84,36 @@ class BenchStoreOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchScaleOptions:
+    """Simulate up to a thousand parameter servers, from costs measured on this machine."""
+
+    servers: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+    """The numbers of servers to simulate."""
+    workers_per_server: float = 1.0
+    """The number of workers for each server."""
+    rows: float = 1e11
+    """The number of rows on the largest number of servers; fewer servers have fewer rows, each as many."""
+    ids: int = 10_000
+    """The number of distinct ids in a batch of 2,048 examples."""
+    dim: int = 16
+    """Floats per embedding."""
+    compute_ms: float = 20.0
+    """Milliseconds that a worker computes in a step; assumed."""
+    latency_us: float = 100.0
+    """Microseconds that the network takes there and back; assumed."""
+    gbits: float = 25.0
+    """Gigabits per second of one machine's network; assumed."""
+    svg: str | None = None
+    """Also draw a picture to this file."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed and the same costs give the same steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchDataOptions:
     """Measure reading: files of each format to ready batches, beside protobuf and pyarrow."""
 
