@@ -6,12 +6,15 @@ import os
 import random
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place
+from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place, WiredFleet
+from faults.network import why_no_network
 
-BLOWS = 10
+BLOWS = 20
 """Of each fleet; six fleets are hit."""
 
 
@@ -51,38 +54,79 @@ def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(
         assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
 
 
+# Again and again
+
+FLEETS: list[type[FleetProcesses]] = [LaunchedFleet, LoopedFleet, WiredFleet]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to whom, and for how many seconds."""
+
+    kind: Literal["kill", "stop", "part"]
+    place: Place
+    seconds: float = 0.0
+    after: float = 0.0
+    """Seconds after a checkpoint."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place[0]} {self.place[1]}" + (
+            f", {self.seconds:.0f} s" * bool(self.seconds)
+        )
+
+    @property
+    def only_delays(self) -> bool:
+        return self.kind == "stop" and self.seconds <= 20
+
+
+def schedule(seed: int, blows: int, *, wired: bool) -> list[Blow]:
+    """Return what happens to a fleet, the same for the same seed: mostly kills, and one longer stop."""
+    chance = random.Random(seed)
+    kinds = ["kill"] * 5 + ["stop"] * 2 + ["part"] * 3 * wired
+
+    def one() -> Blow:
+        kind: Any = chance.choice(kinds)
+        seconds = {"kill": [0.0], "stop": [3.0, 20.0], "part": [3.0, 10.0, 45.0]}[kind]
+        return Blow(kind, chance.choice(MEMBERS), chance.choice(seconds), chance.uniform(0, 0.3))
+
+    found = [one() for _ in range(blows)]
+    found[chance.randrange(blows)] = Blow("stop", MEMBERS[seed % len(MEMBERS)], 90.0)
+    return found
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fleet_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
-    """Sixty blows in all: kill -9 of the chief, the worker and servers, and SIGSTOP of 20 and 90 s."""
-    chance = random.Random(seed)
-    blows = [("kill", chance.choice(MEMBERS)) for _ in range(BLOWS - 2)]
-    blows += [("stop 20", chance.choice(MEMBERS)), ("stop 90", MEMBERS[seed % len(MEMBERS)])]
-    chance.shuffle(blows)
-    kind = LaunchedFleet if seed % 2 else LoopedFleet
-    with kind(tmp_path, 5000, "--failover.max-retries", "100") as fleet:
-        for how, place in blows:
+    """120 blows in all: kill -9, SIGSTOP of 3, 20 and 90 s and pulled cables, whoever it is."""
+    kind = FLEETS[seed % len(FLEETS)]
+    if kind is WiredFleet and (reason := why_no_network()) is not None:
+        pytest.skip(reason)
+    with kind(tmp_path, 20_000, "--failover.max-retries", "100") as fleet:
+        for blow in schedule(seed, BLOWS, wired=kind is WiredFleet):
             fleet.wait_for_another_checkpoint()
-            time.sleep(chance.uniform(0, 0.3))
+            time.sleep(blow.after)
             began = time.monotonic()
-            strike(fleet, how, place)
+            strike(fleet, blow)
             fleet.wait_for_another_checkpoint()
-            print(f"seed {seed}: {how} {place[0]} {place[1]}: {time.monotonic() - began:.1f} s")  # noqa: T201
+            print(f"seed {seed}: {blow}: {time.monotonic() - began:.1f} s")  # noqa: T201
         fleet.finish()
         fleet.check_every_record_was_trained_once()
 
 
-def strike(fleet: FleetProcesses, how: str, place: Place) -> None:
-    if how == "kill":
-        fleet.hit(place)
+def strike(fleet: FleetProcesses, blow: Blow) -> None:
+    if blow.kind == "kill":
+        fleet.hit(blow.place)
+        return
+    if blow.kind == "part":
+        assert isinstance(fleet, WiredFleet)
+        fleet.part(blow.place, blow.seconds)
         return
     before = {member: fleet.pid(member) for member in MEMBERS}
     lost = fleet.output.count("was lost")
-    pid = fleet.hit(place, signal.SIGSTOP)
-    seconds = float(how.removeprefix("stop "))
-    time.sleep(seconds)
+    pid = fleet.hit(blow.place, signal.SIGSTOP)
+    time.sleep(blow.seconds)
     os.kill(pid, signal.SIGCONT)
-    if seconds < 30:  # it was only slow, and nobody calls it dead
+    if blow.only_delays:  # it was only slow, and nobody calls it dead
         fleet.wait_for_another_checkpoint()
         assert {member: fleet.pid(member) for member in MEMBERS} == before
         assert fleet.output.count("was lost") == lost
