@@ -266,6 +266,9 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         finish_timeout=timeouts.finish,
         call_timeout=timeouts.operation or timeouts.lookup,
         lookup_timeout=timeouts.lookup,
+        keep_going=run.failover.recovery == "keep_going",
+        spare_after=run.failover.spare_after,
+        metrics=metrics,
         on_waiting=stopper.check,
     )
     if run.job.submitted_at is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from monolith.errors import ClusterError, ConfigError, MonolithError
+from monolith.errors import ClusterError, ConfigError, MonolithError, RetryableError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
 from monolith.store.servers import SERVICE
 from monolith.wire.flight import Answer, Caller, CallStream, PortGuard, StoppedError
@@ -44,6 +44,7 @@ class _Line:
 
     server: int
     bulk: bool
+    address: str
     caller: Caller
     stream: CallStream | None = None
     deadline: float | None = None
@@ -86,6 +87,8 @@ class ServerGroup:
         timeout: How long an answer may take. Small calls may wait half a minute more.
         lookup_timeout: How long a lookup of rows may take; None as long as others.
         patience: How long to go on trying a server where nobody answers.
+        hold: How long an exchange, or a call about what a server holds, waits for one that is gone, and
+            repeats what it asked for; with 0 it fails at once.
 
     Raises:
         ConfigError: There are no addresses.
@@ -100,6 +103,7 @@ class ServerGroup:
         timeout: timedelta = timedelta(seconds=30),
         lookup_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=5),
+        hold: timedelta = timedelta(0),
     ) -> None:
         if not addresses:
             raise ConfigError("a group of parameter servers needs the address of at least one")
@@ -108,7 +112,13 @@ class ServerGroup:
         self._timeout = timeout
         self._lookup_timeout = timeout if lookup_timeout is None else lookup_timeout
         self._patience = patience
-        self._lock = threading.Lock()  # guards _lines, _incarnations, _step, _keeper and _pool
+        self._hold = hold.total_seconds()
+        self.on_gone: Callable[[int, MonolithError], None] | None = None
+        """Told once of each loss of a server that is waited for, from any thread."""
+        self._lock = threading.Lock()  # guards all below, and addresses
+        self._gone: set[int] = set()
+        self._given_up: MonolithError | None = None
+        self._acknowledged = [0] * len(self.addresses)
         self._lines = _Lines()
         self._incarnations: list[str | None] = [None] * len(self.addresses)
         self._processes: tuple[str, ...] = ()
@@ -153,12 +163,24 @@ class ServerGroup:
             ConfigError: It refuses the token, or its certificate is not to be trusted.
             MonolithError: What the server raised.
         """
+        limit = time.monotonic() + self._hold
+        while True:
+            try:
+                answer = self._call(server, name, body, held)
+            except RetryableError as error:
+                if not held:
+                    raise
+                self._wait_for_return({server: error}, limit)
+            else:
+                self._note_there(server)
+                return answer
+
+    def _call(self, server: int, name: str, body: Mapping[str, Any], held: bool) -> dict[str, Any]:
         line = self._take(server, bulk=False)
         try:
-            if held:
-                body["incarnation"] = self.incarnations[server]
+            meant = {"incarnation": self.incarnations[server]} if held else {}
             with self._naming(server):
-                return line.caller.call(name, **body)
+                return line.caller.call(name, **body, **meant)
         finally:
             self._give_back(line)
 
@@ -200,6 +222,56 @@ class ServerGroup:
         """Work with servers that all hold what has this name, and with no others."""
         self._use([incarnation] * len(self))
 
+    def replace(self, server: int, address: str, incarnation: str) -> None:
+        """Have a place served elsewhere from now on; who waits for it goes on there. From any thread."""
+        with self._lock:
+            addresses = list(self.addresses)
+            addresses[server] = address
+            self.addresses = tuple(addresses)
+            self._incarnations[server] = incarnation
+            stale = [line for bulk in (True, False) for line in self._lines.idle.pop((server, bulk), [])]
+            for line in self._lines.busy:
+                if line.server == server and line.stream is not None:
+                    line.stream.cancel("the server was replaced")
+        for line in stale:
+            line.close()
+
+    def give_up(self, error: MonolithError) -> None:
+        """Hold nothing any more: whoever waits for a server raises this. From any thread."""
+        with self._lock:
+            self._given_up = error
+
+    @property
+    def acknowledged(self) -> tuple[int, ...]:
+        """Pushes that each place has acknowledged to this process, whoever served it."""
+        with self._lock:
+            return tuple(self._acknowledged)
+
+    def _wait_for_return(self, failures: Mapping[int, MonolithError], limit: float) -> None:
+        """Wait a moment before a request is repeated to servers that are gone.
+
+        Raises:
+            MonolithError: They were waited for long enough, or nobody expects them back.
+        """
+        first = next(iter(failures.values()))
+        if not self._hold or time.monotonic() >= limit:
+            raise first
+        with self._lock:
+            self._check_open()
+            if self._given_up is not None:
+                raise self._given_up
+            new = {server: error for server, error in failures.items() if server not in self._gone}
+            self._gone |= new.keys()
+        for server, error in new.items():
+            if self.on_gone is not None:
+                self.on_gone(server, error)
+        self._stop.wait(_RETRY_AFTER)
+
+    def _note_there(self, server: int) -> None:
+        if self._gone:
+            with self._lock:
+                self._gone.discard(server)
+
     def _use(self, incarnations: list[str]) -> None:
         with self._lock:
             stale = [line for lines in self._lines.idle.values() for line in lines if line.bulk]
@@ -230,17 +302,26 @@ class ServerGroup:
             MonolithError: As of `call`. Other servers may have done what they were asked to.
         """
         answers: dict[int, Answer] = {}
-        pending, give_up = dict(requests), time.monotonic() + self._patience.total_seconds()
+        began = time.monotonic()
+        pending, give_up = dict(requests), began + self._patience.total_seconds()
         while pending:
             failures = self._attempt(name, pending, answers)
             broken = {server for server, failure in failures.items() if failure.in_the_middle}
-            if failures and not (repeat and broken == failures.keys() and time.monotonic() < give_up):
-                raise next(iter(failures.values())).error
             pending = {server: requests[server] for server in failures}
-            if pending:
+            if failures and repeat and broken == failures.keys() and time.monotonic() < give_up:
                 self._stop.wait(_RETRY_AFTER)
+            elif failures:
+                errors = {server: failure.error for server, failure in failures.items()}
+                if not all(isinstance(error, RetryableError) for error in errors.values()):
+                    raise next(iter(errors.values()))
+                self._wait_for_return(errors, began + self._hold)
         for server, answer in answers.items():
             self._heard(server, answer.body)
+            self._note_there(server)
+        if not repeat:
+            with self._lock:
+                for server in answers:
+                    self._acknowledged[server] += 1
         return answers
 
     def _attempt(
@@ -381,9 +462,12 @@ class ServerGroup:
                 self._keeper = threading.Thread(target=self._keep, name="server-group", daemon=True)
                 self._keeper.start()
             idle = self._lines.idle.get((server, bulk))
-            line = idle.pop() if idle else _Line(server, bulk, self._caller(server, bulk=bulk))
+            line = idle.pop() if idle else self._make_line(server, bulk)
             self._lines.busy.add(line)
             return line
+
+    def _make_line(self, server: int, bulk: bool) -> _Line:
+        return _Line(server, bulk, self.addresses[server], self._caller(server, bulk=bulk))
 
     def _give_back(self, line: _Line) -> None:
         closed: list[_Line] = []
@@ -394,7 +478,11 @@ class ServerGroup:
             idle = self._lines.idle.setdefault((line.server, line.bulk), [])
             if line.stream is not None and line.stream.broken:
                 closed, idle[:] = [line, *idle], []  # the others go the same way, most likely
-            elif self._stop.is_set() or (line.bulk and line.stream is None):
+            elif (
+                self._stop.is_set()
+                or (line.bulk and line.stream is None)
+                or line.address != self.addresses[line.server]
+            ):
                 closed = [line]
             else:
                 idle.append(line)

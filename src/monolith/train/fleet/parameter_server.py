@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from monolith import filesystem
-from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
+from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
 from monolith.checkpoint.part import PartCut
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
@@ -37,12 +37,17 @@ from monolith.train.fleet.bodies import (
     CALLS,
     WORK,
     Attend,
+    Attended,
+    BeginServer,
     CloseCut,
+    DenseRestored,
     EndRun,
     OfCut,
     OfRun,
+    RestoreDense,
     RestoreTables,
     ServerHealth,
+    ServerStanding,
     TablesRestored,
     TablesWritten,
     WriteTables,
@@ -52,7 +57,7 @@ from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, Meeting
 from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.task import Mode, Task
-from monolith.wire.bodies import Answer, Gone, PollAnswer, typed_calls, typed_polls
+from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
 from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
@@ -171,8 +176,17 @@ class ServedShare:
         self._config = config
         self._share = (index, num_ps)
         self._clock = clock
-        self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock) if index == 0 else None
-        self._jobs = Jobs(typed_calls(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
+        self._meeting = (
+            Meeting(num_workers, lost_after=lost_after, raise_step=self._raise_step, clock=clock)
+            if index == 0
+            else None
+        )
+        work: dict[str, Answer] = {
+            "tables.write": self._write,
+            "tables.restore": self._restore,
+            "dense.restore": self._restore_dense,
+        }
+        self._jobs = Jobs(typed_calls(WORK, work))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._held = self._make()
@@ -206,6 +220,7 @@ class ServedShare:
     def calls(self) -> Mapping[str, Answer]:
         return {
             "server.begin": self._begin,
+            "server.standing": self._standing,
             "server.end": self._end,
             "server.health": self._health,
             "tables.cut": self._cut,
@@ -259,16 +274,17 @@ class ServedShare:
 
     # The chief's calls
 
-    def _begin(self, body: OfRun) -> None:
+    def _begin(self, body: BeginServer) -> None:
+        incarnation = body.incarnation or body.run
         with self._lock:
-            if self._run == body.run:  # asked again, because an answer was lost
-                return
             assert self._server is not None
+            if self._run == body.run and self._server.incarnation == incarnation:
+                return  # asked again, because an answer was lost
             held = self._held
             if self._run is not None:
                 _log.info("a new run begins; dropping the rows and weights of the previous one")
                 held = self._make()
-            self._server.replace(held.stores, self._dense(held), incarnation=body.run)
+            self._server.replace(held.stores, self._dense(held), incarnation=incarnation)
             before, self._held, self._run = self._held, held, body.run
             if before is not held:
                 for cut in before.cuts.values():
@@ -276,7 +292,17 @@ class ServedShare:
                 before.retired = True
                 self._close_retired(before)
 
-    def _attend(self, body: Attend, gone: Gone) -> None:
+    def _standing(self, _: Nothing) -> ServerStanding:
+        with self._lock:
+            assert self._server is not None
+            return ServerStanding(self._server.process, self._run, self._server.incarnation)
+
+    def _raise_step(self, step: int) -> None:
+        """Count on from a step that somebody has heard of, if that is higher."""
+        assert self._server is not None
+        self._server.step = max(self._server.step, step)
+
+    def _attend(self, body: Attend, gone: Gone) -> Attended:
         """Keep the chief's call for a while, by which both sides know that the other is there."""
         self._check_run(body.run)
         with self._chief:
@@ -284,6 +310,8 @@ class ServedShare:
             while self._run == body.run and not gone() and self._clock() < limit:
                 if self._over.wait(_LOOK_EVERY):
                     break
+        with self._working(body.run) as held:
+            return Attended(sum(stats.rows for stats in held.model.stats().values()))
 
     def _end(self, body: EndRun) -> None:
         self._check_run(body.run)
@@ -330,6 +358,19 @@ class ServedShare:
             )
             rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
             return TablesRestored.of(report, rows)
+
+    def _restore_dense(self, body: RestoreDense) -> DenseRestored:
+        """Restore the weights of this share from a checkpoint, which has those of all."""
+        with self._working(body.run) as held:
+            assert self._server is not None
+            options = RestoreOptions(
+                optimizer_state=body.optimizer_state,
+                strict=body.strict,
+                custom=CustomRestore(alias_map=body.alias_map, auto_alias=body.auto_alias),
+            )
+            # Weights of other shares are restored, too: nobody reads them here.
+            held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
+            return DenseRestored(len(self._dense(held).weights))
 
     # Inside
 
