@@ -40,8 +40,9 @@ MOST_FILES = 300
 
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
+PUSH = {"sender": "s", "number": 1}
 LOOKUP = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
-APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1}
+APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1, **PUSH}
 
 STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
 WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
@@ -113,7 +114,7 @@ RESTORE = {
 EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "lookup": (LOOKUP, 16),
     "apply_gradients": (APPLY, 8 + 16),
-    "push_dense": ({"names": []}, 0),
+    "push_dense": ({"names": [], **PUSH}, 0),
     "pull_dense": ({}, 0),
     "dump_dense": ({}, 0),
     "load_dense": ({}, 64),
