@@ -338,13 +338,13 @@ def test_evaluating_hands_over_the_same_groups(
 
 def test_all_problems_are_listed_at_once(write: Any) -> None:
     file = write(
-        "enable_realtime_training = true\nnum_extra_ps = 1\n[cluster]\nnum_ps = 1\n"
+        "enable_realtime_training = true\nbase_name = 'x'\n[cluster]\nnum_ps = 1\n"
         '[train]\nmodel_dir = "m"\nseeed = 3\n[checkpoint]\nkeep = "ten"\n[clustr]\nx = 1\n'
     )
     said = problems(file)
     assert "5 problems" in said
     for text in (
-        "num_extra_ps (from ",
+        "base_name (from ",
         "enable_realtime_training (from ",
         f"unknown key train.seeed (from {file}); the nearest known key is train.seed",
         "checkpoint.keep is train.keep.max_to_keep",

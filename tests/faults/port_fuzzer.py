@@ -93,6 +93,8 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "meeting.lost": {"run": "r", "worker": 1, "incarnation": "i", "updates": 1},
         "meeting.updates": {"run": "r", "incarnation": "i", "wait": 0.0},
         "server.standing": {},
+        "server.assign": {"index": 0, "num_ps": 1},
+        "server.reserve": {},
         "server.end": {"run": "r"},
         "tables.cut": {"run": "r", "cut": "c"},
         "tables.close": {"run": "r", "cut": "c", "saved": False},

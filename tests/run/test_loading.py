@@ -55,7 +55,7 @@ def test_saving_by_the_step_and_by_the_clock_replace_each_other(tmp_path, path):
 def test_all_problems_of_all_sources_come_at_once(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
-        "num_redundant_ps = 2\ncluster.num_pss = 3\nsave_checkpoints_secs = 60\nsave_checkpoints_steps = 5\n"
+        "base_name = 'x'\ncluster.num_pss = 3\nsave_checkpoints_secs = 60\nsave_checkpoints_steps = 5\n"
         "[train]\nsed = 3\n[checkpoint]\nkeep = 3\n"
         "[data]\nhourly = true\nstart_hour = 99\nstart_date = '20240131'\n"
     )
@@ -70,8 +70,7 @@ def test_all_problems_of_all_sources_come_at_once(tmp_path):
         "the nearest known one is MONOLITH_CLUSTER__NUM_WORKERS",
         "unknown flag --modle_dir; the nearest known one is --model-dir",
         f"checkpoint.keep is train.keep.max_to_keep (from {file})",
-        f"num_redundant_ps (from {file}): not built yet: spare servers; each is told its share when it "
-        "starts, so start num_ps of them",
+        f"base_name (from {file}): not built yet: sending changed rows to servers that answer requests",
         f"unknown key train.sed (from {file}); the nearest known key is train.seed",
         "train.prefetch (from MONOLITH_TRAIN__PREFETCH): expected int, got 'often'",
         f"train.save (from {file}): Can not provide both save_checkpoints_secs and save_checkpoints_steps.",

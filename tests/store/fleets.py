@@ -97,6 +97,8 @@ class Wire:
             end.close()
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or who is about to be let in still would be
         self._listener.close()
         self.cut()
 

@@ -148,6 +148,8 @@ def run_fleet(
     *,
     num_ps: int = 2,
     num_workers: int = 2,
+    num_redundant_ps: int = 0,
+    num_extra_ps: int = 0,
     hooks: HooksOf = lambda _: (),
     trainers: Callable[[int, Trainer], object] = lambda *_: None,
     task_of: Callable[[int], Task] | None = None,
@@ -187,6 +189,7 @@ def run_fleet(
             index=index,
             num_ps=num_ps,
             num_workers=num_workers,
+            num_spares=num_redundant_ps + num_extra_ps,
             stop=stop,
             linger=timedelta(),
             lost_after=lost_after,
@@ -199,6 +202,10 @@ def run_fleet(
             index=index,
             num_ps=num_ps,
             num_workers=num_workers,
+            num_redundant_ps=num_redundant_ps,
+            num_extra_ps=num_extra_ps,
+            measure_ps=timedelta(),
+            model_dir=str(model_dir),
             start_timeout=timedelta(seconds=PATIENT),
             finish_timeout=finish_timeout,
             news_every=news_every,
@@ -213,15 +220,16 @@ def run_fleet(
             return trainer.train()
 
     stop = threading.Event()
+    all_ps = num_ps + num_redundant_ps + num_extra_ps
     threads = [
-        *(_start(serve, index, outcome.servers) for index in range(num_ps)),
+        *(_start(serve, index, outcome.servers) for index in range(all_ps)),
         *(_start(work, index, outcome.workers) for index in range(num_workers)),
     ]
-    for thread in threads[num_ps:]:
+    for thread in threads[all_ps:]:
         thread.join(PATIENT)
         assert not thread.is_alive(), "a worker hangs"
     stop.set()
-    for thread in threads[:num_ps]:
+    for thread in threads[:all_ps]:
         thread.join(PATIENT)
         assert not thread.is_alive(), "a server hangs"
     return outcome

@@ -11,12 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from store.fleets import Wire
 from train.fleets import PATIENT, Tallied
 
 from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.store import ParameterServer, ServerGroup
 from monolith.train import Fleet, FleetPeers, Hook, SaveConfig, TrainConfig, Trainer, TrainReport
+from monolith.train.fleet.choosing import ServerCalls
 from monolith.train.fleet.keep_going import KeepGoing
 from monolith.train.fleet.parameter_server import ServedShare
 
@@ -75,8 +77,11 @@ class LosingFleet:
     num_ps: int = 2
     num_workers: int = 1
     task: Tallied = field(default_factory=Tallied)
+    keeps_going: bool = True
     discovery: MemoryDiscovery = field(default_factory=MemoryDiscovery)
     servers: dict[int, ParameterServer] = field(default_factory=dict)
+    wires: dict[int, Wire] = field(default_factory=dict)
+    shares: dict[int, ServedShare] = field(default_factory=dict)
     breaks: dict[int, set[str]] = field(default_factory=dict)
     """Server -> the calls at each of which it is lost, once."""
     stack: ExitStack = field(default_factory=ExitStack)
@@ -88,6 +93,8 @@ class LosingFleet:
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
+        for wire in self.wires.values():
+            wire.close()
         for server in self.servers.values():
             server.close()
 
@@ -98,17 +105,29 @@ class LosingFleet:
         )
         share.breaks = self.breaks.setdefault(index, set())
         share.lose = lambda: self.replace_server(index)
+        self.shares[index] = share
         self.servers[index] = share.serve("127.0.0.1", 0, None)
-        self.discovery.register("ps", index, self.servers[index].address)
+        self.wires[index] = Wire(self.servers[index].address)
+        self.discovery.register("ps", index, self.wires[index].address)
 
     def lose_server(self, index: int) -> None:
         """End a server; what it held is gone."""
         self.discovery.deregister("ps", index)
-        self.servers[index].close()
+        self.wires[index].close()
+        threading.Thread(target=self.servers[index].close, daemon=True).start()
 
     def replace_server(self, index: int) -> None:
         self.lose_server(index)
         self.start_server(index)
+
+    def take_over(self, place: int) -> str | None:
+        """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
+        for index in sorted(self.servers):
+            if index >= self.num_ps and self.servers[index].share is None:
+                address = self.wires[index].address
+                ServerCalls()(address, "server.assign", index=place, num_ps=self.num_ps)
+                return address
+        return None
 
     def fleet(self, index: int = 0, **how: Any) -> Fleet:
         """A worker's place, in a fleet that keeps going."""
@@ -121,7 +140,7 @@ class LosingFleet:
             return [] if found is None else [found]
 
         group = ServerGroup(
-            [self.servers[place].address for place in range(self.num_ps)],
+            [self.wires[place].address for place in range(self.num_ps)],
             patience=timedelta(seconds=0.2),
             hold=timedelta(seconds=PATIENT),
         )
@@ -132,7 +151,7 @@ class LosingFleet:
             start_timeout=timedelta(seconds=PATIENT),
             finish_timeout=timedelta(seconds=PATIENT),
             news_every=SOON,
-            keep_going=KeepGoing(find=find, connect=connect, **how),
+            keep_going=KeepGoing(find=find, connect=connect, **how) if self.keeps_going else None,
         )
         self.stack.enter_context(fleet)
         group.describe()
@@ -149,22 +168,22 @@ class Worker(threading.Thread):
         super().__init__(daemon=True, name=f"worker-{index}")
         self.fleet = fleet.fleet(index, **how)
         self.trainer = Trainer(fleet.task, fleet.config, hooks=hooks, peers=FleetPeers(self.fleet))
-        self._found: TrainReport | BaseException | None = None
+        self.found: TrainReport | BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._found = self.trainer.train()
+            self.found = self.trainer.train()
         except BaseException as error:
-            self._found = error
+            self.found = error
 
     def report(self) -> TrainReport:
         self.join(PATIENT)
         assert not self.is_alive(), "a worker hangs"
-        if isinstance(self._found, BaseException):
-            raise self._found
-        assert self._found is not None
-        return self._found
+        if isinstance(self.found, BaseException):
+            raise self.found
+        assert self.found is not None
+        return self.found
 
 
 def settings(model_dir: Path | str, **more: Any) -> TrainConfig:

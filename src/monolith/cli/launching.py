@@ -142,14 +142,16 @@ def members_of(
     shared = ["--cluster.port", "0"]
     # By a variable, since everybody on the machine can read command lines.
     environment = {MARK: mark, RUN_TOKEN: secrets.token_hex(32)}
+    named = [] if job.id else ["--job.id", secrets.token_hex(8)]
     if options.launch == "ray":
         shared += ["--discovery.kind", "ray", "--discovery.ray", "auto"]
         members = job_members(
             ["monolith", *words],
             num_ps=cluster.num_ps,
             num_workers=cluster.num_workers,
+            num_spares=cluster.num_spares,
             folder=None,
-            flags=[*shared, *([] if job.id else ["--job.id", secrets.token_hex(8)])],
+            flags=[*shared, *named],
             environment={**environment, **_handed_on(environ)},
         )
         yield _with_ports(members, run)
@@ -159,8 +161,10 @@ def members_of(
             [sys.executable, "-m", "monolith", *words],
             num_ps=cluster.num_ps,
             num_workers=cluster.num_workers,
+            num_spares=cluster.num_spares,
             folder=folder,
-            flags=[*shared, "--cluster.listen", "127.0.0.1"],
+            # The servers that a run has chosen are listed under its id, and none is of an earlier run.
+            flags=[*shared, "--cluster.listen", "127.0.0.1", *(named if cluster.num_spares else [])],
             environment=environment,
         )
         yield _with_ports(members, run)

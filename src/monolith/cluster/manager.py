@@ -151,8 +151,23 @@ class ClusterManager:
         workers[index - 1] = address
         chief = self._query_chief()
         redundant = config.num_redundant_ps > 0
-        ps = self._ps_from_file() if redundant else self.query_ps(config.num_ps, emit=False)
+        ps = self.listed_ps() if redundant else self.query_ps(config.num_ps, emit=False)
         return Cluster(chief, tuple(workers), tuple(ps)), ProcessRole("worker", index - 1)
+
+    @property
+    def ps_file(self) -> str:
+        """Where the chief lists the servers it chose."""
+        return self._config.ps_file
+
+    def registered_ps(self) -> list[str]:
+        """Return all parameter servers that are registered now, by index, dead ones too."""
+        registered = self._discovery.query("ps")
+        return [registered[index] for index in sorted(registered)]
+
+    def registered_at(self, index: int) -> list[str]:
+        """Return where the parameter server of a number is registered now; nothing where it is not."""
+        found = self._discovery.query("ps").get(index)
+        return [] if found is None else [found]
 
     def query_ps(self, count: int, *, emit: bool = True) -> list[str]:
         """Wait until `count` parameter servers are registered; return them by index, no more than that.
@@ -237,8 +252,12 @@ class ClusterManager:
             save_ps_cluster(config.ps_file, chosen)
         return chosen
 
-    def _ps_from_file(self) -> list[str]:
-        """Wait for the chief's choice; one of another length is of another run, and will be replaced."""
+    def listed_ps(self) -> list[str]:
+        """Wait for the chief's choice; one of another length is of another run, and will be replaced.
+
+        Raises:
+            DeadlineExceededError: It did not come in time.
+        """
         config, start = self._config, self._clock()
         found: list[str] = []
 

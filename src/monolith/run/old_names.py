@@ -110,7 +110,6 @@ FORMAT_WORDS = Words(
 _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
-_SPARES = "not built yet: spare servers; each is told its share when it starts, so start num_ps of them"
 _RANKS = "not built yet: ranks that step together; workers train asynchronously on parameter servers"
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
 _ITEMS = "not built yet: a pass over all items after training"
@@ -218,8 +217,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "tensorboard_log_path": Unsupported("summaries are in summaries/ of the model_dir"),
     "intra_op_parallelism_threads": Renamed("threads.intra_op"),
     "inter_op_parallelism_threads": Renamed("threads.inter_op"),
-    "num_extra_ps": Unsupported(_SPARES),
-    "num_redundant_ps": Unsupported(_SPARES),
+    "num_extra_ps": Renamed("cluster.num_extra_ps"),
+    "num_redundant_ps": Renamed("cluster.num_redundant_ps"),
     "uuid": Renamed("job.id"),
     "operation_timeout_in_ms": Renamed("timeouts.operation", milliseconds),
     "session_creation_timeout_secs": Renamed("timeouts.start"),
@@ -341,8 +340,6 @@ _MOVED = {
 }
 _GONE = {
     "job.business_id": "bzid",
-    "cluster.num_extra_ps": "num_extra_ps",
-    "cluster.num_redundant_ps": "num_redundant_ps",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
     "training.synchronous": "enable_sync_training",

@@ -53,6 +53,17 @@ class ClusterConfig(Checked):
     """Parameter servers that training uses; with 0 the tables live in the worker."""
     num_workers: int = 1
     """Workers, the chief included."""
+    num_redundant_ps: int = 0
+    """Parameter servers started in addition to those that are used: the run begins with those that register
+    first, and the others are spares."""
+    num_extra_ps: int = 0
+    """Parameter servers started in addition and measured: the chief takes the num_ps fastest, once, and the
+    others are spares."""
+    measure_ps: timedelta = timedelta(seconds=10)
+    """How long the chief measures the servers where there are num_extra_ps."""
+    use_ps: tuple[str, ...] = ()
+    """Addresses of the parameter servers to use, in order, where there are num_extra_ps: nothing is
+    measured."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
     """Whose machines these are; a label of the metrics."""
     listen: str = ""
@@ -62,17 +73,16 @@ class ClusterConfig(Checked):
     """The port that this process listens on; 0 takes a free one."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "index", "num_ps")
+        yield from not_negative(self, "index", "num_ps", "num_redundant_ps", "num_extra_ps", "measure_ps")
         yield from at_least(1, self, "num_workers")
-        count = "num_ps" if self.role == "ps" else "num_workers"
-        limit = getattr(self, count)
+        if self.use_ps and len(self.use_ps) < self.num_ps:
+            said = f"names {len(self.use_ps)} servers, and num_ps is {self.num_ps}"
+            yield Problem(("use_ps", "num_ps"), said)
+        if self.use_ps and not self.num_extra_ps:
+            yield Problem(("use_ps", "num_extra_ps"), "there is nothing to choose from: num_extra_ps is 0")
         if self.role == "ps" and not self.num_ps:
             yield Problem(("role", "num_ps"), "this is a parameter server, but num_ps is 0")
-        elif self.index >= limit > 0:
-            yield Problem(
-                ("index", "role", count),
-                f"{count} is {limit} and indices begin at 0, so {self.index} is too high",
-            )
+        yield from self._index_problems()
         if self.listen in ("0.0.0.0", "::", "[::]", "*"):
             yield Problem(
                 ("listen",),
@@ -80,6 +90,20 @@ class ClusterConfig(Checked):
             )
         if not 0 <= self.port <= 65535:
             yield Problem(("port",), f"must be from 0 to 65535, got {self.port}")
+
+    @property
+    def num_spares(self) -> int:
+        """Parameter servers that start without a share."""
+        return self.num_redundant_ps + self.num_extra_ps
+
+    def _index_problems(self) -> Iterator[Problem]:
+        names: tuple[str, ...] = ("num_workers",)
+        if self.role == "ps":
+            names = ("num_ps", "num_redundant_ps", "num_extra_ps") if self.num_spares else ("num_ps",)
+        limit = sum(getattr(self, name) for name in names)
+        if self.index >= limit > 0:
+            said = f"{' + '.join(names)} is {limit} and indices begin at 0, so {self.index} is too high"
+            yield Problem(("index", "role", *names), said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,6 +69,11 @@ def refused(run: RunConfig) -> Iterator[str]:
             f"cluster.num_workers and cluster.num_ps: {run.cluster.num_workers} workers need parameter "
             "servers to train one model; set cluster.num_ps (--num-ps), or num_workers to 1"
         )
+    if run.cluster.num_spares and run.cluster.num_ps == 0:
+        yield (
+            "cluster.num_redundant_ps and cluster.num_extra_ps: there are spare parameter servers for a run "
+            "without any; set cluster.num_ps (--num-ps)"
+        )
     if run.train.save.tide_secs is not None and run.train.save.tide is None:
         yield "train.save.tide_secs: it is for the hours outside of a daily window; set train.tide, too"
     if run.distributed and run.job.dump_features:

@@ -106,7 +106,7 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         cluster,
         role="ps" if role.kind == "ps" else "worker",
         index=role.index,
-        num_ps=cluster.num_ps or role.num_ps or 0,
+        num_ps=cluster.num_ps or max(0, (role.num_ps or 0) - cluster.num_spares),
         num_workers=max(1, role.num_workers or 1) if cluster.num_workers == 1 else cluster.num_workers,
     )
     return replace(config, cluster=placed)

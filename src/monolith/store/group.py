@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from monolith.errors import ClusterError, ConfigError, LostStateError, MonolithError
+from monolith.errors import ClusterError, ConfigError, LostStateError, MonolithError, UnavailableError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
 from monolith.store.lines import Kind, ServerLine, ServerLines
 from monolith.store.servers import SERVICE
@@ -233,11 +233,15 @@ class ServerGroup:
 
         Raises:
             ConfigError: They are not those of one job in this order.
+            UnavailableError: One of them has no share yet.
         """
         found = self.call_all("describe")
         for server, about in enumerate(found):
             if about["share"] is None:
-                raise ConfigError(f"{self._name(server)} has no share of the job yet")
+                raise UnavailableError(
+                    f"{self._name(server)} has no share of the model yet: it is a spare, until the chief "
+                    "assigns it one"
+                )
             number, count = about["share"]
             if (number, count) != (server, len(self)):
                 raise ConfigError(

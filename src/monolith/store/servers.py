@@ -30,6 +30,7 @@ from monolith.errors import (
 )
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
+from monolith.store.measuring import take_sample_step
 from monolith.store.pushes import AppliedPushes
 from monolith.store.store import TableIds
 from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
@@ -195,7 +196,8 @@ class ParameterServer:
         stores: One for each collection of the model's features, in an order that all processes share.
             Still the caller's: to save, to restore, and to close after the server.
         dense: The dense weights it is in charge of; None where the model has none.
-        share: Which of how many servers this is, (k, n): it holds the ids that are k modulo n.
+        share: Which of how many servers this is, (k, n): it holds the ids that are k modulo n. None for one
+            that waits until `replace` gives it a share, and has nothing to be asked for before.
         host: Where to listen; only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present.
@@ -215,7 +217,7 @@ class ParameterServer:
         stores: Sequence[LocalStore],
         dense: DenseShare | None = None,
         *,
-        share: tuple[int, int],
+        share: tuple[int, int] | None,
         host: str = "127.0.0.1",
         port: int = 0,
         guard: PortGuard | None = None,
@@ -223,15 +225,14 @@ class ParameterServer:
         polls: Mapping[str, Poll] | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if not 0 <= share[0] < share[1]:
-            raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got share={share}")
+        _check_share(share)
         self._share = share
         self.process = secrets.token_hex(8)
         """Names this start of the server."""
-        self._held = self._holding(secrets.token_hex(8), stores, dense)
+        self._held = self._holding(secrets.token_hex(8), stores, dense, share)
         self._limits = limits or Limits()
         own: dict[str, Call] = {
-            "hello": typed(Meant, lambda body: {"incarnation": self._meant(body).incarnation}),
+            "hello": typed(Meant, self._hello),
             "describe": typed(Nothing, self._describe),
             "stats": typed(OfStore, self._stats),
             "count_expired": typed(CountExpired, lambda body: self._store(body).count_expired(body.now)),
@@ -246,6 +247,7 @@ class ParameterServer:
             "pull_dense": typed_exchange(Meant, self._pull_dense),
             "dump_dense": typed_exchange(Meant, self._dump_dense),
             "load_dense": typed_exchange(Meant, self._load_dense),
+            "sample_step": typed_exchange(Nothing, take_sample_step),
         }
         if taken := sorted(own.keys() & {*(calls or {}), *(polls or {})}):
             raise ConfigError(f"a parameter server has a call {taken[0]!r} of its own; choose another name")
@@ -283,15 +285,32 @@ class ParameterServer:
     def step(self, value: int) -> None:
         self._held.dense.step = value
 
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """Which of how many servers this is; None while it waits for a share."""
+        return self._share
+
     def replace(
-        self, stores: Sequence[LocalStore], dense: DenseShare | None = None, *, incarnation: str | None = None
+        self,
+        stores: Sequence[LocalStore],
+        dense: DenseShare | None = None,
+        *,
+        incarnation: str | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
         """Serve another run of the same task from now on. What was served before is not closed.
 
         Args:
             incarnation: Names what it holds from now on; by default at random.
+            share: Which of how many servers this is from now on; by default what it was.
+
+        Raises:
+            ConfigError: There is no such share.
         """
-        self._held = self._holding(incarnation or secrets.token_hex(8), stores, dense)
+        _check_share(share)
+        share = share or self._share
+        self._held = self._holding(incarnation or secrets.token_hex(8), stores, dense, share)
+        self._share = share
 
     def close(self) -> None:
         """Finish the requests under way and free the port. Stores stay open. Closing again does nothing."""
@@ -307,12 +326,19 @@ class ParameterServer:
 
     # Small calls
 
+    def _hello(self, body: Meant) -> dict[str, Any]:
+        held = self._held if self._share is None and body.incarnation is None else self._meant(body)
+        return {"incarnation": held.incarnation, "share": self._said_share()}
+
+    def _said_share(self) -> list[int] | None:
+        return None if self._share is None else list(self._share)
+
     def _describe(self, _: Nothing) -> dict[str, Any]:
         held = self._held
         return {
             "process": self.process,
             "incarnation": held.incarnation,
-            "share": list(self._share),
+            "share": self._said_share(),
             "stores": [
                 {"tables": dict(store.tables), "counts_sightings": store.counts_sightings}
                 for store in held.stores
@@ -387,7 +413,7 @@ class ParameterServer:
         held = self._meant(body)
         weights = held.dense.weights
         if unknown := [name for name in body.names if name not in weights]:
-            raise FeatureError(f"server {self._share[0]} is not in charge of the weight {unknown[0]!r}")
+            raise FeatureError(f"this server is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body.names])
         after = held.applied.once(
             body.sender,
@@ -412,12 +438,23 @@ class ParameterServer:
 
     # Inside
 
-    def _holding(self, incarnation: str, stores: Sequence[LocalStore], dense: DenseShare | None) -> _Held:
-        return _Held(incarnation, list(stores), DenseShare({}, None, self._share) if dense is None else dense)
+    def _holding(
+        self,
+        incarnation: str,
+        stores: Sequence[LocalStore],
+        dense: DenseShare | None,
+        share: tuple[int, int] | None,
+    ) -> _Held:
+        nothing = DenseShare({}, None, share or (0, 1))
+        return _Held(incarnation, list(stores), nothing if dense is None else dense)
 
     def _meant(self, body: Meant) -> _Held:
         """Return what is held, if that is what the caller means."""
         held = self._held
+        if self._share is None:
+            raise UnavailableError(
+                "the server has no share of the model: it is a spare, until the chief assigns it one"
+            )
         if body.incarnation not in (None, held.incarnation):
             raise LostStateError(
                 "the server restarted or began another run, and no longer holds what this caller works on. "
@@ -438,3 +475,8 @@ class ParameterServer:
         if body.store >= len(held.stores):
             raise UnknownTableError(f"there is no store {body.store}; this model has {len(held.stores)}")
         return held.stores[body.store]
+
+
+def _check_share(share: tuple[int, int] | None) -> None:
+    if share is not None and not 0 <= share[0] < share[1]:
+        raise ConfigError(f"a parameter server is number 0 to n - 1 of n, got share={share}")

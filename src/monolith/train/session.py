@@ -171,15 +171,22 @@ class Session:
             return RUN_IS_OVER
         self._be_at(start.step)
         if self._peers.leads:
-            self._others = start.others
-            self.examples -= sum(state.examples for state in start.others)  # they count their own
-            self._skipping.batches -= sum(state.skipped for state in start.others)
+            self._count_on(start)
         elif start.back is not None:
             self._read_from(start.back.position)
             self.examples, self._skipping.batches = start.back.examples, start.back.skipped
         elif start.positions:
             self._read_from(start.positions[self._peers.share.worker])
         return None
+
+    def _count_on(self, start: Start) -> None:
+        """Count on from what was saved, as the one that leads; in a run that goes on others count theirs."""
+        self._others = start.others
+        self.examples -= sum(state.examples for state in start.others)
+        self._skipping.batches -= sum(state.skipped for state in start.others)
+        if start.back is not None:
+            self._restored_examples = self.examples - start.back.examples
+            self._restored_skipped = self.skipped - start.back.skipped
 
     def meet(self, run: Run) -> None:
         """Halt, stop or fail as the others do; between two steps."""

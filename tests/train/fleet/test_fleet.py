@@ -441,7 +441,7 @@ def test_rolling_back_together_is_not_offered(tmp_path: Path) -> None:
 def test_what_is_not_counted_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no parameter server 2 of 2"):
         serve_parameters(TASK, TrainConfig(), MemoryDiscovery(), index=2, num_ps=2, num_workers=1)
-    with pytest.raises(ConfigError, match="num_redundant_ps"):
+    with pytest.raises(ConfigError, match="num_redundant_ps needs a model_dir"):
         join_fleet(MemoryDiscovery(), index=0, num_ps=1, num_workers=1, num_redundant_ps=1)
 
 

@@ -74,6 +74,7 @@ def job_members(
     *,
     num_ps: int,
     num_workers: int,
+    num_spares: int = 0,
     folder: str | None,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
@@ -81,6 +82,7 @@ def job_members(
     """Return the members of a run, parameter servers first.
 
     Args:
+        num_spares: Parameter servers beyond `num_ps`, of which the command line speaks.
         command: Trains, given the flags of a RunConfig after it: ("monolith", "train", "tasks:MyTask").
         folder: An empty one, in which they register; None where `flags` say how they find each other.
         flags: For all of them.
@@ -96,7 +98,10 @@ def job_members(
         *("--cluster.num-ps", str(num_ps), "--cluster.num-workers", str(num_workers)),
         *(("--discovery.kind", "files", "--discovery.folder", folder) if folder is not None else ()),
     ]
-    places = [("ps", index) for index in range(num_ps)] + [("worker", index) for index in range(num_workers)]
+    places = [
+        *(("ps", index) for index in range(num_ps + num_spares)),
+        *(("worker", index) for index in range(num_workers)),
+    ]
     return tuple(
         Member(
             role=role,

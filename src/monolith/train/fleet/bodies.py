@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from monolith.checkpoint.report import RestoreReport
 from monolith.train.peers import Start, WorkerState
-from monolith.wire.bodies import Count, Json, Name, Nothing, Seconds, Text
+from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
 WorkName = Literal["tables.write", "tables.restore", "dense.restore"]
 """What takes a server longer than a call may."""
@@ -289,6 +289,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class AssignShare:
+    """Gives a server that is not in a run the share `index` of `num_ps`."""
+
+    index: Count
+    num_ps: Annotated[int, Bounds(1, 1 << 20)]
+
+
+@dataclass(frozen=True, slots=True)
 class BeginServer:
     run: Name
     incarnation: Name | None = None
@@ -475,6 +483,8 @@ CALLS: Mapping[str, type] = {
     "meeting.over": SayOver,
     "meeting.leave": Leave,
     "meeting.stop": Stop,
+    "server.assign": AssignShare,
+    "server.reserve": Nothing,
     "server.begin": BeginServer,
     "server.standing": Nothing,
     "server.attend": Attend,

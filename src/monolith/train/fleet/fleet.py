@@ -59,8 +59,10 @@ from monolith.train.fleet.bodies import (
     Stop,
 )
 from monolith.train.fleet.calls import POLL, ask, tell
+from monolith.train.fleet.choosing import RESERVE_EVERY, ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.keep_going import LOOK_EVERY, KeepGoing
 from monolith.train.fleet.news import FleetNews, Mending
+from monolith.train.fleet.ps_benchmark import PsBenchmark, StepMeasure
 from monolith.train.fleet.pushes import PushCounts
 from monolith.train.fleet.recovery import ServerRecovery, restore_dense
 from monolith.train.fleet.returning import WorkerReturn
@@ -110,6 +112,13 @@ def join_fleet(
     model_dir: str = "",
     run_id: str = "",
     num_redundant_ps: int = 0,
+    num_extra_ps: int = 0,
+    measure_ps: timedelta = timedelta(seconds=10),
+    use_ps: Sequence[str] = (),
+    metrics: Metrics | None = None,
+    model_name: str = "",
+    cluster_type: str = "stable",
+    say: Callable[[str], None] = _log.info,
     start_timeout: timedelta = timedelta(hours=2),
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta = timedelta(seconds=30),
@@ -117,7 +126,6 @@ def join_fleet(
     news_every: timedelta = NEWS_EVERY,
     keep_going: bool = False,
     spare_after: timedelta = timedelta(seconds=5),
-    metrics: Metrics | None = None,
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
     """Wait for the servers of a run to answer, and return this worker's place among its processes.
@@ -125,6 +133,13 @@ def join_fleet(
     Args:
         guard: What to present to the servers.
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
+        num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
+        num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
+        measure_ps: How long it measures them.
+        use_ps: Addresses to use where there are extra servers, instead of measuring.
+        metrics: Are told how many servers are missing, under the model's name and the cluster's type; and
+            what was lost.
+        say: Told which servers were chosen, and why.
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
@@ -132,18 +147,12 @@ def join_fleet(
         news_every: How often each says that it lives; of news it hears at once.
         keep_going: Whether the others keep what they learned when a process is lost.
         spare_after: How long a lost server may take to come back before a spare takes its place.
-        metrics: Where losses are counted.
         on_waiting: Told who is missing.
 
     Raises:
         DeadlineExceededError: Some servers did not come in time.
         ConfigError: They serve another task, or were counted otherwise.
     """
-    if num_redundant_ps:
-        raise ConfigError(
-            "num_redundant_ps is not supported yet: each server is given its share when it starts, so none "
-            "can take over another's; set it to 0"
-        )
     manager = ClusterManager(
         discovery,
         ClusterManagerConfig(
@@ -151,10 +160,27 @@ def join_fleet(
             num_ps=num_ps,
             model_dir=model_dir,
             uuid=run_id,
+            model_name=model_name,
+            cluster_type=cluster_type,
+            num_redundant_ps=num_redundant_ps + num_extra_ps,
             query_every=timedelta(seconds=0.5),
             timeout=start_timeout,
+            ps_file_timeout=start_timeout,
         ),
+        metrics=metrics if index == 0 else None,
         on_waiting=on_waiting,
+    )
+    calls = ServerCalls(guard)
+    choose: PsBenchmark | None = None
+    if num_extra_ps:
+        choose = PsBenchmark(num_ps, StepMeasure(measure_ps, guard), overridden=use_ps, say=say)
+    choice = ServerChoice(
+        manager,
+        calls,
+        num_ps=num_ps,
+        candidates=num_ps + num_extra_ps,
+        choose=choose,
+        spare_after=spare_after,
     )
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
@@ -167,25 +193,36 @@ def join_fleet(
             hold=start_timeout if keep_going else timedelta(),
         )
 
+    spares: Spares | None = None
+    listed = bool(num_redundant_ps + num_extra_ps)
+    if not listed:
+        group = _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
+    elif index:
+        group = _answering(choice.of_worker, num_ps, connect, start_timeout, on_waiting)
+    else:
+        group = _answering(choice.of_chief, num_ps, connect, start_timeout, on_waiting)
+        every = min(RESERVE_EVERY, start_timeout / 4)
+        spares = Spares(manager.registered_ps, lambda: group.addresses, calls, every=every)
+
     def find(place: int) -> list[str]:
         with contextlib.suppress(RetryableError):
-            found = discovery.query("ps").get(place)
-            return [] if found is None else [found]
+            return choice.places_of(place) if listed else manager.registered_at(place)
         return []
 
     how = KeepGoing(
         find=find,
         connect=lambda address: connect([address], timedelta()),
+        spare=(lambda place: choice.take_over(place, group.addresses)) if listed else None,
+        served=choice.list_server if listed else None,
         spare_after=spare_after,
         metrics=metrics,
     )
-
-    group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
     try:
         return Fleet(
             group,
             index,
             num_workers,
+            spares=spares,
             start_timeout=start_timeout,
             finish_timeout=finish_timeout,
             news_every=min(news_every, KEEP_GOING_EVERY) if keep_going else news_every,
@@ -197,7 +234,7 @@ def join_fleet(
 
 
 def _answering(
-    manager: ClusterManager,
+    find: Callable[[], list[str]],
     num_ps: int,
     connect: Callable[[Sequence[str], timedelta], ServerGroup],
     timeout: timedelta,
@@ -207,12 +244,16 @@ def _answering(
 
     A registry may know a server that is dead, or whose port is not open yet: it is asked again until what
     it says is true.
+
+    Args:
+        find: Returns the addresses by share.
     """
     began = time.monotonic()
     while True:
-        addresses = manager.query_ps(num_ps)
+        addresses: list[str] = []
         answered = 0
         try:
+            addresses = find()
             with contextlib.closing(connect(addresses, timedelta())) as probe:
                 for server in range(num_ps):
                     probe.call(server, "hello")
@@ -233,7 +274,11 @@ def _answering(
             _log.debug("not all servers answer yet: %s", cause)
         if on_waiting is not None:
             late = min(answered, num_ps - 1)
-            who = f"parameter server {late} at {addresses[late]} to answer"
+            who = (
+                f"parameter server {late} at {addresses[late]} to answer"
+                if addresses
+                else "servers to choose"
+            )
             on_waiting(Waiting(who, answered, num_ps, elapsed))
         time.sleep(_ASK_EVERY)
 
@@ -242,6 +287,7 @@ class Fleet:
     """One worker's place in a fleet. Used by its training thread; closes the group in the end.
 
     Args: see `join_fleet`.
+        spares: Servers that the chief keeps beside those of the group; closed in the end.
         keep_going: How to go on when servers are lost; None ends the run for that.
     """
 
@@ -251,6 +297,7 @@ class Fleet:
         index: int,
         num_workers: int,
         *,
+        spares: Spares | None = None,
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
         news_every: timedelta = NEWS_EVERY,
@@ -262,6 +309,7 @@ class Fleet:
         self.group = group
         self.index = index
         self.num_workers = num_workers
+        self.spares = spares
         self._member = secrets.token_hex(8)
         self._start_timeout = start_timeout
         self._finish_timeout = finish_timeout
@@ -314,10 +362,9 @@ class Fleet:
         return Lost() if self._recovery is None else self._recovery.lost
 
     @property
-    def safe_others(self) -> tuple[WorkerState, ...]:
-        """How the others stood when the last checkpoint was cut, where that is known, as the chief."""
-        known = [self._safe.get(str(worker)) for worker in range(1, self.num_workers)]
-        return tuple(state for state in known if state is not None)
+    def safe(self) -> list[WorkerState | None]:
+        """How each worker stood when the last checkpoint was cut, where that is known, as the chief."""
+        return [self._safe.get(str(worker)) for worker in range(self.num_workers)]
 
     @property
     def losses(self) -> int:
@@ -363,6 +410,8 @@ class Fleet:
         Where the fleet keeps going and some servers still hold a run, take that one on instead: `fresh` says
         which servers do not.
         """
+        if self.spares is not None:
+            self.spares.keep()
         if self._how is None or not self._resume():
             self._run = secrets.token_hex(8)
             self._tell_servers("server.begin", BeginServer(self._run))
@@ -746,10 +795,14 @@ class Fleet:
                 self._tell("server.end", EndRun(self._run, self.finished), server)
 
         on_each(self._places, say)
+        if self.spares is not None:
+            self.spares.end(self._run, finished=self.finished)
 
     def close(self) -> None:
         """Let go of the servers. Closing again does nothing."""
         self._close_listener()
+        if self.spares is not None:
+            self.spares.close()
         self.group.close()
 
     def __enter__(self) -> Self:

@@ -24,6 +24,8 @@ class KeepGoing:
     """Makes connections to one address, to be closed by whoever asked."""
     spare: Callable[[int], str | None] | None = None
     """Gives a place to a spare server, as the chief, and returns where it is; None where there is none."""
+    served: Callable[[int, str], None] | None = None
+    """Told where a place is served from now on, as the chief, for those who come later."""
     spare_after: timedelta = timedelta(seconds=5)
     """How long a lost server may take to come back before a spare takes its place."""
     metrics: Metrics | None = None

@@ -502,7 +502,8 @@ class Meeting:
         """Note that another process takes the place of a worker, and what it will train again."""
         saved = run.safe[worker].examples if worker in run.safe else 0
         records = max(run.trained.pop(worker, 0) - saved, 0)
-        seconds = self._clock() - run.lost.pop(worker, self._clock())
+        now = self._clock()
+        seconds = now - run.lost.pop(worker, now)
         run.returned.append(Returned(worker, records, seconds))
         run.parted.pop(worker, None)
         run.arrived.pop(worker, None)

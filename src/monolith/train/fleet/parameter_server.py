@@ -7,6 +7,14 @@ it, and that the run is over.
 A server outlives the run it holds. When others are lost it waits for the chief to begin again, and
 then drops what it held for what the chief restores. It ends well only when the chief says that the
 run is finished. Left alone for too long, it ends with an error.
+
+    spare ──server.assign──► has a share ──server.begin──► in a run ──begin──► in the next ...
+                               │    ▲
+                               └────┘ assign, to another share
+
+A run may have more servers than shares. Those beyond num_ps start as spares; the chief, who chooses,
+assigns the shares before a run begins, or when one takes the place of a server that is lost. A spare
+holds nothing and refuses requests for rows. It ends with the run, used or not.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ from monolith.train.config import TrainConfig
 from monolith.train.fleet.bodies import (
     CALLS,
     WORK,
+    AssignShare,
     Attend,
     Attended,
     BeginServer,
@@ -90,6 +99,7 @@ def serve_parameters(
     index: int,
     num_ps: int,
     num_workers: int,
+    num_spares: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
     guard: Guard | None = None,
@@ -104,7 +114,8 @@ def serve_parameters(
     """Hold a share of a model until the chief says that the run is over; return how it ended.
 
     Args:
-        index: Which of `num_ps` servers this is.
+        index: Which of the servers this is. The first `num_ps` have the share of their number; the
+            `num_spares` after them have none until the chief assigns one, see `ServedShare`.
         host: Where to listen; it is also how the others reach it.
         guard: What callers must present.
         limits: What one of them may ask for.
@@ -119,8 +130,8 @@ def serve_parameters(
         ListenError: The port is taken.
         ConfigError: The task cannot be served.
     """
-    if not 0 <= index < num_ps:
-        raise ConfigError(f"there is no parameter server {index} of {num_ps}")
+    if not 0 <= index < num_ps + num_spares:
+        raise ConfigError(f"there is no parameter server {index} of {num_ps + num_spares}")
     share = ServedShare(
         task, config, index=index, num_ps=num_ps, num_workers=num_workers, lost_after=lost_after
     )
@@ -128,7 +139,8 @@ def serve_parameters(
     with share.serve(host, port, guard, limits) as server:
         discovery.register("ps", index, server.address)
         try:
-            say(f"parameter server {index} of {num_ps} listens on {server.address}")
+            spare = ", a spare," if index >= num_ps else ""
+            say(f"parameter server {index} of {num_ps + num_spares}{spare} listens on {server.address}")
             return share.wait(
                 stop, linger=linger, start_timeout=start_timeout, abandoned_after=abandoned_after
             )
@@ -147,6 +159,7 @@ class _Held:
 
     model: Model
     stores: list[LocalStore]
+    dense: DenseShare
     tables: TablesPart
     cuts: dict[str, PartCut]
     works: int = 0
@@ -158,6 +171,8 @@ class ServedShare:
     """One server's share of a model, with what the chief may ask of it.
 
     Args:
+        index: The number of the server. Its share is of the same number, until it is assigned another; it has
+            none from `num_ps` on.
         clock: Seconds that only grow.
     """
 
@@ -174,13 +189,10 @@ class ServedShare:
     ) -> None:
         self._task = task
         self._config = config
-        self._share = (index, num_ps)
+        self._index = index
         self._clock = clock
-        self._meeting = (
-            Meeting(num_workers, lost_after=lost_after, raise_step=self._raise_step, clock=clock)
-            if index == 0
-            else None
-        )
+        # Who has share 0 keeps the meeting; that may become any of them.
+        self._meeting = Meeting(num_workers, lost_after=lost_after, raise_step=self._raise_step, clock=clock)
         work: dict[str, Answer] = {
             "tables.write": self._write,
             "tables.restore": self._restore,
@@ -189,7 +201,8 @@ class ServedShare:
         self._jobs = Jobs(typed_calls(WORK, work))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
-        self._held = self._make()
+        self._share = (index, num_ps) if index < num_ps else None
+        self._held = None if self._share is None else self._make(self._share)
         self._run: str | None = None
         self._finished = False
         self._chief = _Attendance(clock)
@@ -199,13 +212,13 @@ class ServedShare:
         self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
     ) -> ParameterServer:
         """Listen; the server returned is closed by whoever called."""
-        meeting = self._meeting
-        calls = {**self.calls, **self._jobs.calls, **({} if meeting is None else meeting.calls)}
-        polls = {**self.polls, **({} if meeting is None else meeting.polls)}
+        calls = {**self.calls, **self._jobs.calls, **self._meeting.calls}
+        polls = {**self.polls, **self._meeting.polls}
         longest = (limits or Limits()).wait.total_seconds()
+        held = self._held
         self._server = ParameterServer(
-            self._held.stores,
-            self._dense(self._held),
+            [] if held is None else held.stores,
+            None if held is None else held.dense,
             share=self._share,
             host=host,
             port=port,
@@ -219,6 +232,8 @@ class ServedShare:
     @property
     def calls(self) -> Mapping[str, Answer]:
         return {
+            "server.assign": self._assign,
+            "server.reserve": self._reserve,
             "server.begin": self._begin,
             "server.standing": self._standing,
             "server.end": self._end,
@@ -266,7 +281,7 @@ class ServedShare:
         patience = abandoned_after if began else start_timeout
         if alone > patience.total_seconds():
             raise DeadlineExceededError(
-                f"parameter server {self._share[0]} has had no chief for {alone:.0f} s"
+                f"parameter server {self._index} has had no chief for {alone:.0f} s"
                 + ("; its updates since the last checkpoint are lost. " if began else ". ")
                 + "See the chief's log. How long a server waits for a chief is set by "
                 + ("timeouts.abandoned." if began else "timeouts.start.")
@@ -274,23 +289,48 @@ class ServedShare:
 
     # The chief's calls
 
+    def _assign(self, body: AssignShare) -> None:
+        """Take a share; to be given the one it has changes nothing, also in a run."""
+        share = (body.index, body.num_ps)
+        if body.index >= body.num_ps:
+            raise ClusterError(f"there is no share {body.index} of {body.num_ps}")
+        with self._lock:
+            self._chief.touch()
+            if share == self._share:
+                return
+            if self._run is not None:
+                assert self._share is not None
+                raise ClusterError(
+                    f"parameter server {self._index} holds share {self._share[0]} of {self._share[1]} in a "
+                    f"run, and cannot take share {share[0]} of {share[1]}; restart the server to free it"
+                )
+            assert self._server is not None
+            held = self._make(share)
+            self._server.replace(held.stores, held.dense, share=share)
+            _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
+            before, self._held, self._share = self._held, held, share
+            self._retire(before)
+
+    def _reserve(self, _: Nothing) -> None:
+        """Hear that there is a chief, who may need this server later."""
+        self._chief.touch()
+
     def _begin(self, body: BeginServer) -> None:
         incarnation = body.incarnation or body.run
         with self._lock:
             assert self._server is not None
             if self._run == body.run and self._server.incarnation == incarnation:
                 return  # asked again, because an answer was lost
+            if self._held is None or self._share is None:
+                raise UnavailableError(f"parameter server {self._index} is a spare and has no share yet")
             held = self._held
             if self._run is not None:
                 _log.info("a new run begins; dropping the rows and weights of the previous one")
-                held = self._make()
-            self._server.replace(held.stores, self._dense(held), incarnation=incarnation)
+                held = self._make(self._share)
+            self._server.replace(held.stores, held.dense, incarnation=incarnation)
             before, self._held, self._run = self._held, held, body.run
             if before is not held:
-                for cut in before.cuts.values():
-                    cut.close(saved=False)  # who writes it still ends with an error
-                before.retired = True
-                self._close_retired(before)
+                self._retire(before)
 
     def _standing(self, _: Nothing) -> ServerStanding:
         with self._lock:
@@ -314,7 +354,8 @@ class ServedShare:
             return Attended(sum(stats.rows for stats in held.model.stats().values()))
 
     def _end(self, body: EndRun) -> None:
-        self._check_run(body.run)
+        if self._run is not None:  # a spare that was never used ends with the others
+            self._check_run(body.run)
         self._finished = body.finished
         self._over.set()
 
@@ -326,14 +367,13 @@ class ServedShare:
 
     def _cut(self, body: OfCut) -> None:
         with self._lock:
-            self._check_run(body.run)
-            if body.cut not in self._held.cuts:  # asked again, because an answer was lost
-                self._held.cuts[body.cut] = self._held.tables.cut(0)
+            held = self._held_for(body.run)
+            if body.cut not in held.cuts:  # asked again, because an answer was lost
+                held.cuts[body.cut] = held.tables.cut(0)
 
     def _close(self, body: CloseCut) -> None:
         with self._lock:
-            self._check_run(body.run)
-            cut = self._held.cuts.pop(body.cut, None)
+            cut = self._held_for(body.run).cuts.pop(body.cut, None)
         if cut is not None:
             cut.close(saved=body.saved)
 
@@ -370,23 +410,28 @@ class ServedShare:
             )
             # Weights of other shares are restored, too: nobody reads them here.
             held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
-            return DenseRestored(len(self._dense(held).weights))
+            return DenseRestored(len(held.dense.weights))
 
     # Inside
 
     def _check_run(self, run: str) -> None:
         if run != self._run:
             raise UnavailableError(
-                f"parameter server {self._share[0]} restarted, or holds another run by now. A chief that "
+                f"parameter server {self._index} restarted, or holds another run by now. A chief that "
                 "begins again resumes from the last checkpoint."
             )
+
+    def _held_for(self, run: str) -> _Held:
+        """Return what is held, if that is of this run. The lock is held."""
+        self._check_run(run)
+        assert self._held is not None, "no run begins without a share"
+        return self._held
 
     @contextmanager
     def _working(self, run: str) -> Iterator[_Held]:
         """Keep what is held for a run from being closed while the block lasts."""
         with self._lock:
-            self._check_run(run)
-            held = self._held
+            held = self._held_for(run)
             held.works += 1
         try:
             yield held
@@ -395,23 +440,28 @@ class ServedShare:
                 held.works -= 1
                 self._close_retired(held)
 
+    def _retire(self, held: _Held | None) -> None:
+        """Let go of what was held before. The lock is held."""
+        if held is not None:
+            for cut in held.cuts.values():
+                cut.close(saved=False)  # who writes it still ends with an error
+            held.retired = True
+            self._close_retired(held)
+
     def _close_retired(self, held: _Held) -> None:
         """Free the memory of an earlier run, once nobody works on it. The lock is held."""
         if held.retired and not held.works:
             held.model.close()
 
-    def _make(self) -> _Held:
+    def _make(self, share: tuple[int, int]) -> _Held:
         model = Model(self._task, Mode.TRAIN, seed=self._config.seed)
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
             beside=self._config.saves_beside,
-            share=self._share,
+            share=share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
-        return _Held(model, stores, part, {})
-
-    def _dense(self, held: _Held) -> DenseShare:
-        return DenseShare(held.model.weights(), held.model.dense, self._share)
+        return _Held(model, stores, DenseShare(model.weights(), model.dense, share), part, {})
 
 
 class _Attendance:
@@ -427,6 +477,11 @@ class _Attendance:
         """Return the seconds since it was last there; 0 while it is."""
         with self._lock:
             return 0.0 if self._calls else self._clock() - self._since
+
+    def touch(self) -> None:
+        """Note that it was there just now."""
+        with self._lock:
+            self._since = self._clock()
 
     def __enter__(self) -> None:
         with self._lock:

@@ -127,7 +127,10 @@ class FleetPeers:
         if self.leads:
             self._fleet.open(start)
             if self._fleet.resumed:
-                found = replace(start, step=self._fleet.read_step(), others=self._fleet.safe_others)
+                me_then, *others = self._fleet.safe
+                step = self._fleet.read_step()
+                known = tuple(state for state in others if state is not None)
+                found = replace(start, step=step, back=me_then, others=known)
         else:
             found = self._fleet.join(lambda: me.interrupted)
         if found is not None:

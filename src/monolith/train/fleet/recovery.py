@@ -268,6 +268,8 @@ class ServerRecovery:
         incarnation = secrets.token_hex(8)
         rows, halt = self.restore_share(place, incarnation, last)
         served = Served(address, incarnation, halt)
+        if self._how.served is not None:
+            self._how.served(server, address)
         with self._changed:
             self._served[server] = served
             everybody = dict(self._served)
