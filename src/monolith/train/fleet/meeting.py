@@ -343,7 +343,7 @@ class Meeting:
             return Farewell(tuple(self._untold(run)), run.unfinished)
 
     def _untold(self, run: _Run) -> list[int]:
-        return sorted(run.members.keys() - run.told - run.parted.keys())
+        return sorted(run.members.keys() - {0} - run.told - run.parted.keys() - run.lost.keys())
 
     # Every worker's
 
