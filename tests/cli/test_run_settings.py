@@ -360,7 +360,6 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     [
         (["--enable_sync_training"], "not built yet: ranks that step together"),
         (["--enable_gpu_training"], "a module computes where the task has moved it to"),
-        (["--partial_recovery"], "not built yet: restoring only the server that was lost"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),

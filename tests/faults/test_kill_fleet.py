@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import pytest
 from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place, WiredFleet
 from faults.network import why_no_network
+from train.fleets import Tallied, read_model
 
 BLOWS = 20
 """Of each fleet; six fleets are hit."""
@@ -52,6 +54,24 @@ def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(
         assert fleet.launcher.wait(60) == 128 + signal.SIGKILL
         assert "worker 0 was killed by SIGKILL" in fleet.output.splitlines()[-1]
         assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
+
+
+def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> None:
+    with LoopedFleet(tmp_path, 600, "--failover.recovery", "keep_going", "--json") as fleet:
+        for place in (("ps", 1), ("ps", 0), ("worker", 1), ("worker", 0)):
+            fleet.wait_for_another_checkpoint()
+            began = time.monotonic()
+            fleet.hit(place)
+            fleet.wait_for_another_checkpoint()
+            print(f"keep going: kill {place[0]} {place[1]}: {time.monotonic() - began:.1f} s")  # noqa: T201
+        fleet.finish()
+        assert fleet.exits[("worker", 0)] == fleet.exits[("worker", 1)] == [-signal.SIGKILL, 0]
+        tally = read_model(Tallied(batches=fleet.batches), fleet.model_dir).tally
+        assert set(tally.values()) <= {1.0, 2.0}
+        lost = re.findall(r"Lost: \d+ rows (\d+) updates", fleet.output.replace(",", ""))
+        assert len(lost) == 2
+        gone = 8 * fleet.batches - len(tally)
+        assert gone <= 8 * sum(map(int, lost)), "each update was of one batch, of 8 records"
 
 
 # Again and again
