@@ -72,7 +72,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),
-    "failover": ("cli/failover.py",),
+    "failover": ("cli/failover.py", "cli/train.py"),
     "timeouts": ("cli/train.py",),
     "threads": ("cli/task_config.py",),
     "metrics": ("cli/train.py", "cli/own_status.py"),

@@ -298,6 +298,14 @@ def test_with_one_new_server_the_other_keeps_what_it_learned(
         assert run.values() == values
 
 
+def test_what_a_chief_was_about_to_save_when_it_was_lost_keeps_nobody_from_saving(tmp_path: Path) -> None:
+    with Trained(tmp_path) as run:
+        run.chief.tables.cut("never written")
+        run.restart()
+        run.chief.tables.cut("another")
+        assert run.values() == [{2.0}, {2.0}]
+
+
 def test_exactly_all_go_back_to_what_was_saved(tmp_path: Path) -> None:
     with Trained(tmp_path) as run:
         run.fleet.keeps_going = False

@@ -341,7 +341,8 @@ class OfCut:
 @dataclass(frozen=True, slots=True)
 class CloseCut:
     run: Name
-    cut: Name
+    cut: Name | None
+    """None for all there are: those of a chief that is gone."""
     saved: bool
 
 

@@ -455,6 +455,7 @@ class Fleet:
             self.group.replace(place, self.group.addresses[place], one.incarnation)
         if 0 in self.fresh:
             self._begin_meeting(self.group, servers)
+        self.tables.close_cut(None, saved=False)  # what the chief before was about to save
         self._replaced = {place: served[str(place)] for place in self.fresh}
         return True
 

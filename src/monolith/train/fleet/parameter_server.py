@@ -413,8 +413,10 @@ class ServedShare:
 
     def _close(self, body: CloseCut) -> None:
         with self._lock:
-            cut = self._held_for(body.run).cuts.pop(body.cut, None)
-        if cut is not None:
+            held = self._held_for(body.run)
+            names = list(held.cuts) if body.cut is None else [body.cut]
+            cuts = [held.cuts.pop(name) for name in names if name in held.cuts]
+        for cut in cuts:
             cut.close(saved=body.saved)
 
     def _write(self, body: WriteTables) -> TablesWritten:

@@ -34,8 +34,8 @@ class TableWork:
         """Have each server hold its tables fast as they are now."""
         self._group.call_all("tables.cut", **write_body(OfCut(self._run, cut)))
 
-    def close_cut(self, cut: str, *, saved: bool) -> None:
-        """Have each server let go of the tables it held fast."""
+    def close_cut(self, cut: str | None, *, saved: bool) -> None:
+        """Have each server let go of the tables it held fast; None for whatever it holds."""
         self._group.call_all("tables.close", **write_body(CloseCut(self._run, cut, saved)))
 
     def write(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:
