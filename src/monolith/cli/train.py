@@ -266,6 +266,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         finish_timeout=timeouts.finish,
         call_timeout=timeouts.operation or timeouts.lookup,
         lookup_timeout=timeouts.lookup,
+        half_rows=cluster.half_rows,
         on_waiting=stopper.check,
     )
     if run.job.submitted_at is not None:

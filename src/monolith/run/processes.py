@@ -53,6 +53,9 @@ class ClusterConfig(Checked):
     """Parameter servers that training uses; with 0 the tables live in the worker."""
     num_workers: int = 1
     """Workers, the chief included."""
+    half_rows: bool = False
+    """Whether parameter servers send rows as half floats, at half the bytes: each is rounded by at most one
+    part in 2,048 on its way. What they hold, and gradients, stay whole."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
     """Whose machines these are; a label of the metrics."""
     listen: str = ""

@@ -107,6 +107,7 @@ def join_fleet(
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta = timedelta(seconds=30),
     lookup_timeout: timedelta | None = None,
+    half_rows: bool = False,
     news_every: timedelta = NEWS_EVERY,
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
@@ -119,6 +120,7 @@ def join_fleet(
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
         lookup_timeout: The same for a lookup of rows; None takes that of other calls.
+        half_rows: Whether lookups are answered in half floats; see `ServerGroup`.
         news_every: How often each says that it lives; of news it hears at once.
         on_waiting: Told who is missing.
 
@@ -146,7 +148,12 @@ def join_fleet(
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
         return ServerGroup(
-            addresses, guard=guard, patience=patience, timeout=call_timeout, lookup_timeout=lookup_timeout
+            addresses,
+            guard=guard,
+            patience=patience,
+            timeout=call_timeout,
+            lookup_timeout=lookup_timeout,
+            half=half_rows,
         )
 
     group = _answering(manager, num_ps, connect, start_timeout, on_waiting)
