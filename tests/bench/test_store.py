@@ -40,10 +40,23 @@ def test_servers_stand_beside_this_process_and_the_wire(
     rates = {r["case"]: r["value"] for r in report["results"] if r["metric"] == "rows_per_s"}
     case = f"{call}, 100 ids, {servers}"
     found = {r["baseline"]: r["ratio"] for r in report["results"] if r["case"] == case and r["baseline"]}
-    baselines = [f"{call}, 100 ids, {name}" for name in ("plain Flight echo", "this process")]
-    assert found == {name: pytest.approx(rates[case] / rates[name]) for name in baselines}
+    echo, here = (rates[f"{call}, 100 ids, {name}"] for name in ("plain Flight echo", "this process"))
+    both = 1 / (1 / echo + 1 / here)
+    assert found == {
+        f"{call}, 100 ids, {name}": pytest.approx(rates[case] / rate)
+        for name, rate in {
+            "plain Flight echo and this process, added": both,
+            "plain Flight echo": echo,
+            "this process": here,
+        }.items()
+    }
     (cost,) = [r for r in report["results"] if r["case"] == case and r["metric"] == "ms_per_call"]
     assert cost["value"] == pytest.approx(100 / rates[case] * 1e3)
+
+
+def test_lookups_in_half_floats_stand_beside_the_others(report: dict[str, Any]) -> None:
+    cases = {r["case"] for r in report["results"] if r["case"].endswith("half floats")}
+    assert cases == {"lookup, 100 ids, 2 servers, half floats"}
 
 
 def test_dense_weights_stand_beside_the_wire(report: dict[str, Any]) -> None:

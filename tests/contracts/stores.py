@@ -65,10 +65,64 @@ def _remote(count: int) -> MakeStores:
     return bind
 
 
+class _Restarting:
+    """A store over servers: before each call the next is closed, and replaced by one that holds its rows."""
+
+    def __init__(self, stack: ExitStack, configs: Mapping[str, TableConfig], count: int, **more: Any) -> None:
+        self._held = [
+            LocalStore.from_configs(configs, threads=1, **_without_dense(more)) for _ in range(count)
+        ]
+        dense = more.get("dense")
+        self._dense = [None if dense is None else DenseShare(*dense(), (k, count)) for k in range(count)]
+        self._servers = [self._serve(number) for number in range(count)]
+        stack.callback(self._close)
+        self._group = ServerGroup([server.address for server in self._servers])
+        stack.callback(self._group.close)
+        self._store = ParameterServerStore(self._group, 0, configs)
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if callable(found) and name != "close":
+            self._restart(self._calls % len(self._servers))
+            self._calls += 1
+        return found
+
+    def _restart(self, number: int) -> None:
+        before, self._servers[number] = self._servers[number], self._serve(number)
+        self._group.replace(number, self._servers[number].address, self._servers[number].incarnation)
+        before.close()
+
+    def _serve(self, number: int) -> ParameterServer:
+        share = (number, len(self._held))
+        return ParameterServer([self._held[number]], self._dense[number], share=share)
+
+    def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+
+def _without_dense(more: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in more.items() if name != "dense"}
+
+
+def _restarting(count: int) -> MakeStores:
+    def bind(stack: ExitStack) -> MakeStore:
+        def make(configs: Mapping[str, TableConfig], **more: Any) -> Any:
+            return _Restarting(stack, configs, count, **more)
+
+        return make
+
+    return bind
+
+
 STORES: dict[str, MakeStores] = {
     "plain": _local(make_table=DictTable, threads=1),
     "local": _local(make_table=NativeTable, threads=1),
     "local, 2 threads": _local(make_table=NativeTable, threads=2),
     "1 server": _remote(1),
+    "2 servers": _remote(2),
     "3 servers": _remote(3),
+    "5 servers": _remote(5),
+    "2 servers that restart": _restarting(2),
 }

@@ -31,6 +31,8 @@ from faults.port_servers import TOKEN
 from pyarrow import flight
 from services import warm
 
+from monolith.store.rows import RowCall, RowHeader
+
 ROUND = 100
 """Messages between two looks at the servers."""
 GROWTH = 400 << 20
@@ -41,8 +43,11 @@ MOST_FILES = 300
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
 PUSH = {"sender": "s", "number": 1}
-LOOKUP = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
-APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1, **PUSH}
+ROW_CALLS = (
+    (RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=2), 16),
+    (RowHeader(RowCall.PUSH, store=0, batches=1, ids=1, floats=4, step=1, event_time=1, number=1), 8 + 16),
+)
+"""Headers, and the bytes of their arrays beside the sizes."""
 
 STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
 WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
@@ -114,8 +119,6 @@ RESTORE = {
     "strict": True,
 }
 EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
-    "lookup": (LOOKUP, 16),
-    "apply_gradients": (APPLY, 8 + 16),
     "push_dense": ({"names": [], **PUSH}, 0),
     "pull_dense": ({}, 0),
     "dump_dense": ({}, 0),
@@ -169,6 +172,15 @@ class Mutator:
         if chance < 0.15:
             text = self.damaged(text)
         return text
+
+    def header(self, honest: RowHeader) -> bytes:
+        """Return the header of a message about rows, with changes in its numbers or its bytes."""
+        pick = self.random
+        for _ in range(pick.choice((0, 0, 1, 2))):
+            name = pick.choice(("store", "batches", "ids", "floats", "flags", "event_time", "number"))
+            honest = honest._replace(**{name: pick.choice((0, 1, 2, 3, 5, 8, 15, 100, (1 << 16) - 1))})
+        packed = honest._replace(number=pick.randrange(100)).packed()
+        return self.damaged(packed) if pick.random() < 0.3 else packed
 
     def changed(self, value: Any) -> Any:
         """Return plain values with one change."""
@@ -366,9 +378,12 @@ class PortFuzzer:
         return "worker"
 
     def _exchange(self, mutate: Mutator) -> str:
-        name, (honest, ids) = mutate.random.choice(list(EXCHANGES.items()))
-        size = ids if name in ("push_dense", "load_dense") else 8 * self._tables + ids
-        header = mutate.body({"name": name, "body": honest})
+        if mutate.random.random() < 0.6:
+            honest, ids = mutate.random.choice(ROW_CALLS)
+            header, size = mutate.header(honest), 8 * self._tables + ids
+        else:
+            name, (body, size) = mutate.random.choice(list(EXCHANGES.items()))
+            header = mutate.body({"name": name, "body": body})
         data = mutate.noise(size)
         if mutate.random.random() < 0.3:
             data = mutate.damaged(data)
@@ -384,7 +399,8 @@ class PortFuzzer:
             writer.begin(schema)
             column = pa.array(memoryview(data), pa.uint8()) if data else pa.array([], pa.uint8())
             writer.write_with_metadata(pa.RecordBatch.from_arrays([column], schema=schema), header)
-            self._judge(json.loads(reader.read_chunk().app_metadata.to_pybytes()))
+            said = reader.read_chunk().app_metadata.to_pybytes()
+            self._judge(json.loads(said) if said.startswith(b"{") else {})
         finally:
             with suppress(pa.ArrowException):
                 reader.cancel()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Literal
 
 import torch
 from contracts.stores import serve
@@ -84,9 +85,19 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
+        self._lock = threading.Lock()  # guards _budget
+        self._budget: dict[str, int | None] = {"up": None, "down": None}
         self.seen: list[object] = []
         """Of each connection that was made: who made it."""
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_after(self, direction: Literal["up", "down"], num_bytes: int) -> None:
+        """Break all connections, once, when so many bytes more have come for the server, or from it.
+
+        The last of them are not passed on.
+        """
+        with self._lock:
+            self._budget[direction] = num_bytes
 
     def cut(self) -> None:
         """Break all connections. New ones can be made."""
@@ -109,16 +120,26 @@ class Wire:
                 self.seen.append(peer)
                 far = socket.create_connection(self._server)
                 self._ends += [near, far]
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+                for one, other, way in ((near, far, "up"), (far, near, "down")):
+                    threading.Thread(target=self._pass_on, args=(one, other, way), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, target: socket.socket, way: str) -> None:
         with suppress(OSError):
             while data := source.recv(65536):
+                if self._is_spent(way, len(data)):
+                    self.cut()
+                    return
                 target.sendall(data)
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def _is_spent(self, way: str, num_bytes: int) -> bool:
+        with self._lock:
+            left = self._budget[way]
+            if left is not None:
+                self._budget[way] = left - num_bytes if left > num_bytes else None
+            return left is not None and left <= num_bytes
 
 
 def main(port: int, number: int, count: int) -> None:

@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from monolith.errors import ClusterError, RequestError, TableArgumentError
 from monolith.store.pushes import REMEMBERED, AppliedPushes
@@ -108,3 +110,14 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(1, 20 * REMEMBERED, 1000):
         push(applied, "a", number)
     assert len(applied._senders["a"].missing) <= REMEMBERED
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40)), max_size=60))
+def test_in_whatever_order_numbers_come_each_is_applied_once(
+    came: list[tuple[str, int]],
+) -> None:
+    applied, done = AppliedPushes(), []
+    for push_ in came:
+        applied.once(*push_, lambda push_=push_: done.append(push_), lambda: None)
+    assert sorted(done) == sorted(set(came))

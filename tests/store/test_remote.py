@@ -26,7 +26,7 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store, TableIds
-from monolith.store.servers import RowRequest
+from monolith.store.rows import RowCall, RowHeader, RowRequest
 from monolith.table import Segment, TableConfig
 
 pytest.importorskip("pyarrow")
@@ -348,12 +348,35 @@ def test_lookups_are_repeated_when_the_wire_breaks(stack: ExitStack) -> None:
 def test_whoever_is_interrupted_leaves_no_answer_for_the_next(stack: ExitStack) -> None:
     store = ParameterServerStore(group_of(stack, *addresses(serve(stack, CONFIGS, 2))), 0, CONFIGS)
     store.apply_gradients(keys(0, 1), torch.tensor([1.0, 1.0, 2.0, 2.0]))
-    body = {"store": 0, "batches": 1, "arrays": {"ids": 1}}
     asked = RowRequest(cells=1, ids=1)
     asked.sizes[:], asked.ids[:] = 1, 0
+    honest = RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=1), asked.data
     with pytest.raises(TypeError, match="not JSON serializable"):  # after server 0 was asked
-        store.group.exchange("lookup", {0: (body, asked.data), 1: ({"store": {1}}, b"")})
+        store.group.exchange("lookup", {0: honest, 1: ({"store": {1}}, b"")})
     assert store.lookup(keys(2, 1)).tolist() == [0, 0, -2, -2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_may_come_as_half_floats_and_stay_whole_on_the_servers(stack: ExitStack, count: int) -> None:
+    where = addresses(serve(stack, CONFIGS, count))
+    whole = ParameterServerStore(group_of(stack, *where), 0, CONFIGS)
+    half = ParameterServerStore(group_of(stack, *where, half=True), 0, CONFIGS)
+    gradients = torch.tensor([1.0, 1.0 + 2**-12, -3.0001e-5, 1e-9])
+    half.apply_gradients(keys(1, 2), gradients)
+    assert whole.lookup(keys(1, 2)).tolist() == (-gradients).tolist(), "what is pushed is not rounded"
+    found = half.lookup(keys(2, 1))
+    assert found.dtype == torch.float32
+    expected = -torch.cat([gradients[2:], gradients[:2]])
+    assert found.tolist() == expected.half().float().tolist()
+    error = (found - expected).abs()
+    assert bool((error <= torch.maximum(expected.abs() * 2**-11, torch.tensor(2.0**-25))).all())
+
+
+def test_rows_too_large_for_half_floats_come_whole(stack: ExitStack) -> None:
+    group = group_of(stack, *addresses(serve(stack, CONFIGS, 1)), half=True)
+    store = ParameterServerStore(group, 0, CONFIGS)
+    store.apply_gradients(keys(1), torch.tensor([-70_000.0, -1.0001]))
+    assert store.lookup(keys(1)).tolist() == torch.tensor([70_000.0, 1.0001]).tolist()
 
 
 def test_lookups_have_a_limit_of_their_own(stack: ExitStack) -> None:

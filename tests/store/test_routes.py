@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monolith.compat.sharding import shard_of_ids
+from monolith.errors import TableArgumentError
 from monolith.store.routes import Routes
 
 PIECES = st.lists(
@@ -21,17 +22,20 @@ PIECES = st.lists(
 def routes_of(cells: list[tuple[int, list[int]]], num_servers: int) -> Routes:
     ids = np.array([one for _, ids in cells for one in ids], np.int64)
     sizes = np.array([len(ids) for _, ids in cells], np.int64)
-    return Routes(ids, sizes, np.array([width for width, _ in cells], np.int64), num_servers)
+    return Routes(ids, sizes, np.array([width for width, _ in cells], np.int64), 1, num_servers)
+
+
+def room(counts: list[int], kind: type) -> list[np.ndarray]:
+    return [np.empty(count, kind) for count in counts]
 
 
 @given(PIECES, st.integers(1, 4))
 def test_what_is_sent_comes_back_in_order(cells: list[tuple[int, list[int]]], num_servers: int) -> None:
     routes = routes_of(cells, num_servers)
     rows = np.arange(sum(width * len(ids) for width, ids in cells), dtype=np.float32)
-    answers = [np.empty(count, np.float32) for count in routes.num_floats]
-    for server, out in enumerate(answers):
-        routes.send_rows(rows, server, out)
-    assert routes.receive_rows(answers).tolist() == rows.tolist()
+    answers = room(routes.num_floats, np.float32)
+    routes.spread_rows(rows, answers)
+    assert routes.gather_rows(answers).tolist() == rows.tolist()
 
 
 @given(PIECES, st.integers(1, 4))
@@ -39,30 +43,43 @@ def test_each_server_gets_its_ids_table_after_table(
     cells: list[tuple[int, list[int]]], num_servers: int
 ) -> None:
     routes = routes_of(cells, num_servers)
+    found = room(routes.num_ids, np.int64)
+    routes.spread_ids(found)
     for server in range(num_servers):
         mine = [
             [one for one in ids if int(shard_of_ids(torch.tensor(one), num_servers)) == server]
             for _, ids in cells
         ]
-        out = np.empty(routes.num_ids[server], np.int64)
-        routes.send_ids(server, out)
-        assert out.tolist() == [one for ids in mine for one in ids]
+        assert found[server].tolist() == [one for ids in mine for one in ids]
         assert routes.sizes[server].tolist() == [len(ids) for ids in mine]
 
 
-@pytest.mark.parametrize("widths", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("widths", [(2, 2), (2, 1), (16, 3)])
 def test_rows_go_with_their_ids(widths: tuple[int, int]) -> None:
     routes = routes_of([(widths[0], [4, 5]), (widths[1], [6])], 2)
     rows = np.array([4] * widths[0] + [5] * widths[0] + [6] * widths[1], np.float32)
-    even = np.empty(routes.num_floats[0], np.float32)
-    routes.send_rows(rows, 0, even)
+    even, odd = room(routes.num_floats, np.float32)
+    routes.spread_rows(rows, [even, odd])
     assert even.tolist() == [4.0] * widths[0] + [6.0] * widths[1]
-    numbers = np.empty(1, np.int64)
-    routes.send_numbers(np.array([40, 50, 60]), 1, numbers)
-    assert numbers.tolist() == [50]
+    assert odd.tolist() == [5.0] * widths[0]
+    numbers = room(routes.num_ids, np.int64)
+    routes.spread_numbers(np.array([40, 50, 60]), numbers)
+    assert [one.tolist() for one in numbers] == [[40, 60], [50]]
+
+
+def test_cells_of_several_batches_follow_each_other() -> None:
+    ids, sizes = np.array([1, 2, 3, 4]), np.array([1, 1, 0, 2])
+    routes = Routes(ids, sizes, np.array([1, 2]), 2, 2)
+    assert routes.sizes.tolist() == [[0, 1, 0, 1], [1, 0, 0, 1]]
+    assert routes.num_floats == [4, 3]
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(TableArgumentError, match=r"more than the 1 ids given \(1 tables, 1 batches, 1 ids\)"):
+        Routes(np.array([1]), np.array([2]), np.array([1]), 1, 2)
 
 
 def test_the_answer_of_a_single_server_is_not_copied() -> None:
     routes = routes_of([(1, [1, 2])], 1)
     answer = np.zeros(2, np.float32)
-    assert routes.receive_rows([answer]) is answer
+    assert routes.gather_rows([answer]) is answer

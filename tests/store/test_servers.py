@@ -29,7 +29,7 @@ from monolith.errors import (
     UnknownTableError,
 )
 from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup
-from monolith.store.servers import RowRequest
+from monolith.store.rows import RowCall, RowHeader, RowRequest
 
 pytest.importorskip("pyarrow")
 
@@ -163,26 +163,29 @@ def test_a_store_that_is_not_there_is_named(stack: ExitStack) -> None:
 
 def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
     group = group_of(stack, *serve(stack, CONFIGS, 1))
-    body = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
+    honest = RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=2)
     with pytest.raises(ClusterError, match="there is no call 'look'"):
-        group.exchange("look", {0: (body, b"")})
+        group.exchange("look", {0: ({}, b"")})
     with pytest.raises(TableArgumentError, match="5 bytes came for 2 ids and 0 floats, which take 24"):
-        group.exchange("lookup", {0: (body, b"12345")})
-    with pytest.raises(RequestError, match="arrays: it is missing"):
-        group.exchange("lookup", {0: ({}, b"")})
+        group.exchange("lookup", {0: (honest, b"12345")})
     for wrong, message in [
-        ({"store": -1}, "store must be a whole number from 0"),
         ({"batches": 0}, "batches must be a whole number from 1"),
-        ({"batches": 1 << 40}, "batches must be a whole number from 1"),
-        ({"arrays": {"ids": -2}}, r"arrays\.ids must be a whole number from 0"),
-        ({"arrays": {"ids": 2, "floats": 0.5}}, r"arrays\.floats must be a whole number"),
-        ({"arrays": {"ids": (1 << 26) + 1}}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
+        ({"batches": 1 << 30}, "batches must be a whole number from 1"),
+        ({"ids": 1 << 60}, "ids must be a whole number from 0"),
+        ({"floats": 1 << 60}, "floats must be a whole number from 0"),
+        ({"ids": (1 << 26) + 1}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
+        ({"flags": 1 << 9}, "the flags 0x200, which do not exist"),
+        ({"call": 7}, "the call 7 and"),
     ]:
         with pytest.raises(RequestError, match=message):
-            group.exchange("lookup", {0: ({**body, **wrong}, b"")})
+            group.exchange("lookup", {0: (honest._replace(**wrong), b"")})
+    with pytest.raises(UnknownTableError, match="there is no store 1; this model has 1"):
+        group.exchange("lookup", {0: (honest._replace(store=1), b"")})
+    with pytest.raises(RequestError, match="a push must have a number from 1 on"):
+        group.exchange("push", {0: (honest._replace(call=RowCall.PUSH), b"")})
     request = RowRequest(cells=1, ids=2)
     request.sizes[:], request.ids[:] = 2, (1, 2)
-    answer = group.exchange("lookup", {0: (body, request.data)})[0]
+    answer = group.exchange("lookup", {0: (honest, request.data)})[0]
     assert answer.data.view(np.float32).tolist() == [0.0] * 4
 
 

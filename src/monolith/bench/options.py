@@ -63,7 +63,7 @@ class BenchTrainOptions:
 class BenchStoreOptions:
     """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
 
-    ids: tuple[int, ...] = (1_000, 10_000)
+    ids: tuple[int, ...] = (10_000, 100_000)
     """The numbers of distinct ids in a batch to measure."""
     rows: int = 200_000
     """The number of rows in the table."""

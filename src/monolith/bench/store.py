@@ -1,8 +1,9 @@
 """`monolith bench store`: rows and dense weights on parameter servers, beside those in this process.
 
 Servers are processes on this machine, so nothing is said of a network, and they compete with
-the worker for its cores. What a call costs beyond the table's own work shows beside an echo:
-plain Flight, which moves the same bytes and does nothing with them.
+the worker for its cores. What a call costs beyond the table's own work and the wire shows beside their
+sum: an echo by plain Flight, which moves the same bytes and does nothing with them, and the same work in
+this process, one after the other.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ FILL = 50_000
 FLOAT_BYTES, ID_BYTES = 4, 8
 StoreCall = Callable[[Store, TableIds], object]
 ECHO = "plain Flight echo"
+BOTH = "plain Flight echo and this process, added"
+HALF = "half floats"
 PURPOSE = "monolith bench store"
 
 
@@ -69,7 +72,7 @@ class StorePlan:
             raise ConfigError(
                 f"bench store: --dense-bytes must be at least {least}, got {options.dense_bytes}"
             )
-        rows = min(options.rows, 20_000) if options.quick else options.rows
+        rows = max(min(options.rows, 20_000), *options.ids) if options.quick else options.rows
         if max(options.ids) > rows:
             raise ConfigError(
                 f"bench store: a batch of {max(options.ids)} distinct --ids needs as many --rows, and there "
@@ -114,11 +117,14 @@ def measure(plan: StorePlan, report: Report) -> None:
             group = ServerGroup([address_of(process) for process in processes])
             stack.callback(group.close)
             stores[counted(count, "server")] = ParameterServerStore(group, 0, configs)
+        rounding = ServerGroup(group.addresses, half=True)
+        stack.callback(rounding.close)
+        halves = ParameterServerStore(rounding, 0, configs)
         echo = stack.enter_context(Echo.connected(address_of(echo_server)))
         for store in stores.values():
             fill(store, plan)
         for size in plan.ids:
-            measure_rows(plan, report, stores, echo, size)
+            measure_rows(plan, report, stores, echo, size, halves=halves)
         measure_dense(plan, report, stores, echo)
         for store in stores.values():
             store.close()
@@ -127,7 +133,16 @@ def measure(plan: StorePlan, report: Report) -> None:
 # Rows
 
 
-def measure_rows(plan: StorePlan, report: Report, stores: dict[str, Store], echo: Echo, size: int) -> None:
+def measure_rows(
+    plan: StorePlan,
+    report: Report,
+    stores: dict[str, Store],
+    echo: Echo,
+    size: int,
+    *,
+    halves: ParameterServerStore,
+) -> None:
+    """Measure batches of one size; `halves` looks up in half floats, on the last of the stores."""
     batches, gradients = make_batches(plan, size), torch.full((size * plan.dim,), 0.01)
     row_bytes = size * plan.dim * FLOAT_BYTES
     calls: dict[str, tuple[StoreCall, int, int]] = {
@@ -146,9 +161,15 @@ def measure_rows(plan: StorePlan, report: Report, stores: dict[str, Store], echo
             where: contender(size, stepper(store, call, batches)) for where, store in stores.items()
         }
         contenders[ECHO] = contender(size, echo.of(up, down))
+        if name == "lookup":
+            contenders[f"{list(stores)[-1]}, {HALF}"] = contender(size, stepper(halves, call, batches))
         rates = race(contenders, **plan.timing)
         here, wire = rates.pop("this process"), rates.pop(ECHO)
-        baselines = {f"{case}, {ECHO}": wire, f"{case}, this process": here}
+        baselines = {
+            f"{case}, {BOTH}": 1 / (1 / here + 1 / wire),
+            f"{case}, {ECHO}": wire,
+            f"{case}, this process": here,
+        }
         for baseline, rate in baselines.items():
             add(report, baseline, size, rate)
         for where, rate in rates.items():

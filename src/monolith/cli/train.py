@@ -298,6 +298,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         lookup_timeout=timeouts.lookup,
         keep_going=run.failover.recovery == "keep_going",
         spare_after=run.failover.spare_after,
+        half_rows=cluster.half_rows,
         on_waiting=stopper.check,
     )
     if run.job.submitted_at is not None:

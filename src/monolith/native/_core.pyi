@@ -621,6 +621,41 @@ class Layouts:
         (from, to, scale): what gathering by these uses moves, for those who move it elsewhere.
         """
 
+class Routes:
+    """The ids of one call, spread over servers. Never changes."""
+
+    def __init__(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], widths: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_batches: int, num_servers: int) -> None:
+        """
+        sizes[batch * tables + table] says whose ids are whose; a width for each table.
+        """
+
+    @property
+    def sizes(self) -> NDArray[numpy.int64]:
+        """Ids of each cell that each server gets, server after server."""
+
+    @property
+    def num_ids(self) -> list[int]:
+        """By server."""
+
+    @property
+    def num_floats(self) -> list[int]:
+        """By server."""
+
+    @property
+    def floats(self) -> int:
+        """Of all rows."""
+
+    def spread_numbers(self, numbers: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]]) -> None:
+        """Write what there is for each server of `numbers`, one per id."""
+
+    def spread_rows(self, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], to: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]]) -> None:
+        """
+        Write what there is for each server of `rows`, one after another.
+        """
+
+    def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Write the rows of each server where the caller has them."""
+
 def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per string; string i is text[splits[i]:splits[i + 1]]."""
 

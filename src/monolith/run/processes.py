@@ -64,6 +64,9 @@ class ClusterConfig(Checked):
     use_ps: tuple[str, ...] = ()
     """Addresses of the parameter servers to use, in order, where there are num_extra_ps: nothing is
     measured."""
+    half_rows: bool = False
+    """Whether parameter servers send rows as half floats, at half the bytes: each is rounded by at most one
+    part in 2,048 on its way. What they hold, and gradients, stay whole."""
     kind: Literal["stable", "tide", "k8s"] = "stable"
     """Whose machines these are; a label of the metrics."""
     listen: str = ""

@@ -122,9 +122,9 @@ class DenseCache:
         brings = config.prefetch == config.postpush
         requests, number, as_of = self._gradients(brings), self._pushed, self._as_of
         if config.postpush:
-            self._behind.give(lambda: self._send(requests, number, as_of))
+            self._behind.give(lambda: self._send(requests, number, as_of, brings))
             return
-        self._send(requests, number, as_of)
+        self._send(requests, number, as_of, brings)
         if config.prefetch:
             self._behind.give(self.fetch)
         else:
@@ -186,14 +186,14 @@ class DenseCache:
                 weight.grad = None
         return requests
 
-    def _send(self, requests: Mapping[int, Request], number: int, as_of: int) -> None:
+    def _send(self, requests: Mapping[int, Request], number: int, as_of: int, brings: bool) -> None:
         answers = self._push(requests)
         step = int(answers[0].body["step"])
         with self._lock:
             self._answered, self._known_step = number, step
             self._behind_last = step - 1 - as_of
             self._behind_most = max(self._behind_most, self._behind_last)
-        if next(iter(requests.values()))[0]["brings"]:
+        if brings:
             self._keep(answers, number)
 
     def _keep(self, answers: Mapping[int, Answer], covers: int) -> None:

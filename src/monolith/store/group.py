@@ -38,6 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from monolith.errors import ClusterError, ConfigError, LostStateError, MonolithError, UnavailableError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
 from monolith.store.lines import Kind, ServerLine, ServerLines
+from monolith.store.rows import RowHeader, incarnation_bytes
 from monolith.store.servers import SERVICE
 from monolith.wire.flight import Answer, Caller, PortGuard, StoppedError
 
@@ -49,8 +50,8 @@ _GREET_AGAIN_WITHIN = timedelta(seconds=2)
 
 _log = logging.getLogger(__name__)
 
-Request = tuple[Mapping[str, Any], Any]
-"""JSON, and bytes beside it."""
+Request = tuple[Mapping[str, Any] | RowHeader, Any]
+"""JSON, or what a message about rows says of itself; and bytes beside it."""
 OnGone = Callable[[int, MonolithError], None]
 
 
@@ -92,6 +93,8 @@ class ServerGroup:
         timeout: How long an answer may take. Small calls may wait half a minute more.
         lookup_timeout: How long a lookup of rows may take; None as long as others.
         patience: How long to go on trying a server where nobody answers, from the first failure on.
+        half: Whether lookups are answered in half floats, at half the bytes: a row is rounded by at most one
+            part in 2,048, or by 3e-8 where that is more. What servers hold and what is pushed stays as it is.
         hold: How long an exchange, or a call about what a server holds, waits for one that is gone or has
             lost its state, for it to come back or be replaced. Shorter than `patience`, it changes nothing.
 
@@ -109,6 +112,7 @@ class ServerGroup:
         lookup_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=5),
         hold: timedelta = timedelta(),
+        half: bool = False,
     ) -> None:
         if not addresses:
             raise ConfigError("a group of parameter servers needs the address of at least one")
@@ -118,6 +122,7 @@ class ServerGroup:
         self._patience = patience
         self.hold = hold
         """May be changed; who waits already goes on as it was."""
+        self.half = half
         self.on_gone: OnGone | None = None
         """Told which server was lost, and how: once per loss, from any thread, as soon as somebody who waits
         for an exchange or a held call notices. It may have been replaced, or answer again, by then."""
@@ -329,8 +334,7 @@ class ServerGroup:
         with self._lock:
             for server, (body, data) in requests.items():
                 self._numbers[server] += 1
-                named = {**body, "sender": self.sender, "number": self._numbers[server]}
-                numbered[server] = named, data
+                numbered[server] = _numbered(body, self.sender, self._numbers[server]), data
         answers = self.exchange(name, numbered)
         with self._lock:
             for server in answers:
@@ -419,7 +423,9 @@ class ServerGroup:
                 self._lines.give_back(line)
         return failures
 
-    def _send(self, line: ServerLine, name: str, body: Mapping[str, Any], data: Any, runs: int) -> None:
+    def _send(
+        self, line: ServerLine, name: str, body: Mapping[str, Any] | RowHeader, data: Any, runs: int
+    ) -> None:
         if line.stream is None:
             known = self._place(line.server)
             answer = line.caller.call("hello", incarnation=known.incarnation)
@@ -433,7 +439,10 @@ class ServerGroup:
         limit = self._lookup_timeout if name == "lookup" else self._timeout
         if not self._lines.await_answer(line, limit.total_seconds()):
             raise SERVICE.unreachable("it was replaced")
-        line.stream.send(name, {**body, "incarnation": meant}, data)
+        if isinstance(body, RowHeader):
+            line.stream.send_message(body._replace(incarnation=incarnation_bytes(meant)).packed(), data)
+        else:
+            line.stream.send(name, {**body, "incarnation": meant}, data)
 
     def _met(self, server: int, place: _Place, incarnation: str) -> None:
         with self._lock:
@@ -560,3 +569,9 @@ class ServerGroup:
 
     def _closed(self) -> ClusterError:
         return ClusterError("these connections to parameter servers were closed")
+
+
+def _numbered(body: Mapping[str, Any] | RowHeader, sender: str, number: int) -> Mapping[str, Any] | RowHeader:
+    if isinstance(body, RowHeader):
+        return body._replace(sender=sender, number=number)
+    return {**body, "sender": sender, "number": number}

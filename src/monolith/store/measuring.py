@@ -13,7 +13,7 @@ import numpy as np
 
 from monolith.errors import RequestError
 from monolith.wire.bodies import Nothing
-from monolith.wire.flight import Bytes
+from monolith.wire.byte_messages import Bytes
 
 SIDE = 256
 """Rows, and floats in each, that come and go."""

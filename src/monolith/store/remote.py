@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monolith import native
 from monolith.errors import ConfigError, FeatureError, RetryableError, TableArgumentError, TableClosedError
 from monolith.store.dense import check_held
 from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
 from monolith.store.group import Request, ServerGroup
-from monolith.store.routes import Routes
-from monolith.store.servers import RowRequest
+from monolith.store.routes import Floats, Routes
+from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, read_answer
 from monolith.store.store import TableIds
 from monolith.table import TableConfig, TableStats, arguments
+from monolith.wire.flight import Answer
 
 
 class ParameterServerStore:
@@ -63,22 +63,15 @@ class ParameterServerStore:
 
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
-        routes, _ = self._routes(ids)
-        requests = {
-            server: self._request(routes, server, ids.batches, {}, {})[0] for server in _asked(routes)
-        }
+        routes = self._routes(ids)
+        flags = RowFlags.HALF if self.group.half else RowFlags.NONE
+        requests, _ = self._requests(RowCall.LOOKUP, routes, ids.batches, flags)
         answers = self.group.exchange("lookup", requests)
         rows = [
-            answers[server].data.view(np.float32) if server in answers else np.empty(0, np.float32)
-            for server in range(len(self.group))
+            self._rows_of(server, answers[server], floats) if server in answers else np.empty(0, np.float32)
+            for server, floats in enumerate(routes.num_floats)
         ]
-        for server, found in enumerate(rows):
-            if len(found) != routes.num_floats[server]:
-                raise TableArgumentError(
-                    f"parameter server {server} answered {len(found)} floats, expected "
-                    f"{routes.num_floats[server]}. Do all processes run the same task?"
-                )
-        return torch.from_numpy(routes.receive_rows(rows))
+        return torch.from_numpy(routes.gather_rows(rows))
 
     def apply_gradients(
         self,
@@ -93,35 +86,30 @@ class ParameterServerStore:
         arguments.check_step(step)
         if self._delayed is not None and latest_values is None:
             arguments.latest_array(None, self._delayed, 0)
-        routes, floats = self._routes(ids)
+        routes = self._routes(ids)
         num_ids = len(ids.ids)
-        grads = arguments.float_array(gradients, (floats,), "gradients")
-        latest = None
+        grads = arguments.float_array(gradients, (routes.floats,), "gradients")
+        flags, latest, counts = RowFlags.NONE, None, None
         if latest_values is not None:
-            latest = arguments.float_array(latest_values, (floats,), "latest_values")
+            latest = arguments.float_array(latest_values, (routes.floats,), "latest_values")
+            flags |= RowFlags.LATEST if self._delayed is not None else RowFlags.NONE
         times = arguments.event_time_array(event_time, num_ids)
-        counts = None
+        flags |= RowFlags.TIMES if isinstance(event_time, Tensor) else RowFlags.NONE
         if ids.counts is not None and self._counts_sightings:
             arguments.count_array(ids.counts, num_ids)
             counts = arguments.id_array(ids.counts, "counts")
-        each = isinstance(event_time, Tensor)
-        about = {"step": step, "event_time": 0 if each else int(times[0])}
-        arrays = {
-            "times": each,
-            "counts": counts is not None,
-            "latest": latest is not None and self._delayed is not None,
-        }
-        requests: dict[int, Request] = {}
-        for server in _asked(routes):
-            more = arrays | {"floats": routes.num_floats[server]}
-            requests[server], request = self._request(routes, server, ids.batches, more, about)
-            routes.send_rows(grads, server, request.gradients)
-            if latest is not None and request.latest is not None:
-                routes.send_rows(latest, server, request.latest)
-            if request.times is not None:
-                routes.send_numbers(times, server, request.times)
-            if counts is not None and request.counts is not None:
-                routes.send_numbers(counts, server, request.counts)
+            flags |= RowFlags.COUNTS
+        one_time = 0 if flags & RowFlags.TIMES else int(times[0])
+        requests, arrays = self._requests(
+            RowCall.PUSH, routes, ids.batches, flags, step=step, event_time=one_time
+        )
+        routes.spread_rows(grads, [one.gradients for one in arrays])
+        if latest is not None and flags & RowFlags.LATEST:
+            routes.spread_rows(latest, [one.latest for one in arrays if one.latest is not None])
+        if flags & RowFlags.TIMES:
+            routes.spread_numbers(times, [one.times for one in arrays if one.times is not None])
+        if counts is not None:
+            routes.spread_numbers(counts, [one.counts for one in arrays if one.counts is not None])
         self._push("apply_gradients", requests)
 
     def attach_dense(
@@ -225,40 +213,58 @@ class ParameterServerStore:
         if self._closed:
             raise TableClosedError("this store of parameter servers was closed")
 
-    def _routes(self, ids: TableIds) -> tuple[Routes, int]:
-        """Check ids and sizes; return where they go, and how many floats their rows have."""
+    def _routes(self, ids: TableIds) -> Routes:
+        """Check ids and sizes; return where they go."""
         keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
         batches = ids.batches
         if not isinstance(batches, int) or batches < 1:
             raise TableArgumentError(f"batches must be a whole number, 1 or more, got {batches!r}")
-        try:
-            *_, offsets = native.fused_offsets(self._widths, sizes, batches, len(keys))
-        except ValueError as cause:
-            raise TableArgumentError(
-                f"{cause} ({len(self._widths)} tables, {batches} batches, {len(keys)} ids)"
-            ) from cause
-        return Routes(keys, sizes, np.tile(self._widths, batches), len(self.group)), int(offsets[-1])
+        return Routes(keys, sizes, self._widths, batches, len(self.group))
 
-    def _request(
-        self, routes: Routes, server: int, batches: int, arrays: dict[str, Any], about: dict[str, Any]
-    ) -> tuple[Request, RowRequest]:
-        """Return a request with ids and sizes in it, and where its other arrays are to be written."""
-        arrays = {"ids": routes.num_ids[server], **arrays}
-        request = RowRequest(cells=routes.sizes.shape[1], **arrays)
-        request.sizes[:] = routes.sizes[server]
-        routes.send_ids(server, request.ids)
-        body = {"store": self._number, "batches": batches, "arrays": arrays, **about}
-        return (body, request.data), request
+    def _requests(
+        self,
+        call: RowCall,
+        routes: Routes,
+        batches: int,
+        flags: RowFlags,
+        *,
+        step: int = 0,
+        event_time: int = 0,
+    ) -> tuple[dict[int, Request], list[RowRequest]]:
+        """Return requests to the servers that are asked for rows, with ids and sizes in them.
+
+        And, for all servers, where the other arrays of each are to be written.
+        """
+        requests: dict[int, Request] = {}
+        arrays: list[RowRequest] = []
+        for server, num_ids in enumerate(routes.num_ids):
+            floats = 0 if call == RowCall.LOOKUP else routes.num_floats[server]
+            arrays.append(RowRequest(cells=routes.sizes.shape[1], ids=num_ids, floats=floats, flags=flags))
+            if num_ids:
+                arrays[server].sizes[:] = routes.sizes[server]
+                header = RowHeader(call, self._number, batches, num_ids, floats, flags, step, event_time)
+                requests[server] = header, arrays[server].data
+        routes.spread_ids([one.ids for one in arrays])
+        return requests, arrays
+
+    def _rows_of(self, server: int, answer: Answer, expected: int) -> Floats:
+        flags, floats = read_answer(answer.header)
+        size = 2 if flags & RowFlags.HALF else 4
+        if (floats, len(answer.data)) != (expected, expected * size):
+            raise TableArgumentError(
+                f"parameter server {server} answered {floats} floats in {len(answer.data)} bytes, expected "
+                f"{expected}. Do all processes run the same task?"
+            )
+        if not flags & RowFlags.HALF:
+            return answer.data.view(np.float32)
+        rows: Floats = torch.from_numpy(answer.data.view(np.float16)).float().numpy()
+        return rows
 
     def _push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Any]:
         try:
             return self.group.push(name, requests)
         except RetryableError as cause:
             raise type(cause)(f"{cause}. Whether it has applied the gradients is not known.") from cause
-
-
-def _asked(routes: Routes) -> list[int]:
-    return [server for server, count in enumerate(routes.num_ids) if count]
 
 
 def _is_delayed(config: TableConfig) -> bool:

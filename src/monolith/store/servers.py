@@ -1,7 +1,7 @@
 """Parameter servers: each holds a share of a model's rows and dense weights, and answers for it.
 
 A server knows its own share and nobody else. Rows come and go as bytes in one buffer; see
-`RowRequest` for what it holds. Everything else is small, and JSON.
+`monolith.store.rows` for what it holds. Everything else is small, and JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from monolith.errors import (
     FeatureError,
     LostStateError,
     RequestError,
-    TableArgumentError,
     UnavailableError,
     UnknownTableError,
 )
@@ -33,9 +32,11 @@ from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.measuring import take_sample_step
 from monolith.store.pushes import AppliedPushes
+from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes, pack_answer
 from monolith.store.store import TableIds
-from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
-from monolith.wire.flight import Bytes, Exchange, PortGuard, Server, Service, typed_exchange
+from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, typed
+from monolith.wire.byte_messages import Bytes
+from monolith.wire.flight import Exchange, PortGuard, Server, Service, typed_exchange
 from monolith.wire.limits import Limits
 
 SERVICE = Service(
@@ -94,42 +95,12 @@ class SetStep(Meant):
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrays:
-    """What a `RowRequest` holds."""
-
-    ids: Count
-    floats: Count = 0
-    times: bool = False
-    counts: bool = False
-    latest: bool = False
-
-
-_Batches = Annotated[int, Bounds(1, 1 << 20)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup(OfStore):
-    batches: _Batches
-    arrays: RequestArrays
-
-
 _Number = Annotated[int, Bounds(1, 1 << 53)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyGradients(Lookup):
-    """A push. Sender and number name it, so that it is applied once; see `monolith.store.pushes`."""
-
-    sender: Name
-    number: _Number
-    step: Whole = 0
-    event_time: Count = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PushDense(Meant):
-    """A push, as `ApplyGradients` is."""
+    """A push. Sender and number name it, so that it is applied once; see `monolith.store.pushes`."""
 
     sender: Name
     number: _Number
@@ -155,45 +126,6 @@ class TakeBuffers(Meant):
     """None takes those of all."""
 
 
-class RowRequest:
-    """Where the arrays of a request lie in its buffer: those of 8 bytes first, so that all are aligned.
-
-    sizes of the cells, ids, event times if each id has its own, counts if they matter,
-    gradients, the rows these were computed on if they are asked for.
-
-    Args:
-        cells: Batches times tables.
-        ids: How many.
-        floats: Of all their rows; 0 for a lookup.
-    """
-
-    def __init__(
-        self,
-        data: Bytes | None = None,
-        *,
-        cells: int,
-        ids: int,
-        floats: int = 0,
-        times: bool = False,
-        counts: bool = False,
-        latest: bool = False,
-    ) -> None:
-        lengths = [8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest]
-        ends = np.cumsum(lengths).tolist()
-        self.data: Bytes = np.empty(ends[-1], np.uint8) if data is None else data
-        if min(lengths) < 0 or len(self.data) != ends[-1]:
-            raise TableArgumentError(
-                f"{SERVICE.name}: {len(self.data)} bytes came for {ids} ids and {floats} floats, which take "
-                f"{ends[-1]}. Both sides must run the same version."
-            )
-        arrays = [self.data[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-        self.sizes, self.ids = arrays[0].view(np.int64), arrays[1].view(np.int64)
-        self.times = arrays[2].view(np.int64) if times else None
-        self.counts = arrays[3].view(np.int64) if counts else None
-        self.gradients = arrays[4].view(np.float32)
-        self.latest = arrays[5].view(np.float32) if latest else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """What a server holds for one run. A request works on what it found when it came: one of an earlier run
@@ -204,6 +136,10 @@ class _Held:
     dense: DenseShare
     buffers: BufferShelf = field(default_factory=BufferShelf)
     applied: AppliedPushes = field(default_factory=AppliedPushes)
+
+    def is_meant(self, incarnation: bytes) -> bool:
+        """Whether a header means this."""
+        return incarnation in (incarnation_bytes(None), incarnation_bytes(self.incarnation))
 
 
 class ParameterServer:
@@ -262,8 +198,6 @@ class ParameterServer:
             "set_step": typed(SetStep, self._set_step),
         }
         exchanges: dict[str, Exchange] = {
-            "lookup": typed_exchange(Lookup, self._lookup),
-            "apply_gradients": typed_exchange(ApplyGradients, self._apply_gradients),
             "push_dense": typed_exchange(PushDense, self._push_dense),
             "pull_dense": typed_exchange(Meant, self._pull_dense),
             "dump_dense": typed_exchange(Meant, self._dump_dense),
@@ -279,6 +213,7 @@ class ParameterServer:
             own | dict(calls or {}),
             polls=polls,
             exchanges=exchanges,
+            message=self._rows,
             host=host,
             port=port,
             guard=guard,
@@ -391,46 +326,39 @@ class ParameterServer:
 
     # Bulk
 
-    def _lookup(self, body: Lookup, data: Bytes) -> tuple[dict[str, Any], Any]:
-        store = self._store(body)
-        ids, _ = self._request(store, body, data)
-        return {}, store.lookup(ids).numpy()
-
-    def _apply_gradients(self, body: ApplyGradients, data: Bytes) -> tuple[dict[str, Any], Any]:
-        held = self._meant(body)
-        store = self._store_of(held, body)
-        ids, request = self._request(store, body, data)
+    def _rows(self, header: bytes, data: Bytes) -> tuple[bytes, Any]:
+        """Answer a lookup, or apply gradients."""
+        about = RowHeader.read(header)
+        held = self._held
+        self._check_shared()
+        if not held.is_meant(about.incarnation):
+            raise _lost_state()
+        store = self._store_of(held, about.store)
+        if about.ids > self._limits.ids:
+            raise RequestError(f"it has {about.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
+        request = RowRequest(
+            data,
+            cells=about.batches * len(store.tables),
+            ids=about.ids,
+            floats=about.floats,
+            flags=about.flags,
+        )
+        counts = None if request.counts is None else torch.from_numpy(request.counts)
+        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, about.batches)
+        if about.call == RowCall.LOOKUP:
+            return _answer_rows(store.lookup(ids), half=bool(about.flags & RowFlags.HALF))
 
         def apply() -> None:
             store.apply_gradients(
                 ids,
                 torch.from_numpy(request.gradients),
-                step=body.step,
-                event_time=body.event_time if request.times is None else torch.from_numpy(request.times),
+                step=about.step,
+                event_time=about.event_time if request.times is None else torch.from_numpy(request.times),
                 latest_values=None if request.latest is None else torch.from_numpy(request.latest),
             )
 
-        held.applied.once(body.sender, body.number, apply, lambda: None)
-        return {}, b""
-
-    def _request(
-        self, store: LocalStore, body: Lookup | ApplyGradients, data: Bytes
-    ) -> tuple[TableIds, RowRequest]:
-        batches, arrays = body.batches, body.arrays
-        if arrays.ids > self._limits.ids:
-            raise RequestError(f"it has {arrays.ids:,} ids, and limits.ids allows {self._limits.ids:,}")
-        request = RowRequest(
-            data,
-            cells=batches * len(store.tables),
-            ids=arrays.ids,
-            floats=arrays.floats,
-            times=arrays.times,
-            counts=arrays.counts,
-            latest=arrays.latest,
-        )
-        counts = None if request.counts is None else torch.from_numpy(request.counts)
-        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, batches)
-        return ids, request
+        held.applied.once(about.sender, about.number, apply, lambda: None)
+        return pack_answer(RowFlags.NONE, 0), b""
 
     def _push_dense(self, body: PushDense, data: Bytes) -> tuple[dict[str, Any], Any]:
         held = self._meant(body)
@@ -480,18 +408,18 @@ class ParameterServer:
         nothing = DenseShare({}, None, share or (0, 1))
         return _Held(incarnation, list(stores), nothing if dense is None else dense)
 
-    def _meant(self, body: Meant) -> _Held:
-        """Return what is held, if that is what the caller means."""
-        held = self._held
+    def _check_shared(self) -> None:
         if self._share is None:
             raise UnavailableError(
                 "the server has no share of the model: it is a spare, until the chief assigns it one"
             )
+
+    def _meant(self, body: Meant) -> _Held:
+        """Return what is held, if that is what the caller means."""
+        held = self._held
+        self._check_shared()
         if body.incarnation not in (None, held.incarnation):
-            raise LostStateError(
-                "the server restarted or began another run, and no longer holds what this caller works on. "
-                "Workers that join the run again go on from its last checkpoint."
-            )
+            raise _lost_state()
         return held
 
     def _packed(self, weights: Mapping[str, Tensor]) -> Bytes:
@@ -501,12 +429,29 @@ class ParameterServer:
         return {"step": held.dense.step}
 
     def _store(self, body: OfStore) -> LocalStore:
-        return self._store_of(self._meant(body), body)
+        return self._store_of(self._meant(body), body.store)
 
-    def _store_of(self, held: _Held, body: OfStore) -> LocalStore:
-        if body.store >= len(held.stores):
-            raise UnknownTableError(f"there is no store {body.store}; this model has {len(held.stores)}")
-        return held.stores[body.store]
+    def _store_of(self, held: _Held, number: int) -> LocalStore:
+        if number >= len(held.stores):
+            raise UnknownTableError(f"there is no store {number}; this model has {len(held.stores)}")
+        return held.stores[number]
+
+
+def _lost_state() -> LostStateError:
+    return LostStateError(
+        "the server restarted or began another run, and no longer holds what this caller works on. "
+        "Workers that join the run again go on from its last checkpoint."
+    )
+
+
+def _answer_rows(rows: Tensor, *, half: bool) -> tuple[bytes, Any]:
+    """Return rows as an answer; as floats of 4 bytes where one is larger than half floats can be."""
+    flags = RowFlags.NONE
+    if half:
+        halves = rows.half()
+        if bool(torch.isfinite(halves).all()):
+            rows, flags = halves, RowFlags.HALF
+    return pack_answer(flags, rows.numel()), rows.numpy()
 
 
 def _check_share(share: tuple[int, int] | None) -> None:

@@ -10,12 +10,10 @@ the time of a call of its own for each, and bytes are copied neither into nor ou
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,20 +23,18 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from monolith.errors import (
     ConfigError,
-    ListenError,
     MissingExtraError,
     MonolithError,
     RequestError,
     RetryableError,
 )
 from monolith.wire.bodies import Call, Gone, Poll, read_body
+from monolith.wire.byte_messages import ByteMessages, Bytes
 from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
+from monolith.wire.ports import check_port, join_address, listen_error
 
 Address = str | Callable[[], str]
 """host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
@@ -47,10 +43,10 @@ Clock = Callable[[], float]
 """Seconds that never run backwards."""
 Fetch = Callable[[dict[str, Any]], Any]
 """From JSON to an Arrow record batch."""
-Bytes = NDArray[np.uint8]
-"""Bytes that one side sent and the other may keep: nobody else writes to them. Aligned to 8."""
 Exchange = Callable[[dict[str, Any], Bytes], tuple[dict[str, Any], Any]]
 """From JSON and bytes to JSON and anything with the buffer protocol."""
+Message = Callable[[bytes, Bytes], tuple[bytes, Any]]
+"""The same with a header of one's own, which does not begin with "{", in place of JSON."""
 
 B = TypeVar("B")
 
@@ -60,7 +56,6 @@ ANSWER_WITHIN = timedelta(seconds=60)
 _RETRY_AFTER = 0.05
 _LINGER = 10.0
 """Seconds that a closing server waits for callers who keep a stream open."""
-_ALIGNMENT = 8
 _HEAD = re.compile(
     r"^Flight returned \w+ error, with message: (failed to connect to all addresses; last error: )?"
 )
@@ -167,6 +162,7 @@ class Server:
         polls: Name to function, like `calls`, for those that wait.
         fetch: For `Caller.fetch`.
         exchanges: Name to function, for `CallStream`.
+        message: Answers what comes over a `CallStream` with a header that is not JSON.
         host: Only this machine by default.
         port: 0 lets the system choose.
         guard: What callers must present; None lets in everybody who can reach the port.
@@ -187,13 +183,14 @@ class Server:
         polls: Mapping[str, Poll] | None = None,
         fetch: Fetch | None = None,
         exchanges: Mapping[str, Exchange] | None = None,
+        message: Message | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         guard: PortGuard | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.host = host
-        _check_port(service, host, port)
+        check_port(service.name, host, port)
         self._closing = threading.Event()
         self._endpoint = _Endpoint(
             service,
@@ -201,13 +198,14 @@ class Server:
             polls=dict(polls or {}),
             fetch=fetch,
             exchanges=dict(exchanges or {}),
+            message=message,
             closing=self._closing,
             limits=limits or Limits(),
         )
         try:
             self._server = _make_server(self._endpoint, join_address(host, port), guard or NoGuard())
         except import_arrow(f"the {service.name}").ArrowException as cause:
-            raise _listen_error(service, host, port, None) from cause
+            raise listen_error(service.name, host, port, None) from cause
         self.port = int(self._server.port)
         if guard is not None and guard.flight_server_options().get("middleware"):
             self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits.stranger_bytes)
@@ -246,6 +244,7 @@ class _Endpoint:
         polls: Mapping[str, Poll],
         fetch: Fetch | None,
         exchanges: Mapping[str, Exchange],
+        message: Message | None,
         closing: threading.Event,
         limits: Limits,
     ) -> None:
@@ -257,6 +256,7 @@ class _Endpoint:
         self.limits = limits
         self.doorkeeper: Doorkeeper | None = None
         self._fetch = fetch
+        self._message = message
         self._room = threading.BoundedSemaphore(limits.calls)
 
     def meet(self, peer: str) -> None:
@@ -293,22 +293,34 @@ class _Endpoint:
         """Answer a request of a stream."""
         sent: Any = b""
 
+        def answer_message() -> bytes:
+            nonlocal sent
+            assert self._message is not None
+            self._check_size(data)
+            answer, sent = self._message(header, data)
+            return answer
+
         def work() -> dict[str, Any]:
             nonlocal sent
             request = self._body(header)
             name, body = request.get("name"), request.get("body")
             if not isinstance(name, str) or not isinstance(body, dict):
                 raise RequestError("a request must be an object with a name, a string, and a body, an object")
-            if len(data) > self.limits.message_bytes:
-                raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
+            self._check_size(data)
             answer, sent = self._known(self.exchanges, name)(body, data)
             return {"answer": answer}
 
-        return self._answered("a request of a stream", work), sent
+        is_message = self._message is not None and not header.startswith(b"{")
+        return self._answered("a request of a stream", answer_message if is_message else work), sent
 
-    def _answered(self, name: str, work: Callable[[], dict[str, Any]]) -> bytes:
+    def _check_size(self, data: Bytes) -> None:
+        if len(data) > self.limits.message_bytes:
+            raise _too_large(len(data), "message_bytes", self.limits.message_bytes)
+
+    def _answered(self, name: str, work: Callable[[], dict[str, Any] | bytes]) -> bytes:
         try:
-            return json.dumps(work()).encode()
+            answer = work()
+            return answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         except RequestError as error:
             return self.refused(name, error)
         except MonolithError as error:
@@ -364,7 +376,7 @@ def _too_large(size: int, limit: str, most: int) -> RequestError:
 def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
     purpose = f"the {endpoint.service.name}"
     arrow, flight = import_arrow(purpose), import_flight(purpose)
-    wire, troubles = _Wire(arrow), (flight.FlightError, arrow.ArrowException, OSError)
+    wire, troubles = ByteMessages(arrow), (flight.FlightError, arrow.ArrowException, OSError)
 
     class Listener(flight.FlightServerBase):  # type: ignore[misc, name-defined]
         def do_action(self, context: Any, action: Any) -> Any:
@@ -412,50 +424,6 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
             return flight.SchemaResult(arrow.schema([]))
 
     return Listener(guard.flight_location(address), **guard.flight_server_options())
-
-
-class _Wire:
-    """Bytes as Flight carries them: a batch of one column, and JSON beside it."""
-
-    def __init__(self, arrow: Any) -> None:
-        self._arrow = arrow
-        self._byte = arrow.uint8()
-        self.schema = arrow.schema([("bytes", self._byte)])
-
-    def batch(self, data: Any) -> Any:
-        """Return bytes as a batch, without a copy."""
-        held = self._arrow.py_buffer(data)
-        column = self._arrow.Array.from_buffers(self._byte, held.size, [None, held])
-        return self._arrow.RecordBatch.from_arrays([column], schema=self.schema)
-
-    def take(self, chunk: Any) -> tuple[bytes, Bytes]:
-        """Return the JSON and the bytes of a message; without a copy where they are aligned.
-
-        Raises:
-            RequestError: It is another kind of message.
-        """
-        if chunk.data is None or chunk.app_metadata is None or chunk.data.schema != self.schema:
-            raise RequestError("a message must be JSON and one column of bytes")
-        held = chunk.data.column(0).buffers()[1]
-        if held is None or held.size == 0:
-            return chunk.app_metadata.to_pybytes(), np.empty(0, np.uint8)
-        data = np.asarray(_Received(held))
-        if held.address % _ALIGNMENT:
-            data = data.copy()
-        return chunk.app_metadata.to_pybytes(), data
-
-
-class _Received:
-    """Memory of a message, for numpy to write to as well: it came over the wire, so it is nobody else's."""
-
-    def __init__(self, held: Any) -> None:
-        self._held = held
-        self.__array_interface__ = {
-            "data": (held.address, False),
-            "shape": (held.size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 # Calling
@@ -536,7 +504,7 @@ class Caller:
         try:
             descriptor = self._flight.FlightDescriptor.for_command(b"")
             writer, reader = self._connected().do_exchange(descriptor)
-            return CallStream(self, _Wire(self._arrow), writer, reader)
+            return CallStream(self, ByteMessages(self._arrow), writer, reader)
         except self._troubles as cause:
             raise self._judged(cause) from cause
 
@@ -639,6 +607,8 @@ class Caller:
 class Answer(NamedTuple):
     body: dict[str, Any]
     data: Bytes
+    header: bytes = b""
+    """Of an answer to a message with a header of its own."""
 
 
 class CallStream:
@@ -648,7 +618,7 @@ class CallStream:
     after `cancel`, the stream is `broken` and can only be closed. `Caller.open_stream` makes one.
     """
 
-    def __init__(self, caller: Caller, wire: _Wire, writer: Any, reader: Any) -> None:
+    def __init__(self, caller: Caller, wire: ByteMessages, writer: Any, reader: Any) -> None:
         self._caller = caller
         self._wire = wire
         self._writer = writer
@@ -659,7 +629,10 @@ class CallStream:
 
     def send(self, name: str, body: Mapping[str, Any], data: Any = b"") -> None:
         """Send a request; `data` must stay as it is until the answer has been received."""
-        header = json.dumps({"name": name, "body": body}).encode()
+        self.send_message(json.dumps({"name": name, "body": body}).encode(), data)
+
+    def send_message(self, header: bytes, data: Any) -> None:
+        """Send a request with a header of one's own, for the `message` of a server."""
         with self._judging():
             if not self._began:
                 self._writer.begin(self._wire.schema)
@@ -670,7 +643,9 @@ class CallStream:
         """Wait for the answer to what was sent; errors as of `Caller.call`."""
         with self._judging():
             header, data = self._wire.take(self._reader.read_chunk())
-        return Answer(self._caller._answer(json.loads(header)), data)
+        if header.startswith(b"{"):
+            return Answer(self._caller._answer(json.loads(header)), data)
+        return Answer({}, data, header)
 
     def cancel(self, why: str) -> None:
         """Make whoever waits for an answer raise the service's `late` error. From any thread."""
@@ -708,36 +683,3 @@ def _first_line(cause: Exception) -> str:
     for tail in _TAILS:
         line = line.partition(tail)[0]
     return _HEAD.sub("", line)
-
-
-def join_address(host: str, port: int) -> str:
-    """Return host:port; an IPv6 address stands in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def _check_port(service: Service, host: str, port: int) -> None:
-    """Bind and let go again: Flight itself does not say why it cannot listen."""
-    if not 0 <= port <= 65535:
-        raise _listen_error(service, host, port, None)
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            with suppress(OSError):
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server would
-            probe.bind(address)
-    except OSError as cause:
-        raise _listen_error(service, host, port, cause) from cause
-
-
-def _listen_error(service: Service, host: str, port: int, cause: OSError | None) -> ListenError:
-    number = None if cause is None else cause.errno
-    why = {
-        errno.EADDRINUSE: "the port is in use. Choose another, or 0 for any free one.",
-        errno.EACCES: "this user may not listen there. Ports below 1024 need privileges; choose one above.",
-        errno.EADDRNOTAVAIL: "that is not an address of this machine.",
-    }
-    reason = why.get(number or 0, f"{cause}." if cause else "a port is a free number from 0 to 65535.")
-    error = ListenError(f"{service.name}: cannot listen on {host}:{port}: {reason}")
-    error.errno = number
-    return error

@@ -11,8 +11,9 @@ from typing import Any
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.wire import flight
 from monolith.wire.bodies import Call
-from monolith.wire.flight import POLL, Address, Clock, Fetch, PortGuard, Service, StoppedError, join_address
+from monolith.wire.flight import POLL, Address, Clock, Fetch, PortGuard, Service, StoppedError
 from monolith.wire.limits import Limits
+from monolith.wire.ports import join_address
 
 __all__ = [
     "POLL",

@@ -123,6 +123,7 @@ def join_fleet(
     finish_timeout: timedelta = timedelta(minutes=30),
     call_timeout: timedelta = timedelta(seconds=30),
     lookup_timeout: timedelta | None = None,
+    half_rows: bool = False,
     news_every: timedelta = NEWS_EVERY,
     keep_going: bool = False,
     spare_after: timedelta = timedelta(seconds=5),
@@ -144,6 +145,7 @@ def join_fleet(
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
         lookup_timeout: The same for a lookup of rows; None takes that of other calls.
+        half_rows: Whether lookups are answered in half floats; see `ServerGroup`.
         news_every: How often each says that it lives; of news it hears at once.
         keep_going: Whether the others keep what they learned when a process is lost.
         spare_after: How long a lost server may take to come back before a spare takes its place.
@@ -191,6 +193,7 @@ def join_fleet(
             timeout=call_timeout,
             lookup_timeout=lookup_timeout,
             hold=start_timeout if keep_going else timedelta(),
+            half=half_rows,
         )
 
     spares: Spares | None = None
