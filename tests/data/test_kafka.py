@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
 from monolith.config import Secret
-from monolith.data import Records
+from monolith.data import Pipeline, Records, ShuffleConfig
 from monolith.data.format import BadRecord
 from monolith.data.kafka import (
     ByWorker,
@@ -29,6 +30,7 @@ from monolith.data.kafka import (
     read_settings,
     string_column,
 )
+from monolith.data.redistribution import redistributed
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.observe import Metrics
 from monolith.tensors import RaggedTensor
@@ -273,6 +275,36 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
             source.restore(merge_positions(positions))
             found += [number for records in source for number in ids(records)]
     assert sorted(found) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [(1, 3), (2, 3), (3, 2)])
+def test_what_each_worker_has_left_is_redistributed_with_what_stages_held_back(
+    kafka: Kafka, send: Callable[..., None], workers: tuple[int, int]
+) -> None:
+    before, after = workers
+    topic = kafka.create_topic(partitions=before)
+    for partition in range(before):
+        send(topic, range(10 * partition, 10 * partition + 10), partition)
+
+    def made(worker: int, num_workers: int) -> Pipeline:
+        settings = config(
+            kafka, topic, assignment=ByWorker(worker=worker, num_workers=num_workers), poll_batch=3
+        )
+        return Pipeline(KafkaSource(settings, decode)).shuffle(ShuffleConfig(buffer=5)).rebatch(2)
+
+    found, positions = [], []
+    for worker in range(before):
+        with closing(made(worker, before)) as stream:
+            read = itertools.islice(iter(stream), 2 + worker)
+            found += [number for records in read for number in ids(records)]
+            positions.append(stream.position())
+    with closing(made(0, after)) as chief:
+        positions = json.loads(json.dumps(redistributed(chief, positions, after)))
+    for worker in range(after):
+        with closing(made(worker, after)) as stream:
+            stream.restore(positions[worker])
+            found += [number for records in stream for number in ids(records)]
+    assert sorted(found) == list(range(10 * before))
 
 
 @pytest.mark.parametrize(
