@@ -525,6 +525,7 @@ def test_a_group_shares_out_partitions_and_whoever_is_left_goes_on_where_the_oth
     assert [len(reader.source.position()["offsets"][topic]) for reader in (first, second)] == [2, 2]
     second.stop()
     before = second.source.position()
+    second.source.commit(before)
     second.source.close()
     assert second.source.position() == before
     send_more()
@@ -544,13 +545,28 @@ def test_a_group_is_restored_to_a_position_and_not_to_what_it_had_committed(
         next(reading)
         position = source.position()
         next(reading)
-    # Without a position a member goes on where the last one stopped.
+        source.commit(source.position())
+    # Without a position a member goes on with what the last one has not committed.
     with KafkaSource(settings, decode) as source:
         assert ids(next(iter(source))) == list(range(20, 30))
     with KafkaSource(settings, decode) as source:
         source.restore(position)
         assert source.position() == position
         assert [ids(records) for records in source] == [list(range(10, 20)), list(range(20, 30))]
+
+
+def test_what_a_member_of_a_group_read_and_did_not_commit_comes_again(
+    kafka: Kafka, topic: str, send: Callable[..., None]
+) -> None:
+    send(topic, range(30))
+    settings = config(kafka, topic, assignment=None, poll_batch=10)
+    with KafkaSource(settings, decode) as source:
+        reading = iter(source)
+        next(reading)
+        source.commit(source.position())
+        next(reading)  # read, and not trained when its process ended
+    with KafkaSource(settings, decode) as source:
+        assert [number for records in source for number in ids(records)] == list(range(10, 30))
 
 
 def test_what_a_member_of_the_same_run_handed_over_wins_over_the_restored_position(
@@ -562,6 +578,7 @@ def test_what_a_member_of_the_same_run_handed_over_wins_over_the_restored_positi
         early.restore({"source": "kafka", "partitions": {topic: 1}, "offsets": {topic: {"0": 5}}})
         position = early.position()
         assert ids(next(iter(early))) == list(range(5, 15))
+        early.commit(early.position())
     with KafkaSource(settings, decode) as late:
         late.restore(position)
         assert ids(next(iter(late))) == list(range(15, 25))

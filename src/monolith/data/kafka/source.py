@@ -285,12 +285,13 @@ class KafkaSource:
                 self._on_bad(record)
 
     def close(self) -> None:
-        """Leave the group, with a note of how far its partitions were read. The position remains."""
+        """Leave the group; whoever gets its partitions goes on from what was committed. The position remains.
+
+        What was yielded since the last `commit` may not have been trained, or not been saved: it comes again.
+        """
         self._closed = True
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            if self.config.assignment is None and self._next:
-                self._commit_or_warn(consumer, self._next)
             consumer.close()
 
     def __enter__(self) -> Self:
