@@ -35,6 +35,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── DiscoveryError      a registry refused, was closed, or lost what it was told (also OSError)
     │   └── RetryableError      what may pass by itself: failover tries again after these
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
+    │       │   └── LostStateError     it is there, and no longer holds what it did
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── MetricError             a metric was given what it cannot measure            (also ValueError)
@@ -209,6 +210,10 @@ class RetryableError(ClusterError):
 
 class UnavailableError(RetryableError, ConnectionError):
     """A peer or a registry is gone, or cannot be reached now."""
+
+
+class LostStateError(UnavailableError):
+    """A server restarted or began another run, and no longer holds what the caller works on."""
 
 
 class DeadlineExceededError(RetryableError, TimeoutError):

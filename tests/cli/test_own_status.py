@@ -13,7 +13,7 @@ from monolith.cli.main import parse_options
 from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import JobStatus, StatusBoard
 from monolith.run import load_run_config
-from monolith.train.fleet.parameter_server import ServerStanding
+from monolith.train.fleet.parameter_server import ShareFigures
 from monolith.train.hooks.control.barrier import LocalBarrier
 
 
@@ -110,7 +110,7 @@ def test_a_worker_that_lost_others_says_so_and_counts() -> None:
 
 def test_a_server_says_what_it_holds_and_where_it_listens() -> None:
     status = own(**FLEET, **{"cluster.role": "ps"})
-    share = SimpleNamespace(standing=lambda: ServerStanding("saving", step=4, rows=5, bytes=6))
+    share = SimpleNamespace(figures=lambda: ShareFigures("saving", step=4, rows=5, bytes=6))
     status.watch_server(share, "10.0.0.1:4000")  # type: ignore[arg-type]
     found = status.status()
     assert (found.name, found.state, found.address) == ("ps 0", "saving", "10.0.0.1:4000")

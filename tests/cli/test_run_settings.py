@@ -72,7 +72,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),
-    "failover": ("cli/failover.py",),
+    "failover": ("cli/failover.py", "cli/train.py"),
     "timeouts": ("cli/train.py",),
     "threads": ("cli/task_config.py",),
     "metrics": ("cli/train.py", "cli/own_status.py"),
@@ -360,7 +360,6 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     [
         (["--enable_sync_training"], "not built yet: ranks that step together"),
         (["--enable_gpu_training"], "a module computes where the task has moved it to"),
-        (["--partial_recovery"], "not built yet: restoring only the server that was lost"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),

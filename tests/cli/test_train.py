@@ -168,14 +168,19 @@ def test_going_back_to_what_is_not_there_is_an_error_that_says_what_is(
     trained: str, capsys: pytest.CaptureFixture[str], launch: list[str]
 ) -> None:
     Path(trained, "model.ckpt-4.manifest").write_bytes(b"nonsense\n")
-    before = sorted(path.name for path in Path(trained).iterdir())
+    before = names_in(trained)
     for name, says in (
         ("model.ckpt-5", "no checkpoint model.ckpt-5 in {0}; it has model.ckpt-4 (damaged), model.ckpt-8"),
         ("4", "model.ckpt-4 of {0} is damaged"),
     ):
         assert train("--model-dir", trained, "--steps", "1", "--restore-checkpoint", name, *launch) == 2
         assert says.format(trained) in capsys.readouterr().err
-    assert sorted(path.name for path in Path(trained).iterdir()) == before
+    assert names_in(trained) == before
+
+
+def names_in(model_dir: str) -> list[str]:
+    """Return what is in a model_dir, but for how its processes stand."""
+    return sorted(path.name for path in Path(model_dir).iterdir() if path.name != "status")
 
 
 def test_a_setting_that_nobody_watches_passes_over_what_is_not_listed(

@@ -1,13 +1,14 @@
 """Fleets of real processes, to be hit: two servers and two workers who train a tallied task.
 
 They are started in one of two ways: all by `monolith train --launch local`, which restarts what dies; or each
-by a loop of its own that restarts failures, as Kubernetes, Ray and YARN do.
+by a loop of its own that restarts failures, as Kubernetes, Ray and YARN do, and on one host or on as many.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from faults.network import ON_ANOTHER_HOST, Network
 from services import warm
 from train.fleets import Tallied, read_model
 
@@ -150,19 +152,26 @@ class LoopedFleet(FleetProcesses):
 
     def __init__(self, folder: Path, batches: int, *flags: str) -> None:
         found = ("--discovery.kind", "files", "--discovery.folder", str(folder / "registry"))
-        super().__init__(
-            folder, batches, *found, "--cluster.listen", "127.0.0.1", "--cluster.port", "0", *flags
-        )
+        super().__init__(folder, batches, *found, "--cluster.port", "0", *flags)
         self._closing = threading.Event()
         self.exits: dict[Place, list[int]] = {place: [] for place in MEMBERS}
         self._threads = [threading.Thread(target=self._loop, args=(place,)) for place in MEMBERS]
         for thread in self._threads:
             thread.start()
 
-    def _loop(self, place: Place) -> None:
+    def member(self, place: Place) -> list[str]:
+        """Return the command of one member."""
         role, index = place
+        return self.command(
+            "--cluster.listen", self.host(place), "--cluster.role", role, "--cluster.index", str(index)
+        )
+
+    def host(self, place: Place) -> str:  # noqa: ARG002
+        return "127.0.0.1"
+
+    def _loop(self, place: Place) -> None:
         while not self._closing.is_set():
-            process = self.start(self.command("--cluster.role", role, "--cluster.index", str(index)))
+            process = self.start(self.member(place))
             while process.poll() is None:
                 if self._closing.wait(0.1):
                     process.kill()
@@ -182,3 +191,31 @@ class LoopedFleet(FleetProcesses):
         for thread in self._threads:
             thread.join()
         super().close()
+
+
+class WiredFleet(LoopedFleet):
+    """Each process on a host of its own, whose cable can be pulled: network namespaces around one switch."""
+
+    def __init__(self, folder: Path, batches: int, *flags: str) -> None:
+        self._network = Network(len(MEMBERS))
+        token = folder / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        super().__init__(folder, batches, "--security.token-file", str(token), *flags)
+
+    def host(self, place: Place) -> str:
+        return self._network.address(MEMBERS.index(place))
+
+    def member(self, place: Place) -> list[str]:
+        _, _, *words = super().member(place)  # less -m monolith
+        return ["-c", ON_ANOTHER_HOST, self._network.namespace(MEMBERS.index(place)), *words]
+
+    def part(self, place: Place, seconds: float) -> None:
+        """Pull the cable of a member for so long."""
+        self._network.plug(MEMBERS.index(place), False)
+        time.sleep(seconds)
+        self._network.plug(MEMBERS.index(place), True)
+
+    def close(self) -> None:
+        super().close()
+        self._network.close()

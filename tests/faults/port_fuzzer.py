@@ -40,8 +40,9 @@ MOST_FILES = 300
 
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
+PUSH = {"sender": "s", "number": 1}
 LOOKUP = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
-APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1}
+APPLY = {**LOOKUP, "arrays": {"ids": 1, "floats": 4, "times": False}, "step": 1, "event_time": 1, **PUSH}
 
 STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
 WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
@@ -82,6 +83,16 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "meeting.over": {"run": "r", "wait": 0.0},
         "meeting.leave": {"run": "r", "worker": 1, "state": STATE},
         "meeting.stop": {"run": "r", "reason": "x"},
+        "meeting.resume": {"run": "r", "member": "m"},
+        "meeting.back": {"run": "r", "worker": 1, "member": "m", "step": 1, "left": None},
+        "meeting.served": {
+            "run": "r",
+            "server": 1,
+            "served": {"address": "h:1", "incarnation": "i", "halt": 0},
+        },
+        "meeting.lost": {"run": "r", "worker": 1, "incarnation": "i", "updates": 1},
+        "meeting.updates": {"run": "r", "incarnation": "i", "wait": 0.0},
+        "server.standing": {},
         "server.assign": {"index": 0, "num_ps": 1},
         "server.reserve": {},
         "server.end": {"run": "r"},
@@ -105,7 +116,7 @@ RESTORE = {
 EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "lookup": (LOOKUP, 16),
     "apply_gradients": (APPLY, 8 + 16),
-    "push_dense": ({"names": []}, 0),
+    "push_dense": ({"names": [], **PUSH}, 0),
     "pull_dense": ({}, 0),
     "dump_dense": ({}, 0),
     "load_dense": ({}, 64),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place
+from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place, WiredFleet
+from faults.network import why_no_network
+from train.fleets import Tallied, read_model
 
-BLOWS = 10
-"""Of each fleet; six fleets are hit."""
+BLOWS = 20
+"""Of each fleet; eight fleets are hit."""
+KEEP_GOING = ("--failover.recovery", "keep_going")
 
 
 def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -51,38 +57,115 @@ def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(
         assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
 
 
+def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> None:
+    with LoopedFleet(tmp_path, 400, *KEEP_GOING) as fleet:
+        for place in (("ps", 1), ("ps", 0), ("worker", 1), ("worker", 0)):
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(place)
+        fleet.finish()
+        assert fleet.exits == {key: [-signal.SIGKILL, 0] for key in MEMBERS}
+        assert check_lost_no_more_than_said(fleet) == 2
+
+
+def check_lost_no_more_than_said(fleet: FleetProcesses) -> int:
+    """Return how many servers the fleet says it has lost."""
+    tally = read_model(Tallied(batches=fleet.batches), fleet.model_dir).tally
+    assert min(tally.values()) >= 1.0
+    lost = re.findall(r"Lost: \d+ rows (\d+) updates", fleet.output.replace(",", ""))
+    gone = 8 * fleet.batches - len(tally)
+    assert gone <= 8 * sum(map(int, lost)), "each update was of one batch, of 8 records"
+    return len(lost)
+
+
+# Again and again
+
+FLEETS: list[type[FleetProcesses]] = [LaunchedFleet, LoopedFleet, WiredFleet]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to whom, and for how many seconds."""
+
+    kind: Literal["kill", "stop", "part"]
+    place: Place
+    seconds: float = 0.0
+    after: float = 0.0
+    """Seconds after a checkpoint."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.place[0]} {self.place[1]}" + (
+            f", {self.seconds:.0f} s" * bool(self.seconds)
+        )
+
+    @property
+    def only_delays(self) -> bool:
+        return self.kind == "stop" and self.seconds <= 20
+
+
+def schedule(seed: int, blows: int, *, wired: bool) -> list[Blow]:
+    """Return what happens to a fleet, the same for the same seed: mostly kills, and one longer stop."""
+    chance = random.Random(seed)
+    kinds = ["kill"] * 5 + ["stop"] * 2 + ["part"] * 3 * wired
+
+    def one() -> Blow:
+        kind: Any = chance.choice(kinds)
+        seconds = {"kill": [0.0], "stop": [3.0, 20.0], "part": [3.0, 10.0, 45.0]}[kind]
+        return Blow(kind, chance.choice(MEMBERS), chance.choice(seconds), chance.uniform(0, 0.3))
+
+    found = [one() for _ in range(blows)]
+    found[chance.randrange(blows)] = Blow("stop", MEMBERS[seed % len(MEMBERS)], 90.0)
+    return found
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(6))
 def test_a_fleet_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
-    """Sixty blows in all: kill -9 of the chief, the worker and servers, and SIGSTOP of 20 and 90 s."""
-    chance = random.Random(seed)
-    blows = [("kill", chance.choice(MEMBERS)) for _ in range(BLOWS - 2)]
-    blows += [("stop 20", chance.choice(MEMBERS)), ("stop 90", MEMBERS[seed % len(MEMBERS)])]
-    chance.shuffle(blows)
-    kind = LaunchedFleet if seed % 2 else LoopedFleet
+    """120 blows in all: kill -9, SIGSTOP of 3, 20 and 90 s and pulled cables, whoever it is."""
+    kind = FLEETS[seed % len(FLEETS)]
+    if kind is WiredFleet and (reason := why_no_network()) is not None:
+        pytest.skip(reason)
     with kind(tmp_path, 5000, "--failover.max-retries", "100") as fleet:
-        for how, place in blows:
-            fleet.wait_for_another_checkpoint()
-            time.sleep(chance.uniform(0, 0.3))
-            began = time.monotonic()
-            strike(fleet, how, place)
-            fleet.wait_for_another_checkpoint()
-            print(f"seed {seed}: {how} {place[0]} {place[1]}: {time.monotonic() - began:.1f} s")  # noqa: T201
+        hit(fleet, seed)
         fleet.finish()
         fleet.check_every_record_was_trained_once()
 
 
-def strike(fleet: FleetProcesses, how: str, place: Place) -> None:
-    if how == "kill":
-        fleet.hit(place)
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [11, 12])
+def test_a_fleet_that_keeps_going_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
+    """40 blows in all; what is lost is said, and the run comes to its end."""
+    kind = FLEETS[seed % len(FLEETS)]
+    with kind(tmp_path, 5000, "--failover.max-retries", "100", *KEEP_GOING) as fleet:
+        hit(fleet, seed)
+        fleet.finish()
+        check_lost_no_more_than_said(fleet)
+
+
+def hit(fleet: FleetProcesses, seed: int) -> None:
+    """Hit a fleet as its schedule says, each time when it has saved after the blow before."""
+    for blow in schedule(seed, BLOWS, wired=isinstance(fleet, WiredFleet)):
+        fleet.wait_for_another_checkpoint()
+        time.sleep(blow.after)
+        began = time.monotonic()
+        strike(fleet, blow)
+        fleet.wait_for_another_checkpoint()
+        print(f"seed {seed}: {blow}: {time.monotonic() - began:.1f} s")  # noqa: T201
+
+
+def strike(fleet: FleetProcesses, blow: Blow) -> None:
+    if blow.kind == "kill":
+        fleet.hit(blow.place)
+        return
+    if blow.kind == "part":
+        assert isinstance(fleet, WiredFleet)
+        fleet.part(blow.place, blow.seconds)
         return
     before = {member: fleet.pid(member) for member in MEMBERS}
     lost = fleet.output.count("was lost")
-    pid = fleet.hit(place, signal.SIGSTOP)
-    seconds = float(how.removeprefix("stop "))
-    time.sleep(seconds)
+    pid = fleet.hit(blow.place, signal.SIGSTOP)
+    time.sleep(blow.seconds)
     os.kill(pid, signal.SIGCONT)
-    if seconds < 30:  # it was only slow, and nobody calls it dead
+    if blow.only_delays:  # it was only slow, and nobody calls it dead
         fleet.wait_for_another_checkpoint()
         assert {member: fleet.pid(member) for member in MEMBERS} == before
         assert fleet.output.count("was lost") == lost

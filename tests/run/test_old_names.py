@@ -124,6 +124,8 @@ def test_every_field_is_explained() -> None:
         ("retry_wait_in_secs", "5", "failover.wait", timedelta(seconds=5)),
         ("max_retry_times", "0", "failover.max_retries", 6),
         ("max_retry_times", "4", "failover.max_retries", 4),
+        ("partial_recovery", "true", "failover.recovery", "keep_going"),
+        ("partial_recovery", "false", "failover.recovery", "exact"),
         ("discovery_type", "ZK", "discovery.kind", "zookeeper"),
         ("data_type", "ExampleBatch", "data.format", "framed_example_batch"),
         ("data_type", "Instance", "data.format", "framed_instance"),

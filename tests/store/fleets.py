@@ -6,9 +6,12 @@ python -m store.fleets PORT NUMBER COUNT
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -24,7 +27,7 @@ TESTS = Path(__file__).parents[1]
 CONFIGS = {"item": TableConfig(name="item", segments=(Segment(dim=2, learning_rate=1.0),))}
 """Rows of two floats that begin at zero and move by the gradient."""
 
-__all__ = ["CONFIGS", "Wire", "dense", "keys", "serve", "start"]
+__all__ = ["CONFIGS", "Wire", "dense", "keys", "serve", "start", "stop", "wait_until"]
 
 
 def keys(*ids: int) -> TableIds:
@@ -51,6 +54,27 @@ def start(stack: ExitStack, port: int, number: int, count: int) -> tuple[warm.Po
     return process, process.stdout.readline().strip()
 
 
+def stop(process: warm.Popen) -> None:
+    """Stop a process; return when none of its threads runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    assert wait_until(
+        lambda: all(
+            (one / "stat").read_text().rpartition(")")[2].split()[0] == "T" for one in tasks.iterdir()
+        )
+    )
+
+
+def wait_until(true: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Look again and again whether something has happened in another thread or process."""
+    give_up = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.005)
+    return True
+
+
 class Wire:
     """Passes bytes on between callers and a server, until it is cut."""
 
@@ -60,6 +84,8 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
+        self.seen: list[object] = []
+        """Of each connection that was made: who made it."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -71,13 +97,16 @@ class Wire:
             end.close()
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # or who is about to be let in still would be
         self._listener.close()
         self.cut()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
+                near, peer = self._listener.accept()
+                self.seen.append(peer)
                 far = socket.create_connection(self._server)
                 self._ends += [near, far]
                 for one, other in ((near, far), (far, near)):

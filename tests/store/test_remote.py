@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.stores import serve
-from store.fleets import CONFIGS, Wire, dense, keys, start
+from store.fleets import CONFIGS, Wire, dense, keys, start, wait_until
 from torch import nn
 from torch.testing import assert_close
 
@@ -23,7 +23,6 @@ from monolith.errors import (
     DeadlineExceededError,
     FeatureError,
     RestoreError,
-    RetryableError,
     UnavailableError,
 )
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store, TableIds
@@ -53,6 +52,7 @@ class Held:
         self._inner = inner
         self.entered, self.let_go = threading.Event(), threading.Event()
         self.let_go.set()
+        self.entries = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -61,6 +61,7 @@ class Held:
     def _slowly(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*arguments: Any, **options: Any) -> Any:
             self.entered.set()
+            self.entries += not self.let_go.is_set()
             assert self.let_go.wait(60)
             return call(*arguments, **options)
 
@@ -268,7 +269,7 @@ def test_a_server_killed_in_the_middle_is_named_and_may_come_back_empty(stack: E
                 waiting.result()
     with pytest.raises(UnavailableError, match=named):
         store.lookup(keys(0, 1))
-    with pytest.raises(UnavailableError, match=f"{named}.* not sent again"):
+    with pytest.raises(UnavailableError, match=f"{named}.* is not known"):
         store.apply_gradients(keys(0, 1), torch.ones(4))
     with pytest.raises(UnavailableError, match=named):
         store.stats()
@@ -294,7 +295,8 @@ def test_a_server_that_comes_late_is_waited_for(stack: ExitStack) -> None:
         assert made.result().lookup(keys(1)).tolist() == [0, 0]
 
 
-def test_gradients_are_not_sent_twice_when_the_wire_breaks(stack: ExitStack) -> None:
+@pytest.mark.parametrize("cuts", [1, 3])
+def test_gradients_are_sent_again_when_the_wire_breaks_and_applied_once(stack: ExitStack, cuts: int) -> None:
     server, held = held_server(stack)
     wire = Wire(server.address)
     stack.callback(wire.close)
@@ -304,12 +306,28 @@ def test_gradients_are_not_sent_twice_when_the_wire_breaks(stack: ExitStack) -> 
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(store.apply_gradients, keys(1), torch.ones(2))
         assert held.entered.wait(60)
-        wire.cut()
-        with pytest.raises(UnavailableError, match="Whether it had applied the gradients is not known"):
-            pushed.result()
+        for number in range(cuts):
+            wire.cut()
+            assert wait_until(lambda seen=number + 2: len(wire.seen) >= seen)
+        assert not pushed.done()
         held.let_go.set()
-        server.close()  # so that the request is over
-    assert held.table("item").lookup(torch.tensor([1])).tolist() == [[-1, -1]]
+        pushed.result(60)
+    store.apply_gradients(keys(1), torch.ones(2))
+    assert store.lookup(keys(1)).tolist() == [-2, -2]
+
+
+def test_dense_gradients_are_sent_again_and_counted_once(stack: ExitStack) -> None:
+    (server,) = serve(stack, CONFIGS, 1, dense=dense)
+    group = group_of(stack, server.address)
+    store = ParameterServerStore(group, 0, CONFIGS)
+    weights, optimizer = dense()
+    store.attach_dense(weights, optimizer)
+    push(store, weights, 1.0)
+    again = {"names": [], "sender": group.sender, "number": 1}
+    answer = group.exchange("push_dense", {0: (again, b"")})[0]
+    assert (answer.body["step"], answer.data.view("float32").tolist()[:4]) == (1, [-1.0] * 4)
+    push(store, weights, 1.0)
+    assert (server.step, weights["a"].tolist()) == (2, [-2.0] * 4)
 
 
 def test_lookups_are_repeated_when_the_wire_breaks(stack: ExitStack) -> None:
@@ -334,7 +352,7 @@ def test_whoever_is_interrupted_leaves_no_answer_for_the_next(stack: ExitStack) 
     asked = RowRequest(cells=1, ids=1)
     asked.sizes[:], asked.ids[:] = 1, 0
     with pytest.raises(TypeError, match="not JSON serializable"):  # after server 0 was asked
-        store.group.exchange("lookup", {0: (body, asked.data), 1: ({"store": {1}}, b"")}, repeat=True)
+        store.group.exchange("lookup", {0: (body, asked.data), 1: ({"store": {1}}, b"")})
     assert store.lookup(keys(2, 1)).tolist() == [0, 0, -2, -2]
 
 
@@ -354,10 +372,24 @@ def test_an_answer_that_does_not_come_in_time_is_given_up(stack: ExitStack) -> N
     held.hold()
     with pytest.raises(DeadlineExceededError, match=r"server 0 of 1 at .*: no answer in 0.2 s"):
         store.lookup(keys(1))
-    with pytest.raises(RetryableError, match="not sent again"):
+    with pytest.raises(DeadlineExceededError, match="Whether it has applied the gradients is not known"):
         store.apply_gradients(keys(1), torch.ones(2))
     held.let_go.set()
     assert store.lookup(keys(2)).tolist() == [0, 0]
+
+
+def test_an_answer_that_is_late_is_asked_for_again(stack: ExitStack) -> None:
+    server, held = held_server(stack)
+    store = ParameterServerStore(group_of(stack, server.address, timeout=SHORT, patience=LONG), 0, CONFIGS)
+    store.apply_gradients(keys(1), torch.ones(2))
+    held.hold()
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(store.lookup, keys(1)), pool.submit(store.apply_gradients, keys(2), torch.ones(2))
+        assert wait_until(lambda: held.entries >= 4), "both came, and the lookup came again twice"
+        held.let_go.set()
+        assert asked[0].result(60).tolist() == [-1, -1]
+        asked[1].result(60)
+    assert store.lookup(keys(2)).tolist() == [-1, -1]
 
 
 def test_only_the_server_that_kept_us_waiting_is_named(stack: ExitStack) -> None:

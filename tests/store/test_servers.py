@@ -165,11 +165,11 @@ def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
     group = group_of(stack, *serve(stack, CONFIGS, 1))
     body = {"store": 0, "batches": 1, "arrays": {"ids": 2}}
     with pytest.raises(ClusterError, match="there is no call 'look'"):
-        group.exchange("look", {0: (body, b"")}, repeat=False)
+        group.exchange("look", {0: (body, b"")})
     with pytest.raises(TableArgumentError, match="5 bytes came for 2 ids and 0 floats, which take 24"):
-        group.exchange("lookup", {0: (body, b"12345")}, repeat=False)
+        group.exchange("lookup", {0: (body, b"12345")})
     with pytest.raises(RequestError, match="arrays: it is missing"):
-        group.exchange("lookup", {0: ({}, b"")}, repeat=False)
+        group.exchange("lookup", {0: ({}, b"")})
     for wrong, message in [
         ({"store": -1}, "store must be a whole number from 0"),
         ({"batches": 0}, "batches must be a whole number from 1"),
@@ -179,10 +179,10 @@ def test_bytes_that_are_not_a_request_are_refused(stack: ExitStack) -> None:
         ({"arrays": {"ids": (1 << 26) + 1}}, r"it has 67,108,865 ids, and limits\.ids allows 67,108,864"),
     ]:
         with pytest.raises(RequestError, match=message):
-            group.exchange("lookup", {0: ({**body, **wrong}, b"")}, repeat=False)
+            group.exchange("lookup", {0: ({**body, **wrong}, b"")})
     request = RowRequest(cells=1, ids=2)
     request.sizes[:], request.ids[:] = 2, (1, 2)
-    answer = group.exchange("lookup", {0: (body, request.data)}, repeat=False)[0]
+    answer = group.exchange("lookup", {0: (body, request.data)})[0]
     assert answer.data.view(np.float32).tolist() == [0.0] * 4
 
 
@@ -204,7 +204,7 @@ def test_without_the_token_nobody_is_let_in(stack: ExitStack) -> None:
         with pytest.raises(ConfigError, match=r"parameter server 0 of 1 at .* refused the shared token"):
             group.describe()
         with pytest.raises(ConfigError, match="refused the shared token"):
-            group.exchange("lookup", {0: ({}, b"")}, repeat=True)
+            group.exchange("lookup", {0: ({}, b"")})
     store = ParameterServerStore(group_of(stack, *servers, guard=right), 0, CONFIGS)
     assert store.lookup(keys(1)).tolist() == [0, 0]
 

@@ -77,10 +77,17 @@ class Checkpointer:
         self._lock = threading.Lock()  # guards what follows
         self._tip: _Tip | None = None
         self._open: Moment | None = None
+        self._newest: str | None = None
 
     @property
     def saver(self) -> Saver:
         return self._saver
+
+    @property
+    def newest(self) -> str | None:
+        """The checkpoint that was written or restored last. From any thread."""
+        with self._lock:
+            return self._newest
 
     def cut(self, step: int) -> Moment:
         """Hold this moment fast, to be written.
@@ -142,6 +149,8 @@ class Checkpointer:
         unused = tuple(sorted(last.manifest.parts.keys() - known))
         report = RestoreReport(unused=unused).merge(*reports)
         step = last.manifest.step if report.global_step is None else report.global_step
+        with self._lock:
+            self._newest = prefix
         # An increment speaks of tables by their present names, so one that was renamed starts a new chain.
         as_it_was = report.complete and not report.renamed
         if as_it_was and filesystem.parent(prefix) == filesystem.parent(self._saver.names.prefix(0)):
@@ -153,6 +162,7 @@ class Checkpointer:
         chain = () if moment.after is None else moment.after.chain
         with self._lock:
             self._tip = _Tip((*chain, link.prefix), link.crc)
+            self._newest = link.prefix
 
     def _closed(self, moment: Moment) -> None:
         with self._lock:

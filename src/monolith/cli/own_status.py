@@ -137,7 +137,7 @@ class OwnStatus:
         rates = Rates(clock=self._timer)
 
         def look(status: ProcessStatus) -> ProcessStatus:
-            standing = share.standing()
+            standing = share.figures()
             grown = rates.of({"steps": standing.step})
             return replace(
                 status,

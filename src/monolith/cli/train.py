@@ -296,6 +296,8 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         finish_timeout=timeouts.finish,
         call_timeout=timeouts.operation or timeouts.lookup,
         lookup_timeout=timeouts.lookup,
+        keep_going=run.failover.recovery == "keep_going",
+        spare_after=run.failover.spare_after,
         on_waiting=stopper.check,
     )
     if run.job.submitted_at is not None:

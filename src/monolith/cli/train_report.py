@@ -10,6 +10,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
@@ -39,6 +40,8 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "checkpoint": report.checkpoint,
         "refused": dict(report.refused),
         "overdue": dict(report.overdue),
+        "lost_servers": [asdict(one) for one in report.lost.servers],
+        "lost_workers": [asdict(one) for one in report.lost.workers],
         "metrics": {
             name: None if math.isnan(rows[-1].value) else rows[-1].value
             for name, rows in report.windows.items()
@@ -78,6 +81,9 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
     if report["skipped_batches"]:
         facts["skipped"] = f"{report['skipped_batches']:,} batches with a loss or gradient of NaN or infinity"
+    for kind in ("server", "worker"):
+        if found := report.get(f"lost_{kind}s"):
+            facts[f"lost {kind}s"] = "; ".join(_describe_lost(kind, one) for one in found)
     if report["restored_from"] is not None:
         facts["went on from"] = report["restored_from"]
     if not report["model_dir"]:
@@ -89,6 +95,14 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     console.print(f"[bold]{escape(report['task'])}[/]")
     for name, value in facts.items():
         console.print(f"  [cyan]{escape(name):<14}[/]{escape(value)}", soft_wrap=True)
+
+
+def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:
+    seconds = f"{kind} {one[kind]} for {one['seconds']:.1f} s"
+    if kind == "worker":
+        return f"{seconds}, {one['records']:,} records trained again"
+    rows = "unknown" if one["rows"] is None else f"{one['rows']:,}"
+    return f"{seconds}, {rows} rows and {one['updates']:,} updates gone"
 
 
 def evaluate_command(options: TrainOptions, model_dir: str) -> str:

@@ -164,6 +164,11 @@ class ClusterManager:
         registered = self._discovery.query("ps")
         return [registered[index] for index in sorted(registered)]
 
+    def registered_at(self, index: int) -> list[str]:
+        """Return where the parameter server of a number is registered now; nothing where it is not."""
+        found = self._discovery.query("ps").get(index)
+        return [] if found is None else [found]
+
     def query_ps(self, count: int, *, emit: bool = True) -> list[str]:
         """Wait until `count` parameter servers are registered; return them by index, no more than that.
 

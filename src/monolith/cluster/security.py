@@ -119,9 +119,10 @@ def guard_listener(bind: str, config: SecurityConfig, *, insecure: bool = False)
         if open_to_all and not insecure:
             raise ConfigError(
                 f"cannot listen on {bind}: others can reach it, and it would ask for neither certificates "
-                "nor a token. Set security.cert, key and ca (--tls-cert, --tls-key, --tls-ca), or "
-                "security.token_file (--token-file); or listen on 127.0.0.1. On a network that you trust, "
-                "commands with --insecure let everybody in."
+                "nor a token. Set security.cert, key and ca, or security.token_file, as flags "
+                "--security.token-file and so on (of data commands --tls-cert, --tls-key, --tls-ca and "
+                "--token-file); or listen on 127.0.0.1. On a network that you trust, commands with "
+                "--insecure let everybody in."
             )
         if open_to_all:
             _log.warning("listening on %s without authentication (--insecure)", bind)

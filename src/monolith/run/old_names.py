@@ -41,6 +41,14 @@ def zero_is_default(value: object) -> object:
     return FailoverConfig().max_retries if _number(value) == 0 else value
 
 
+def recovery_mode(value: object) -> object:
+    """Partial recovery was a switch, and nothing where the job decided."""
+    text = str(value).strip().lower()
+    if text in ("", "0", "false", "no", "off", "none"):
+        return "exact"
+    return "keep_going" if text in ("1", "true", "yes", "on") else value
+
+
 def empty_is_open(value: object) -> object:
     """Empty text meant that nothing was chosen."""
     return None if value == "" else value
@@ -135,10 +143,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
         "all processes of a run write one checkpoint; there is no other way", default=True
     ),
     "mode": Renamed("job.mode"),
-    "partial_recovery": Unsupported(
-        "not built yet: restoring only the server that was lost; all of them go back to the last checkpoint, "
-        "as often as failover.max_retries allows"
-    ),
+    "partial_recovery": Renamed("failover.recovery", recovery_mode),
     "tide_start_hour": Renamed("train.tide.start_hour"),
     "tide_start_minute": Renamed("train.tide.start_minute"),
     "tide_end_hour": Renamed("train.tide.end_hour"),
@@ -290,6 +295,7 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
 OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, **ALIASES}
 
 _MOVED = {
+    "failover.partial_recovery": "failover.recovery",
     "job.model_dir": "train.model_dir",
     "job.params": "task",
     "training.intra_op_threads": "threads.intra_op",
@@ -331,7 +337,6 @@ _GONE = {
     "job.business_id": "bzid",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
-    "failover.partial_recovery": "partial_recovery",
     "training.synchronous": "enable_sync_training",
     "training.partially_synchronous": "enable_partial_sync_training",
     "training.realtime": "enable_realtime_training",

@@ -148,9 +148,17 @@ class FailoverConfig(Checked):
     process as often. 0 ends the run with the first process that is lost."""
     wait: timedelta = timedelta(seconds=5)
     """The pause before a worker joins again."""
+    recovery: Literal["exact", "keep_going"] = "exact"
+    """What becomes of the others when a process is lost. With `exact` all go back to the last checkpoint, and
+    nothing is lost or trained twice. With `keep_going` they keep what they learned: only the share of a lost
+    server is restored from the last checkpoint, a lost worker resumes from its position there, and what was
+    lost is reported."""
+    spare_after: timedelta = timedelta(seconds=5)
+    """How long a lost server may take to come back before a spare one takes its place, where
+    cluster.num_redundant_ps provides spares."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "max_retries", "wait")
+        yield from not_negative(self, "max_retries", "wait", "spare_after")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

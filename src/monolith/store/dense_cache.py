@@ -142,7 +142,7 @@ class DenseCache:
         with self._lock:
             covers = self._answered
         requests: dict[int, Request] = {server: ({}, b"") for server in sorted({0, *self.servers})}
-        self._keep(self._group.exchange("pull_dense", requests, repeat=True), covers)
+        self._keep(self._group.exchange("pull_dense", requests), covers)
 
     def refresh(self) -> None:
         """Return when everything pushed was applied, with the newest weights assigned."""

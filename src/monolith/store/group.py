@@ -4,19 +4,30 @@ A request to several servers is sent to all before the first answer is awaited, 
 at the same time, and no thread is needed for that. Each request has a connection to itself
 while it lasts; threads do not wait for each other.
 
-What is repeated after a connection broke: whatever only reads. Gradients are not: nobody
-knows whether the server had applied them, and applied twice they would be wrong for good,
-while a batch that is missing is what failover copes with anyway.
+Whatever was asked is asked again after a connection broke or an answer was late: what only reads, because it
+changes nothing, and a push, because it carries a number by which the server applies it once (see
+`monolith.store.pushes`). Where a server is gone, who waits for it goes on elsewhere after `replace`:
+
+    asked -> answered
+      |  connection broke, late, nobody there          for `patience`, or `hold` if that is longer
+      |  it restarted and lost its state               for `hold`, until `replace`
+      v
+    waits -> asked again, at the place the server has then; the same numbers
+      |  time is over, `expect` or `describe` found another run, or the group was closed
+      v
+    an error
 """
 
 from __future__ import annotations
 
+import logging
+import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,69 +35,65 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from monolith.errors import ClusterError, ConfigError, MonolithError, UnavailableError
+from monolith.errors import ClusterError, ConfigError, LostStateError, MonolithError, UnavailableError
 from monolith.store.dense import dump_dense, fill_dense, read_dense, share_of_weights
+from monolith.store.lines import Kind, ServerLine, ServerLines
 from monolith.store.servers import SERVICE
-from monolith.wire.flight import Answer, Caller, CallStream, PortGuard, StoppedError
+from monolith.wire.flight import Answer, Caller, PortGuard, StoppedError
 
 _LONG_POLL = timedelta(seconds=30)
 """What a small call may take longer than bulk: some wait for something to happen."""
 _RETRY_AFTER = 0.05
-_IDLE = 2.0
-"""Seconds after which a connection that nobody uses is closed: a server that wants to end waits for it."""
+_GREET_AGAIN_WITHIN = timedelta(seconds=2)
+"""How long a greeting may take when a server is tried again. It cannot be taken back when it is replaced."""
+
+_log = logging.getLogger(__name__)
 
 Request = tuple[Mapping[str, Any], Any]
 """JSON, and bytes beside it."""
+OnGone = Callable[[int, MonolithError], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Line:
-    """A connection, used by one thread at a time."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a server is, and what it holds there; None while nobody has asked. Replaced, never changed."""
 
-    server: int
-    bulk: bool
-    caller: Caller
-    stream: CallStream | None = None
-    deadline: float | None = None
-    """When an answer is too late; None while none is awaited."""
-    limit: float = 0.0
-    """Seconds from the request to that moment."""
-    idle_since: float = 0.0
-
-    def close(self) -> None:
-        if self.stream is not None:
-            self.stream.close()
-        self.caller.close()
-
-
-@dataclass(slots=True)
-class _Lines:
-    """All connections. The group's lock guards it."""
-
-    idle: dict[tuple[int, bool], list[_Line]] = field(default_factory=dict)
-    """By server, and whether they are for bulk."""
-    busy: set[_Line] = field(default_factory=set)
+    address: str
+    incarnation: str | None = None
 
 
 class _Failure(NamedTuple):
     error: MonolithError
-    in_the_middle: bool
+    place: _Place
+    passing: bool
+    """Whether it may help to ask again."""
+    was_connected: bool
     """Whether the connection had been made, and broke: another one may not."""
+
+    @property
+    def lost_state(self) -> bool:
+        return isinstance(self.error, LostStateError)
+
+
+_Attempt = Callable[[Collection[int], bool], dict[int, _Failure]]
+"""Asks some servers once, in a hurry or not; returns what failed."""
 
 
 class ServerGroup:
     """The parameter servers of a job, in order. Thread-safe.
 
     A server that restarted, or began another run, no longer holds the rows that this process works on. It
-    is refused, by an UnavailableError, until `describe` was called again, as every new
-    `ParameterServerStore` does, or `expect` says what it holds now.
+    is refused, by a LostStateError, until `describe` was called again, as every new
+    `ParameterServerStore` does, or `expect` or `replace` says what it holds now.
 
     Args:
         addresses: host:port of every server; its place is its number.
         guard: What servers want to be shown.
         timeout: How long an answer may take. Small calls may wait half a minute more.
         lookup_timeout: How long a lookup of rows may take; None as long as others.
-        patience: How long to go on trying a server where nobody answers.
+        patience: How long to go on trying a server where nobody answers, from the first failure on.
+        hold: How long an exchange, or a call about what a server holds, waits for one that is gone or has
+            lost its state, for it to come back or be replaced. Shorter than `patience`, it changes nothing.
 
     Raises:
         ConfigError: There are no addresses.
@@ -101,26 +108,46 @@ class ServerGroup:
         timeout: timedelta = timedelta(seconds=30),
         lookup_timeout: timedelta | None = None,
         patience: timedelta = timedelta(seconds=5),
+        hold: timedelta = timedelta(),
     ) -> None:
         if not addresses:
             raise ConfigError("a group of parameter servers needs the address of at least one")
-        self.addresses = tuple(addresses)
         self._guard = guard
         self._timeout = timeout
         self._lookup_timeout = timeout if lookup_timeout is None else lookup_timeout
         self._patience = patience
-        self._lock = threading.Lock()  # guards _lines, _incarnations, _step, _keeper and _pool
-        self._lines = _Lines()
-        self._incarnations: list[str | None] = [None] * len(self.addresses)
+        self.hold = hold
+        """May be changed; who waits already goes on as it was."""
+        self.on_gone: OnGone | None = None
+        """Told which server was lost, and how: once per loss, from any thread, as soon as somebody who waits
+        for an exchange or a held call notices. It may have been replaced, or answer again, by then."""
+        self.sender = secrets.token_hex(8)
+        """Names this process to servers, beside the numbers of its pushes."""
+        self._lock = threading.Lock()  # guards what follows
+        self._places = [_Place(address) for address in addresses]
+        self._runs = 0
+        """How often this process began to work on another run."""
+        self._numbers = [0] * len(addresses)
+        """Of the last push to each server."""
+        self._acknowledged = [0] * len(addresses)
+        self._given_up: MonolithError | None = None
+        self._lost: set[int] = set()
         self._processes: tuple[str, ...] = ()
         self._step = 0
-        self._stop = threading.Event()
-        self._keeper: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._caller(0, bulk=False).close()  # a package that is missing is said now
+        self._stop = threading.Event()
+        shortest = min(self._timeout, self._lookup_timeout).total_seconds()
+        self._lines = ServerLines(self._connect, shortest, self._stop)
+        self._connect(0, "small", False).close()  # a package that is missing is said now
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return len(self._places)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where each server is now."""
+        with self._lock:
+            return tuple(place.address for place in self._places)
 
     @property
     def step(self) -> int:
@@ -132,7 +159,13 @@ class ServerGroup:
     def incarnations(self) -> tuple[str | None, ...]:
         """Of each server, as `describe` found it."""
         with self._lock:
-            return tuple(self._incarnations)
+            return tuple(place.incarnation for place in self._places)
+
+    @property
+    def acknowledged(self) -> tuple[int, ...]:
+        """Pushes that each place has acknowledged to this process, whoever served it then."""
+        with self._lock:
+            return tuple(self._acknowledged)
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -154,14 +187,33 @@ class ServerGroup:
             ConfigError: It refuses the token, or its certificate is not to be trusted.
             MonolithError: What the server raised.
         """
-        line = self._take(server, bulk=False)
+        if not 0 <= server < len(self):
+            raise ConfigError(f"there is no parameter server {server}; there are {len(self)}")
+        if not held:
+            return self._call_once(server, "small", name, body)
+        answers: dict[int, dict[str, Any]] = {}
+
+        def attempt(_: Collection[int], __: bool) -> dict[int, _Failure]:
+            place = self._place(server)
+            try:
+                answers[server] = self._call_once(
+                    server, "held", name, {**body, "incarnation": place.incarnation}
+                )
+            except MonolithError as error:
+                passing = isinstance(error, (SERVICE.unreachable, SERVICE.late))
+                return {server: _Failure(error, place, passing, was_connected=False)}
+            return {}
+
+        self._persist(attempt, [server])
+        return answers[server]
+
+    def _call_once(self, server: int, kind: Kind, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        line = self._take(server, kind)
         try:
-            if held:
-                body["incarnation"] = self.incarnations[server]
             with self._naming(server):
                 return line.caller.call(name, **body)
         finally:
-            self._give_back(line)
+            self._lines.give_back(line)
 
     def call_all(self, name: str, /, **body: Any) -> list[dict[str, Any]]:
         """Return the answers of all servers, in order, to a call that is made to all at once."""
@@ -204,16 +256,39 @@ class ServerGroup:
         return found
 
     def expect(self, incarnation: str) -> None:
-        """Work with servers that all hold what has this name, and with no others."""
+        """Work with servers that all hold what has this name, and with no others.
+
+        Whoever still waits for a server of what was worked on before hears that it is over.
+        """
         self._use([incarnation] * len(self))
+
+    def replace(self, server: int, address: str, incarnation: str) -> None:
+        """Find a server elsewhere, or holding something else, from now on; the run is the same.
+
+        Whoever waits for it goes on there, with the numbers that pushes had.
+        """
+        with self._lock:
+            self._check_open()
+            self._places[server] = _Place(address, incarnation)
+            self._lost.discard(server)
+        self._lines.drop(server, "it was replaced")
+
+    def give_up(self, error: MonolithError) -> None:
+        """Wait for no lost server any more: whoever does, now or later, raises this. From any thread."""
+        with self._lock:
+            self._given_up = error
 
     def _use(self, incarnations: list[str]) -> None:
         with self._lock:
-            stale = [line for lines in self._lines.idle.values() for line in lines if line.bulk]
-            self._lines.idle = {key: lines for key, lines in self._lines.idle.items() if not key[1]}
-            self._incarnations = list(incarnations)
-        for line in stale:
-            line.close()
+            before = [place.incarnation for place in self._places]
+            if any(old not in (None, new) for old, new in zip(before, incarnations, strict=True)):
+                self._runs += 1
+            self._places = [
+                place if place.incarnation == new else _Place(place.address, new)
+                for place, new in zip(self._places, incarnations, strict=True)
+            ]
+            self._lost.clear()
+        self._lines.drop_idle("bulk")
 
     def set_step(self, step: int) -> None:
         """Set the global step, as after a restore."""
@@ -226,68 +301,144 @@ class ServerGroup:
 
     # Bulk
 
-    def exchange(self, name: str, requests: Mapping[int, Request], *, repeat: bool) -> dict[int, Answer]:
+    def exchange(self, name: str, requests: Mapping[int, Request]) -> dict[int, Answer]:
         """Return the answers of several servers to requests that are made at the same time.
 
+        A request may reach a server more than once.
+
         Args:
-            requests: By server.
-            repeat: Whether a request may be made again after a connection broke.
+            requests: By server. What they hold must stay as it is meanwhile.
 
         Raises:
             MonolithError: As of `call`. Other servers may have done what they were asked to.
         """
         answers: dict[int, Answer] = {}
-        pending, give_up = dict(requests), time.monotonic() + self._patience.total_seconds()
-        while pending:
-            failures = self._attempt(name, pending, answers)
-            broken = {server for server, failure in failures.items() if failure.in_the_middle}
-            if failures and not (repeat and broken == failures.keys() and time.monotonic() < give_up):
-                raise next(iter(failures.values())).error
-            pending = {server: requests[server] for server in failures}
-            if pending:
-                self._stop.wait(_RETRY_AFTER)
+        runs = self._runs
+
+        def attempt(servers: Collection[int], hurry: bool) -> dict[int, _Failure]:
+            return self._ask(name, {server: requests[server] for server in servers}, answers, runs, hurry)
+
+        self._persist(attempt, requests.keys())
         for server, answer in answers.items():
             self._heard(server, answer.body)
         return answers
 
-    def _attempt(
-        self, name: str, requests: Mapping[int, Request], answers: dict[int, Answer]
+    def push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Answer]:
+        """As `exchange`, for what is to be done once: each request is given the next number of its server."""
+        numbered: dict[int, Request] = {}
+        with self._lock:
+            for server, (body, data) in requests.items():
+                self._numbers[server] += 1
+                named = {**body, "sender": self.sender, "number": self._numbers[server]}
+                numbered[server] = named, data
+        answers = self.exchange(name, numbered)
+        with self._lock:
+            for server in answers:
+                self._acknowledged[server] += 1
+        return answers
+
+    def _persist(self, attempt: _Attempt, servers: Collection[int]) -> None:
+        """Ask servers until all have answered, or one has not for too long.
+
+        Raises:
+            MonolithError: Why; the others may have answered.
+        """
+        patience, hold = self._patience.total_seconds(), self.hold.total_seconds()
+        pending, first_failure, runs = set(servers), 0.0, self._runs
+        forgetful: dict[int, _Place] = {}  # who lost its state where it is
+        last: dict[int, _Failure] = {}
+        hurry = False
+        while pending:
+            asked = [server for server in pending if self._place(server) is not forgetful.get(server)]
+            failures = attempt(asked, hurry) if asked else {}
+            pending -= set(asked) - failures.keys()
+            if not pending:
+                break
+            now = time.monotonic()
+            first_failure = first_failure if hurry else now
+            hurry = True
+            last |= failures
+            for server, failure in failures.items():
+                if not failure.passing:
+                    raise failure.error
+                self._note_loss(server, failure, max(hold, 0.0 if failure.lost_state else patience))
+                if failure.lost_state:
+                    forgetful[server] = failure.place
+            for server in pending:
+                if self._runs != runs:
+                    raise last[server].error
+                if self._given_up is not None:
+                    raise self._given_up from last[server].error
+                wait = hold if last[server].lost_state else max(patience, hold)
+                if now - first_failure >= wait:
+                    raise last[server].error
+            if self._stop.wait(_RETRY_AFTER):
+                raise self._closed()
+        if self._lost:
+            with self._lock:
+                self._lost -= set(servers)
+
+    def _note_loss(self, server: int, failure: _Failure, wait: float) -> None:
+        """Say once that a server is lost. A connection that broke says nothing yet: another may be made."""
+        if failure.was_connected and not isinstance(failure.error, SERVICE.late):
+            return
+        with self._lock:
+            if server in self._lost or self._places[server] is not failure.place:
+                return
+            self._lost.add(server)
+        if wait > 0:
+            _log.warning("%s; trying for %g s", failure.error, wait)
+        if self.on_gone is not None:
+            self.on_gone(server, failure.error)
+
+    def _ask(
+        self,
+        name: str,
+        requests: Mapping[int, Request],
+        answers: dict[int, Answer],
+        runs: int,
+        hurry: bool,
     ) -> dict[int, _Failure]:
         """Make requests once; add to `answers`, and return what failed."""
         failures: dict[int, _Failure] = {}
-        lines: dict[int, _Line] = {}
+        lines: dict[int, ServerLine] = {}
         try:
             for server, (body, data) in requests.items():
                 with self._failing(server, lines, failures):
-                    lines[server] = self._take(server, bulk=True)
-                    self._send(lines[server], name, body, data)
+                    lines[server] = self._take(server, "bulk", hurry=hurry)
+                    self._send(lines[server], name, body, data, runs)
             for server, line in lines.items():
                 if server not in failures and line.stream is not None:
                     with self._failing(server, lines, failures):
                         answers[server] = line.stream.receive()
-                        with self._lock:
-                            line.deadline = None  # another server may keep us waiting past it
+                        self._lines.answered(line)  # another server may keep us waiting past its deadline
         finally:
             for server, line in lines.items():
                 if server not in answers and server not in failures and line.stream is not None:
                     line.stream.broken = True  # we were interrupted, and its answer is still to come
-                self._give_back(line)
+                self._lines.give_back(line)
         return failures
 
-    def _send(self, line: _Line, name: str, body: Mapping[str, Any], data: Any) -> None:
+    def _send(self, line: ServerLine, name: str, body: Mapping[str, Any], data: Any, runs: int) -> None:
         if line.stream is None:
-            with self._lock:
-                known = self._incarnations[line.server]
-            answer = line.caller.call("hello", incarnation=known)
-            with self._lock:
-                self._incarnations[line.server] = known or answer["incarnation"]
+            known = self._place(line.server)
+            answer = line.caller.call("hello", incarnation=known.incarnation)
+            if known.incarnation is None:
+                self._met(line.server, known, answer["incarnation"])
             line.stream = line.caller.open_stream()
-        limit = self._lookup_timeout if name == "lookup" else self._timeout
         with self._lock:
-            meant = self._incarnations[line.server]
-            line.limit = limit.total_seconds()
-            line.deadline = time.monotonic() + line.limit
+            if self._runs != runs:
+                raise LostStateError("this process works on another run by now")
+            meant = self._places[line.server].incarnation
+        limit = self._lookup_timeout if name == "lookup" else self._timeout
+        if not self._lines.await_answer(line, limit.total_seconds()):
+            raise SERVICE.unreachable("it was replaced")
         line.stream.send(name, {**body, "incarnation": meant}, data)
+
+    def _met(self, server: int, place: _Place, incarnation: str) -> None:
+        with self._lock:
+            if self._places[server] is place:
+                self._places[server] = _Place(place.address, incarnation)
 
     # Dense weights, around a save
 
@@ -305,7 +456,7 @@ class ServerGroup:
             RestoreError: They hold other weights, or train them by another optimizer. Nothing has changed.
         """
         requests: dict[int, Request] = {server: ({}, b"") for server in range(len(self))}
-        answers = self.exchange("dump_dense", requests, repeat=True)
+        answers = self.exchange("dump_dense", requests)
         states = [read_dense(answers[server].data.tobytes()) for server in range(len(self))]
         fill_dense(parameters, optimizer, states, schedule)
         return states[0].step
@@ -334,29 +485,25 @@ class ServerGroup:
         for server in range(len(self)):
             mine = {name: parameters[name] for name, owner in servers.items() if owner == server}
             requests[server] = {}, dump_dense(mine, optimizer, step, schedule)
-        self.exchange("load_dense", requests, repeat=True)
+        self.exchange("load_dense", requests)
 
     def close(self) -> None:
         """Let go of all connections; whoever waits hears of it. Closing again does nothing."""
         self._stop.set()
         with self._lock:
-            lines = [line for lines in self._lines.idle.values() for line in lines]
-            self._lines.idle = {}
-            for line in self._lines.busy:
-                if line.stream is not None:
-                    line.stream.cancel("the connections were closed")
-            keeper, pool = self._keeper, self._pool
-        for line in lines:
-            line.close()
-        if keeper is not None:
-            keeper.join()
+            pool = self._pool
+        self._lines.close()
         if pool is not None:
             pool.shutdown()
 
     # Inside
 
+    def _place(self, server: int) -> _Place:
+        with self._lock:
+            return self._places[server]
+
     def _name(self, server: int) -> str:
-        return f"parameter server {server} of {len(self)} at {self.addresses[server]}"
+        return f"parameter server {server} of {len(self)} at {self._place(server).address}"
 
     @contextmanager
     def _naming(self, server: int) -> Iterator[None]:
@@ -372,81 +519,40 @@ class ServerGroup:
 
     @contextmanager
     def _failing(
-        self, server: int, lines: Mapping[int, _Line], failures: dict[int, _Failure]
+        self, server: int, lines: Mapping[int, ServerLine], failures: dict[int, _Failure]
     ) -> Iterator[None]:
+        place = self._place(server)
         try:
             with self._naming(server):
                 yield
         except MonolithError as error:
             line = lines.get(server)
-            broken = line is not None and line.stream is not None and line.stream.broken
-            failures[server] = _Failure(error, broken and isinstance(error, SERVICE.unreachable))
+            connected = line is not None and line.stream is not None
+            unheard = line is not None and (line.stream is None or line.is_broken)
+            passing = isinstance(error, LostStateError) or (
+                unheard and isinstance(error, (SERVICE.unreachable, SERVICE.late))
+            )
+            failures[server] = _Failure(error, place, passing, connected)
 
     def _heard(self, server: int, body: Mapping[str, Any]) -> None:
         if server == 0 and "step" in body:
             with self._lock:
                 self._step = body["step"]
 
-    def _take(self, server: int, *, bulk: bool) -> _Line:
-        """Return a connection that nobody uses, or a new one."""
-        if not 0 <= server < len(self):
-            raise ConfigError(f"there is no parameter server {server}; there are {len(self)}")
-        with self._lock:
-            self._check_open()
-            if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="server-group", daemon=True)
-                self._keeper.start()
-            idle = self._lines.idle.get((server, bulk))
-            line = idle.pop() if idle else _Line(server, bulk, self._caller(server, bulk=bulk))
-            self._lines.busy.add(line)
-            return line
+    def _take(self, server: int, kind: Kind, *, hurry: bool = False) -> ServerLine:
+        self._check_open()
+        return self._lines.take(server, kind, hurry=hurry)
 
-    def _give_back(self, line: _Line) -> None:
-        closed: list[_Line] = []
-        with self._lock:
-            self._lines.busy.discard(line)
-            line.deadline = None
-            line.idle_since = time.monotonic()
-            idle = self._lines.idle.setdefault((line.server, line.bulk), [])
-            if line.stream is not None and line.stream.broken:
-                closed, idle[:] = [line, *idle], []  # the others go the same way, most likely
-            elif self._stop.is_set() or (line.bulk and line.stream is None):
-                closed = [line]
-            else:
-                idle.append(line)
-        for one in closed:
-            one.close()
-
-    def _caller(self, server: int, *, bulk: bool) -> Caller:
+    def _connect(self, server: int, kind: Kind, hurry: bool) -> Caller:
+        timeout = self._timeout if kind == "bulk" else self._timeout + _LONG_POLL
         return Caller(
             SERVICE,
-            self.addresses[server],
+            lambda: self._place(server).address,
             guard=self._guard,
-            patience=self._patience,
-            timeout=self._timeout if bulk else self._timeout + _LONG_POLL,
+            patience=self._patience if kind == "small" else timedelta(),
+            timeout=min(timeout, _GREET_AGAIN_WITHIN) if hurry and kind == "bulk" else timeout,
             stop=self._stop,
         )
-
-    def _keep(self) -> None:
-        """Until the group is closed: cut off answers that are late, close connections that nobody uses."""
-        shortest = min(self._timeout, self._lookup_timeout).total_seconds()
-        while not self._stop.wait(min(shortest / 4, _IDLE / 4)):
-            now = time.monotonic()
-            with self._lock:
-                for line in self._lines.busy:
-                    if line.deadline is not None and now >= line.deadline and line.stream is not None:
-                        line.stream.cancel(f"no answer in {line.limit:g} s")
-                        line.deadline = None
-                unused = [
-                    line
-                    for lines in self._lines.idle.values()
-                    for line in lines
-                    if now - line.idle_since >= _IDLE
-                ]
-                for lines in self._lines.idle.values():
-                    lines[:] = [line for line in lines if line not in unused]
-            for line in unused:
-                line.close()
 
     def _check_open(self) -> None:
         if self._stop.is_set():

@@ -24,8 +24,10 @@ from monolith.table import TableConfig, TableStats, arguments
 class ParameterServerStore:
     """A `Store` over servers. Thread-safe. A call makes one request to each server, all at once.
 
-    What was pushed is not repeated when a connection breaks: `apply_gradients` and `push_dense` raise
-    an error that is retryable, and some servers may have applied their part. Lookups are repeated.
+    A connection that breaks and an answer that is late cost time and nothing else: what was asked is asked
+    again for as long as the group waits (`patience`, `hold`), and what was pushed is applied once. Only
+    after that do `apply_gradients` and `push_dense` raise an error that is retryable, and some servers may
+    have applied their part.
 
     Args:
         group: The servers; shared with other stores of the model, and closed by whoever made it.
@@ -65,7 +67,7 @@ class ParameterServerStore:
         requests = {
             server: self._request(routes, server, ids.batches, {}, {})[0] for server in _asked(routes)
         }
-        answers = self.group.exchange("lookup", requests, repeat=True)
+        answers = self.group.exchange("lookup", requests)
         rows = [
             answers[server].data.view(np.float32) if server in answers else np.empty(0, np.float32)
             for server in range(len(self.group))
@@ -250,11 +252,9 @@ class ParameterServerStore:
 
     def _push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Any]:
         try:
-            return self.group.exchange(name, requests, repeat=False)
+            return self.group.push(name, requests)
         except RetryableError as cause:
-            raise type(cause)(
-                f"{cause}. Whether it had applied the gradients is not known; they are not sent again."
-            ) from cause
+            raise type(cause)(f"{cause}. Whether it has applied the gradients is not known.") from cause
 
 
 def _asked(routes: Routes) -> list[int]:

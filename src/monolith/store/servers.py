@@ -22,6 +22,7 @@ from monolith.errors import (
     ConfigError,
     DeadlineExceededError,
     FeatureError,
+    LostStateError,
     RequestError,
     TableArgumentError,
     UnavailableError,
@@ -31,6 +32,7 @@ from monolith.store.buffers import BufferShelf, LaidDown
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.measuring import take_sample_step
+from monolith.store.pushes import AppliedPushes
 from monolith.store.store import TableIds
 from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, Whole, typed
 from monolith.wire.flight import Bytes, Exchange, PortGuard, Server, Service, typed_exchange
@@ -49,6 +51,7 @@ SERVICE = Service(
         errors.FeatureError,
         errors.FileMissingError,
         errors.FilesystemError,
+        errors.LostStateError,
         errors.RestoreError,
         errors.SaveError,
         errors.ServingTableError,
@@ -111,14 +114,25 @@ class Lookup(OfStore):
     arrays: RequestArrays
 
 
+_Number = Annotated[int, Bounds(1, 1 << 53)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyGradients(Lookup):
+    """A push. Sender and number name it, so that it is applied once; see `monolith.store.pushes`."""
+
+    sender: Name
+    number: _Number
     step: Whole = 0
     event_time: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushDense(Meant):
+    """A push, as `ApplyGradients` is."""
+
+    sender: Name
+    number: _Number
     names: list[Name]
     brings: bool = True
     """Whether the answer is to bring the weights."""
@@ -189,6 +203,7 @@ class _Held:
     stores: list[LocalStore]
     dense: DenseShare
     buffers: BufferShelf = field(default_factory=BufferShelf)
+    applied: AppliedPushes = field(default_factory=AppliedPushes)
 
 
 class ParameterServer:
@@ -382,15 +397,20 @@ class ParameterServer:
         return {}, store.lookup(ids).numpy()
 
     def _apply_gradients(self, body: ApplyGradients, data: Bytes) -> tuple[dict[str, Any], Any]:
-        store = self._store(body)
+        held = self._meant(body)
+        store = self._store_of(held, body)
         ids, request = self._request(store, body, data)
-        store.apply_gradients(
-            ids,
-            torch.from_numpy(request.gradients),
-            step=body.step,
-            event_time=body.event_time if request.times is None else torch.from_numpy(request.times),
-            latest_values=None if request.latest is None else torch.from_numpy(request.latest),
-        )
+
+        def apply() -> None:
+            store.apply_gradients(
+                ids,
+                torch.from_numpy(request.gradients),
+                step=body.step,
+                event_time=body.event_time if request.times is None else torch.from_numpy(request.times),
+                latest_values=None if request.latest is None else torch.from_numpy(request.latest),
+            )
+
+        held.applied.once(body.sender, body.number, apply, lambda: None)
         return {}, b""
 
     def _request(
@@ -418,7 +438,12 @@ class ParameterServer:
         if unknown := [name for name in body.names if name not in weights]:
             raise FeatureError(f"this server is not in charge of the weight {unknown[0]!r}")
         gradients = unpack_tensors(data, [weights[name] for name in body.names])
-        after = held.dense.push(dict(zip(body.names, gradients, strict=True)), dict(body.rates))
+        after = held.applied.once(
+            body.sender,
+            body.number,
+            lambda: held.dense.push(dict(zip(body.names, gradients, strict=True)), dict(body.rates)),
+            held.dense.pull,  # what others pushed meanwhile shows, as it would in the next answer
+        )
         return self._about(held), self._packed(after) if body.brings else b""
 
     def _pull_dense(self, body: Meant, _: Bytes) -> tuple[dict[str, Any], Any]:
@@ -463,7 +488,7 @@ class ParameterServer:
                 "the server has no share of the model: it is a spare, until the chief assigns it one"
             )
         if body.incarnation not in (None, held.incarnation):
-            raise UnavailableError(
+            raise LostStateError(
                 "the server restarted or began another run, and no longer holds what this caller works on. "
                 "Workers that join the run again go on from its last checkpoint."
             )
@@ -476,10 +501,12 @@ class ParameterServer:
         return {"step": held.dense.step}
 
     def _store(self, body: OfStore) -> LocalStore:
-        number, stores = body.store, self._meant(body).stores
-        if number >= len(stores):
-            raise UnknownTableError(f"there is no store {number}; this model has {len(stores)}")
-        return stores[number]
+        return self._store_of(self._meant(body), body)
+
+    def _store_of(self, held: _Held, body: OfStore) -> LocalStore:
+        if body.store >= len(held.stores):
+            raise UnknownTableError(f"there is no store {body.store}; this model has {len(held.stores)}")
+        return held.stores[body.store]
 
 
 def _check_share(share: tuple[int, int] | None) -> None:

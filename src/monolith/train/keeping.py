@@ -14,6 +14,7 @@ from monolith.checkpoint import (
     Checkpointer,
     Moment,
     Restored,
+    RestoreOptions,
     Saver,
     checkpoint_exists,
     resolve_restore,
@@ -33,6 +34,7 @@ from monolith.train.hooks import (
     SaveHook,
     SaveMemory,
 )
+from monolith.train.peers import LastCheckpoint
 from monolith.train.session import Session
 
 _log = logging.getLogger(__name__)
@@ -88,6 +90,8 @@ class Keeper:
         """The hook that watches the loss, where one was asked for."""
         self._lock = threading.Lock()  # guards what follows
         self._safe: Position | None = None
+        self._began_from: LastCheckpoint | None = None
+        session.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
 
@@ -115,6 +119,7 @@ class Keeper:
             replace(config.save, asynchronous=config.saves_beside),
             memory=memory,
             together=self._session.together,
+            outlives=self._session.outlives,
             on_saved=self._note,
             metrics=metrics,
             clock=self._clock,
@@ -185,6 +190,15 @@ class Keeper:
             for earlier in [one for one in self._positions if one < step]:
                 del self._positions[earlier]
 
+    def _last(self) -> LastCheckpoint | None:
+        """Return what holds the newest state that was saved or restored. From any thread."""
+        prefix = self._checkpointer.newest
+        with self._lock:
+            began = self._began_from
+        if prefix is None or (began is not None and began.prefix == prefix):
+            return began
+        return LastCheckpoint(prefix=prefix, options=RestoreOptions(model_dir=self._config.model_dir))
+
     def _roll_back(self) -> None:
         if self.newest is None:
             raise RestoreError("cannot roll back: nothing was saved yet")
@@ -193,8 +207,12 @@ class Keeper:
     def _restore(self, prefix: str) -> Restored:
         elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))
         self._session.restarts_data = self._config.restore.restart_data and elsewhere
-        restored = self._checkpointer.restore(prefix, self._config.restore.options(self._config.model_dir))
+        options = self._config.restore.options(self._config.model_dir)
+        cleared = options.custom.clears(options.model_dir)
+        restored = self._checkpointer.restore(prefix, options)
         self._session.go_on_from(restored.step)
+        with self._lock:
+            self._began_from = LastCheckpoint(prefix=prefix, options=options, dense_cleared=cleared)
         self.newest = prefix
         _log.info("restored %s:\n%s", prefix, restored.report.describe())
         return restored

@@ -89,15 +89,19 @@ class Model:
             write_progress=Resting(SHARE) if beside and busy else None,
         )
 
-    def dense_part(self) -> DensePart:
-        """Return what a checkpoint keeps of the dense half."""
+    def dense_part(self, *, random: bool = True) -> DensePart:
+        """Return what a checkpoint keeps of the dense half.
+
+        Args:
+            random: Whether that has the state of this process's random numbers, where it trains.
+        """
         optimizers: dict[str, torch.optim.Optimizer] = {}
         if self.sparse is not None:
             optimizers["rows"] = self.sparse
         if self.dense is not None:
             optimizers["dense"] = self.dense
         schedules = {} if self.schedule is None else {"dense": self.schedule}
-        return DensePart(self.module, optimizers, schedules, random=self.sparse is not None)
+        return DensePart(self.module, optimizers, schedules, random=random and self.sparse is not None)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the dense weights that are trained, by name."""

@@ -16,7 +16,8 @@ several ranks. It tells its peers where it stands, and they tell it what to do a
 
 One process leads: it restores, saves, expires rows and says when the run is over. What is lost, a process or
 a machine, is an error of the next call: a `RetryableError`, after which whoever made the peers makes others
-and begins again from the last checkpoint.
+and begins again from the last checkpoint. Peers that keep going bring it back themselves, from where
+`restore_from` says, and say what was `lost`; only what was being saved then is dropped (`outlives`).
 
 Every implementation passes `tests/contracts/test_peers.py`.
 """
@@ -31,7 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from monolith.checkpoint import Part
+from monolith.checkpoint import Part, RestoreOptions
 from monolith.data import Share
 from monolith.data.source import Position
 from monolith.model import WeightOptimizer
@@ -40,6 +41,7 @@ from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
 from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
+from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.wire.bodies import Count
 
@@ -65,6 +67,20 @@ class Start:
     step: Count
     positions: tuple[Position, ...] = ()
     """Of each worker's data; none where all data begins."""
+    back: WorkerState | None = None
+    """How this process stood when the last checkpoint was cut, where it comes back to a run that goes on."""
+    others: tuple[WorkerState, ...] = ()
+    """How the others stood then, where this one leads and comes back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastCheckpoint:
+    """What a share that was lost is restored from."""
+
+    prefix: str
+    options: RestoreOptions
+    dense_cleared: bool = False
+    """Whether the run began from it with the dense weights as they are made, and has saved none since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +148,10 @@ class Peers(Protocol):
     def others(self) -> Others | None:
         """What hooks may ask of the other processes; None where there are none."""
 
+    @property
+    def lost(self) -> Lost:
+        """What was lost while the others kept going, where this process leads."""
+
     def check(self, config: TrainConfig) -> None:
         """Look at the settings of a run before anything is made.
 
@@ -151,6 +171,12 @@ class Peers(Protocol):
 
     def dense_part(self, model: Model) -> Part:
         """Return what a checkpoint keeps of the weights."""
+
+    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Hear, as the one that leads, how to find the newest checkpoint. It may be asked from any thread."""
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether training goes on although a save failed with this."""
 
     # Beginning
 
@@ -224,6 +250,7 @@ class Alone:
     leads = True
     finished = True
     others = None
+    lost = Lost()
 
     def __init__(self) -> None:
         self._barrier = LocalBarrier(1)
@@ -253,6 +280,12 @@ class Alone:
 
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()
+
+    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Do nothing: there is nobody to lose."""
+
+    def outlives(self, error: Exception) -> bool:  # noqa: ARG002
+        return False
 
     def begin(self) -> None:
         """Do nothing: there is nobody to make ready."""

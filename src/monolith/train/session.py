@@ -26,7 +26,7 @@ from monolith.train.lane import Lane
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
-from monolith.train.peers import Gathered, Peers, Staleness, Start, WorkerState
+from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Start, WorkerState
 from monolith.train.positions import joined_positions, split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
@@ -176,11 +176,24 @@ class Session:
         start = self._peers.open(Start(step=self._step, positions=tuple(self._starts)), self)
         if start is None:
             return RUN_IS_OVER
-        if not self._peers.leads:
-            self._be_at(start.step)
-            if start.positions:
-                self._read_from(start.positions[self._peers.share.worker])
+        self._be_at(start.step)
+        if self._peers.leads:
+            self._count_on(start)
+        elif start.back is not None:
+            self._read_from(start.back.position)
+            self.examples, self._skipping.batches = start.back.examples, start.back.skipped
+        elif start.positions:
+            self._read_from(start.positions[self._peers.share.worker])
         return None
+
+    def _count_on(self, start: Start) -> None:
+        """Count on from what was saved, as the one that leads; in a run that goes on others count theirs."""
+        self._others = start.others
+        self.examples -= sum(state.examples for state in start.others)
+        self._skipping.batches -= sum(state.skipped for state in start.others)
+        if start.back is not None:
+            self._restored_examples = self.examples - start.back.examples
+            self._restored_skipped = self.skipped - start.back.skipped
 
     def meet(self, run: Run) -> None:
         """Halt, stop or fail as the others do; between two steps."""
@@ -193,6 +206,14 @@ class Session:
     def _meet(self) -> str | None:
         self._meetings += 1
         return self._peers.meet(self)
+
+    def outlives(self, error: Exception) -> bool:
+        """Whether training goes on although a save failed with this: somebody was lost, and will be back."""
+        return self._peers.outlives(error)
+
+    def restore_lost_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Say where what is lost is restored from. It may be asked from any thread."""
+        self._peers.restore_from(last)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ from monolith.train.hooks import (
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
+from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_manifest
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
@@ -96,6 +97,8 @@ class TrainReport:
     """By table: ids refused because the table is full, in this process; a server logs its own."""
     overdue: Mapping[str, int] = field(default_factory=dict)
     """By table: expired rows that were kept, because too many expired at once."""
+    lost: Lost = field(default_factory=Lost)
+    """What was lost with other processes while the run kept going."""
 
 
 class LocalRun:
@@ -235,7 +238,7 @@ class Trainer:
                     restored.append(found)
                 if (reason := session.ready()) is not None:
                     run.request_stop(reason)
-                first, first_step, first_skipped = session.examples, session.step, session.skipped
+                first, first_step, first_skipped = session.total_examples, session.step, session.total_skipped
                 if model_dir:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
@@ -270,6 +273,7 @@ class Trainer:
                 checkpoint=None if keeper is None else keeper.newest,
                 refused=_refused(session),
                 overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
+                lost=peers.lost,
             )
 
     def evaluate(

@@ -94,13 +94,13 @@ def test_a_spare_says_that_it_has_no_share_and_refuses_requests_for_rows(pool: P
     spare = pool.servers[2].address
     assert CALLS(spare, "hello")["share"] is None
     assert CALLS(spare, "describe")["share"] is None
-    with contextlib.closing(ServerGroup([spare])) as group:
+    with contextlib.closing(ServerGroup([spare], patience=timedelta())) as group:
         with pytest.raises(UnavailableError, match="has no share of the model yet"):
             group.describe()
         with pytest.raises(UnavailableError, match="it is a spare"):
             group.read_step()
         with pytest.raises(UnavailableError, match="it is a spare"):
-            group.exchange("pull_dense", {0: ({}, b"")}, repeat=True)
+            group.exchange("pull_dense", {0: ({}, b"")})
         with pytest.raises(UnavailableError, match="has no share yet"):
             group.call(0, "server.begin", run="one")
 
@@ -190,6 +190,37 @@ def test_a_server_that_comes_back_elsewhere_may_take_its_own_place(pool: Pool) -
         pool.choice().of_chief()
     back = pool.start(1).address
     assert pool.choice().of_chief() == [pool.addresses[0], back]
+
+
+def test_a_server_that_is_gone_has_a_moment_to_come_back_before_a_spare_takes_its_place(pool: Pool) -> None:
+    now = [0.0]
+    choice = pool.choice(spare_after=timedelta(seconds=5), clock=lambda: now[0])
+    choice.of_chief()
+    pool.servers[1].close()
+    with pytest.raises(UnavailableError, match="may come back"):
+        choice.of_chief()
+    now[0] = 5.0
+    assert choice.of_chief() == [pool.addresses[0], pool.addresses[2]]
+
+
+def test_a_server_that_is_back_in_time_is_preferred_to_a_spare(pool: Pool) -> None:
+    choice = pool.choice(spare_after=timedelta(hours=1))
+    choice.of_chief()
+    pool.servers[1].close()
+    back = pool.start(1).address
+    assert choice.places_of(1) == [pool.addresses[1], back]
+    assert choice.of_chief() == [pool.addresses[0], back]
+    assert fetch_ps_cluster(pool.file) == [pool.addresses[0], back]
+
+
+def test_whoever_takes_over_while_a_run_goes_on_is_listed(pool: Pool) -> None:
+    choice = pool.choice()
+    used = choice.of_chief()
+    spare = choice.take_over(1, used)
+    assert spare == pool.addresses[2]
+    choice.list_server(1, spare)
+    assert pool.choice().of_worker() == [pool.addresses[0], spare]
+    assert choice.take_over(0, [*used, spare]) is None, "no spare is left"
 
 
 def test_a_list_of_which_nobody_is_left_is_of_an_earlier_run(pool: Pool) -> None:

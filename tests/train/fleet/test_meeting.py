@@ -12,10 +12,11 @@ import pytest
 from monolith.errors import ClusterError, ConfigError, RequestError
 from monolith.train.fleet.bodies import CALLS, Joined
 from monolith.train.fleet.meeting import Meeting
+from monolith.train.peers import Start
 from monolith.wire.bodies import typed_calls, typed_polls, write_body
 
 PATIENT = 10.0
-START = {"step": 7, "positions": [{"next": 3}]}
+START = write_body(Start(step=7, positions=({"next": 3},)))
 NOT_YET = write_body(Joined())
 
 
@@ -103,7 +104,7 @@ def test_who_knows_of_a_failed_run_waits_for_the_next(running: Caller) -> None:
     assert running.join(1, known="r") == NOT_YET
     running("begin", run="next", num_workers=3)
     running("open", run="next", start={"step": 3, "positions": []})
-    assert running.join(1, known="r") == {**NOT_YET, "run": "next", "start": {"step": 3, "positions": []}}
+    assert running.join(1, known="r") == {**NOT_YET, "run": "next", "start": write_body(Start(step=3))}
 
 
 def test_a_worker_that_joins_twice_restarted_and_the_run_has_failed(running: Caller) -> None:

@@ -14,6 +14,9 @@ from monolith.checkpoint.report import RestoreReport
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
+WorkName = Literal["tables.write", "tables.restore", "dense.restore"]
+"""What takes a server longer than a call may."""
+
 # Where workers meet
 
 
@@ -23,9 +26,111 @@ class OfRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """Who serves a place since the process that did at first was lost."""
+
+    address: Name
+    incarnation: Name
+    halt: Count = 0
+    """The halt whose checkpoint it was restored from; 0 for what everybody began with."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeginMeeting:
+    """A run begins; or a meeting takes over one that goes on, whose server 0 was lost."""
+
     run: Name
     num_workers: Count
+    keep_going: bool = False
+    """Whether a worker that is lost does not end the run for the others."""
+    halts: Count = 0
+    """The last halt there was."""
+    saved: Count = 0
+    stop: Text | None = None
+    unfinished: bool = False
+    safe: dict[str, WorkerState] = field(default_factory=dict)
+    servers: dict[str, Served] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeMeeting:
+    """A chief comes back to a run that goes on."""
+
+    run: Name
+    member: Name
+
+
+@dataclass(frozen=True, slots=True)
+class MeetingResumed:
+    """Answers `ResumeMeeting`."""
+
+    goes_on: bool
+    """Whether the run is known here, has not failed and is not over."""
+    opened: bool = False
+    saved: Count = 0
+    stop: Text | None = None
+    safe: dict[str, WorkerState] = field(default_factory=dict)
+    """By worker: what it said of itself when the last checkpoint was cut."""
+    servers: dict[str, Served] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ComeBack:
+    """A worker of a run that goes on looks for it where server 0 is now."""
+
+    run: Name
+    worker: Count
+    member: Name
+    step: Count
+    """The highest that it has heard of."""
+    left: WorkerState | None = None
+    """What it left with, where it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishServer:
+    run: Name
+    server: Count
+    served: Served
+
+
+@dataclass(frozen=True, slots=True)
+class LostUpdates:
+    """What a worker had pushed to a server that was lost, and was not in the checkpoint."""
+
+    run: Name
+    worker: Count
+    incarnation: Name
+    """Of what replaced it."""
+    updates: Count
+
+
+@dataclass(frozen=True, slots=True)
+class AskLostUpdates:
+    run: Name
+    incarnation: Name
+    wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AllLostUpdates:
+    """Answers `AskLostUpdates`."""
+
+    updates: Count
+    """Of the workers that have said."""
+    missing: tuple[Count, ...]
+    """Workers that have not said yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A worker was lost and came back."""
+
+    worker: Count
+    records: Count
+    """Those it had trained since its last saved position, as far as it had said: they are trained again."""
+    seconds: Seconds
+    """From when it was missed to when it joined again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +168,10 @@ class Joined:
     over: bool = False
     unfinished: bool = False
     failed: FailedRun | None = None
+    state: WorkerState | None = None
+    """What the last checkpoint has of this worker, where it takes its place in a run that goes on."""
+    servers: dict[str, Served] = field(default_factory=dict)
+    """By place: those that were replaced since the run began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +181,10 @@ class AskNews:
     seen: int
     """The version that the worker knows."""
     wait: Seconds = 0.0
+    member: Name | None = None
+    """Names the process; one that was replaced is refused."""
+    examples: Count = 0
+    """Trained on by it since everybody began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +199,9 @@ class News:
     failure: Text | None
     saved: Count
     over: bool
+    servers: dict[str, Served] = field(default_factory=dict)
+    """By place: those that were replaced since the run began."""
+    returned: tuple[Returned, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +225,8 @@ class AskGathered:
     wait: Seconds = 0.0
     left: bool = False
     """Whether only those count who have left."""
+    halt: Count | None = None
+    """The halt that is meant; None takes the one in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +237,18 @@ class GatheredStates:
     absent: tuple[Count, ...]
     """Those of the missing who never joined."""
     states: dict[str, WorkerState]
-    """By worker: of those who stand still, or left."""
+    """By worker: of those who stand still, or left; or were lost, as they were when last saved."""
     failure: Text | None
+    in_force: bool = True
+    """Whether the halt that was meant is the one in force."""
 
 
 @dataclass(frozen=True, slots=True)
 class HaltSaved:
     run: Name
     halt: Count
+    state: WorkerState | None = None
+    """Of the chief, at that halt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +274,8 @@ class Leave:
     """None for one that failed."""
     failure: Text | None = None
     final: bool = False
+    lost: bool = False
+    """Whether the failure was not its own: it lost others, and will join again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +297,33 @@ class AssignShare:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginServer:
+    run: Name
+    incarnation: Name | None = None
+    """Names what the server holds from now on; None takes the run's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStanding:
+    """Answers `server.standing`: what a server holds, and of which run."""
+
+    process: Name
+    run: Name | None
+    incarnation: Name
+
+
+@dataclass(frozen=True, slots=True)
 class Attend:
     run: Name
     wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Answers `Attend`."""
+
+    rows: Count
+    """In all tables of the server, now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +341,14 @@ class OfCut:
 @dataclass(frozen=True, slots=True)
 class CloseCut:
     run: Name
-    cut: Name
+    cut: Name | None
+    """None for all there are: those of a chief that is gone."""
     saved: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    work: Literal["tables.write", "tables.restore"]
+    work: WorkName
     body: dict[str, Json]
     """What the work takes; it looks at it itself."""
     job: Name | None = None
@@ -261,6 +410,28 @@ class RestoreTables:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreDense:
+    """Has a server restore its share of the weights and of what their optimizer keeps."""
+
+    run: Name
+    prefix: Name
+    entry: dict[str, Json]
+    """What the manifest says of the weights."""
+    optimizer_state: Literal["keep", "reset", "auto"]
+    strict: bool
+    alias_map: dict[str, str] | None = None
+    auto_alias: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRestored:
+    """Answers `RestoreDense`."""
+
+    weights: Count
+    """Of this server."""
+
+
+@dataclass(frozen=True, slots=True)
 class TablesRestored:
     """Answers `RestoreTables`: a `RestoreReport`, as JSON has it, and the rows that are there now."""
 
@@ -297,6 +468,11 @@ class TablesRestored:
 
 CALLS: Mapping[str, type] = {
     "meeting.begin": BeginMeeting,
+    "meeting.resume": ResumeMeeting,
+    "meeting.back": ComeBack,
+    "meeting.served": PublishServer,
+    "meeting.lost": LostUpdates,
+    "meeting.updates": AskLostUpdates,
     "meeting.open": OpenMeeting,
     "meeting.join": Join,
     "meeting.news": AskNews,
@@ -310,7 +486,8 @@ CALLS: Mapping[str, type] = {
     "meeting.stop": Stop,
     "server.assign": AssignShare,
     "server.reserve": Nothing,
-    "server.begin": OfRun,
+    "server.begin": BeginServer,
+    "server.standing": Nothing,
     "server.attend": Attend,
     "server.end": EndRun,
     "server.health": OfRun,
@@ -320,5 +497,9 @@ CALLS: Mapping[str, type] = {
     "job.wait": WaitForJob,
 }
 
-WORK: Mapping[str, type] = {"tables.write": WriteTables, "tables.restore": RestoreTables}
+WORK: Mapping[str, type] = {
+    "tables.write": WriteTables,
+    "tables.restore": RestoreTables,
+    "dense.restore": RestoreDense,
+}
 """What `job.start` may start."""

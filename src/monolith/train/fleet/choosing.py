@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -98,6 +99,8 @@ class ServerChoice:
         num_ps: Shares.
         candidates: Servers to be there before a choice is made: more than `num_ps` where they are compared.
         choose: Compares them; by default the first are taken.
+        spare_after: How long one that is gone may take to come back before a spare takes its place.
+        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -108,7 +111,13 @@ class ServerChoice:
         num_ps: int,
         candidates: int | None = None,
         choose: Choose | None = None,
+        spare_after: timedelta = timedelta(0),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._spare_after = spare_after.total_seconds()
+        self._clock = clock
+        self._missed_at: dict[str, float] = {}
+        """Address -> when it was found to be gone."""
         self._manager = manager
         self._calls = calls
         self._num_ps = num_ps
@@ -172,7 +181,7 @@ class ServerChoice:
         chosen = list(listed)
         for share, address in enumerate(listed):
             if address not in there:
-                chosen[share] = self._taking_over(share, chosen)
+                chosen[share] = self._returned(share, address) or self._taking_over(share, chosen)
                 _log.warning(
                     "parameter server %d at %s does not answer; the one at %s takes its place",
                     share,
@@ -180,6 +189,45 @@ class ServerChoice:
                     chosen[share],
                 )
         return chosen
+
+    def places_of(self, share: int) -> list[str]:
+        """Return where a share may be served now: as listed, or where its server has restarted."""
+        return list(dict.fromkeys([*self._listed()[share : share + 1], *self._manager.registered_at(share)]))
+
+    def take_over(self, share: int, used: Sequence[str]) -> str | None:
+        """Give a share to a spare and return where it is, as the chief; None where none is there.
+
+        Args:
+            used: Where the servers of the run are, the lost one too.
+        """
+        try:
+            return self._taking_over(share, used)
+        except UnavailableError:
+            return None
+
+    def list_server(self, share: int, address: str) -> None:
+        """List another server for a share, as the chief: for workers that come later."""
+        listed = self._listed()
+        if listed and listed[share] != address:
+            listed[share] = address
+            save_ps_cluster(self._manager.ps_file, listed)
+
+    def _returned(self, share: int, address: str) -> str | None:
+        """Return where a server that is gone has come back; None where a spare is to take its place.
+
+        Raises:
+            UnavailableError: It may still come back; to be asked again.
+        """
+        for found in self._manager.registered_at(share):
+            with suppress(ClusterError):
+                if found != address and self._calls(found, "hello")["share"] == [share, self._num_ps]:
+                    return found
+        now = self._clock()
+        if now - self._missed_at.setdefault(address, now) < self._spare_after:
+            raise UnavailableError(
+                f"parameter server {share} at {address} does not answer, and may come back"
+            )
+        return None
 
     def _taking_over(self, share: int, used: Sequence[str]) -> str:
         """Return a server that nobody uses, and that has taken the share."""

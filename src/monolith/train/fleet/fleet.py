@@ -9,6 +9,10 @@ each worker in its data.
 Whoever dies ends the run for all, and those who are left hear of it within seconds. They stay and join
 again; when the lost one is back the chief begins the next run, from the last checkpoint. What an earlier
 run still has on its way is refused by the servers, so nothing is trained twice.
+
+A fleet that keeps going does not end for that. Who is lost is brought back into the same run, from the last
+checkpoint, and the others keep what they learned: see `recovery` for servers, `returning` for how workers go
+on, and `meeting` for workers that are lost.
 """
 
 from __future__ import annotations
@@ -16,13 +20,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
@@ -35,46 +38,49 @@ from monolith.train.fleet.bodies import (
     Arrive,
     AskGathered,
     BeginMeeting,
-    CloseCut,
+    BeginServer,
     EndRun,
     Farewell,
     GatheredStates,
     HaltNumber,
     HaltSaved,
-    JobResult,
     Join,
     Joined,
     Leave,
-    OfCut,
+    MeetingResumed,
     OfRun,
     OpenMeeting,
-    RestoreTables,
+    PublishServer,
+    ResumeMeeting,
     SayOver,
+    Served,
     ServerHealth,
-    StartJob,
+    ServerStanding,
     Stop,
-    TablesRestored,
-    TablesWritten,
-    WaitForJob,
-    WriteTables,
 )
+from monolith.train.fleet.calls import POLL, ask, tell
 from monolith.train.fleet.choosing import RESERVE_EVERY, ServerCalls, ServerChoice, Spares
-from monolith.train.fleet.news import FleetNews
+from monolith.train.fleet.keep_going import LOOK_EVERY, KeepGoing
+from monolith.train.fleet.news import FleetNews, Mending
 from monolith.train.fleet.ps_benchmark import PsBenchmark, StepMeasure
+from monolith.train.fleet.pushes import PushCounts
+from monolith.train.fleet.recovery import ServerRecovery, restore_dense
+from monolith.train.fleet.returning import WorkerReturn
+from monolith.train.fleet.table_work import TableWork, on_each
 from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
-from monolith.train.peers import Start, WorkerState
-from monolith.wire.bodies import read_body, write_body
+from monolith.train.lost import Lost, LostServer
+from monolith.train.peers import LastCheckpoint, Start, WorkerState
+from monolith.wire.bodies import Nothing, write_body
 
 _log = logging.getLogger(__name__)
 
 A = TypeVar("A")
-WorkName = Literal["tables.write", "tables.restore"]
 
 PATIENCE = timedelta(seconds=1)
 """How long to try a server where nobody answers: one that restarted holds nothing of this run."""
-POLL = 10.0
-"""Seconds that one call waits for something to happen."""
 NEWS_EVERY = timedelta(seconds=POLL)
+KEEP_GOING_EVERY = timedelta(seconds=1)
+"""How often who keeps going says what would be lost with it."""
 FAREWELL = timedelta(minutes=2)
 """How long the others have to hear that the run is over, as long as they are there."""
 SAY_EVERY = 15.0
@@ -118,6 +124,8 @@ def join_fleet(
     call_timeout: timedelta = timedelta(seconds=30),
     lookup_timeout: timedelta | None = None,
     news_every: timedelta = NEWS_EVERY,
+    keep_going: bool = False,
+    spare_after: timedelta = timedelta(seconds=5),
     on_waiting: OnWaiting | None = None,
 ) -> Fleet:
     """Wait for the servers of a run to answer, and return this worker's place among its processes.
@@ -129,13 +137,16 @@ def join_fleet(
         num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
         measure_ps: How long it measures them.
         use_ps: Addresses to use where there are extra servers, instead of measuring.
-        metrics: Are told how many servers are missing, under the model's name and the cluster's type.
+        metrics: Are told how many servers are missing, under the model's name and the cluster's type; and
+            what was lost.
         say: Told which servers were chosen, and why.
         start_timeout: How long to wait for servers, and then for the chief.
         finish_timeout: How long the chief waits for the others at the end.
         call_timeout: The longest that one call of a server may take.
         lookup_timeout: The same for a lookup of rows; None takes that of other calls.
         news_every: How often each says that it lives; of news it hears at once.
+        keep_going: Whether the others keep what they learned when a process is lost.
+        spare_after: How long a lost server may take to come back before a spare takes its place.
         on_waiting: Told who is missing.
 
     Raises:
@@ -163,15 +174,28 @@ def join_fleet(
     choose: PsBenchmark | None = None
     if num_extra_ps:
         choose = PsBenchmark(num_ps, StepMeasure(measure_ps, guard), overridden=use_ps, say=say)
-    choice = ServerChoice(manager, calls, num_ps=num_ps, candidates=num_ps + num_extra_ps, choose=choose)
+    choice = ServerChoice(
+        manager,
+        calls,
+        num_ps=num_ps,
+        candidates=num_ps + num_extra_ps,
+        choose=choose,
+        spare_after=spare_after,
+    )
 
     def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
         return ServerGroup(
-            addresses, guard=guard, patience=patience, timeout=call_timeout, lookup_timeout=lookup_timeout
+            addresses,
+            guard=guard,
+            patience=patience,
+            timeout=call_timeout,
+            lookup_timeout=lookup_timeout,
+            hold=start_timeout if keep_going else timedelta(),
         )
 
     spares: Spares | None = None
-    if not num_redundant_ps + num_extra_ps:
+    listed = bool(num_redundant_ps + num_extra_ps)
+    if not listed:
         group = _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
     elif index:
         group = _answering(choice.of_worker, num_ps, connect, start_timeout, on_waiting)
@@ -179,6 +203,20 @@ def join_fleet(
         group = _answering(choice.of_chief, num_ps, connect, start_timeout, on_waiting)
         every = min(RESERVE_EVERY, start_timeout / 4)
         spares = Spares(manager.registered_ps, lambda: group.addresses, calls, every=every)
+
+    def find(place: int) -> list[str]:
+        with contextlib.suppress(RetryableError):
+            return choice.places_of(place) if listed else manager.registered_at(place)
+        return []
+
+    how = KeepGoing(
+        find=find,
+        connect=lambda address: connect([address], timedelta()),
+        spare=(lambda place: choice.take_over(place, group.addresses)) if listed else None,
+        served=choice.list_server if listed else None,
+        spare_after=spare_after,
+        metrics=metrics,
+    )
     try:
         return Fleet(
             group,
@@ -187,7 +225,8 @@ def join_fleet(
             spares=spares,
             start_timeout=start_timeout,
             finish_timeout=finish_timeout,
-            news_every=news_every,
+            news_every=min(news_every, KEEP_GOING_EVERY) if keep_going else news_every,
+            keep_going=how if keep_going else None,
         )
     except BaseException:
         group.close()
@@ -249,6 +288,7 @@ class Fleet:
 
     Args: see `join_fleet`.
         spares: Servers that the chief keeps beside those of the group; closed in the end.
+        keep_going: How to go on when servers are lost; None ends the run for that.
     """
 
     def __init__(
@@ -261,6 +301,7 @@ class Fleet:
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
         news_every: timedelta = NEWS_EVERY,
+        keep_going: KeepGoing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= index < num_workers:
@@ -273,19 +314,67 @@ class Fleet:
         self._start_timeout = start_timeout
         self._finish_timeout = finish_timeout
         self._news_every = news_every.total_seconds()
+        self._how = keep_going
         self._clock = clock
         self._stores = 0
         self._held = False
         self._run = ""
+        self._pushes = PushCounts(group)
+        self._halts: dict[int, int] = {}
+        """Step -> the halt at which it was cut, as the chief."""
+        self._last_halt = 0
+        self._stood: dict[int, list[WorkerState]] = {}
+        """Halt -> how the others stood, as the chief, until it is saved."""
+        self._safe: dict[str, WorkerState] = {}
+        """By worker: how it stood at the last halt that was saved, as the chief."""
+        self._start = Start(step=0)
+        self._replaced: dict[int, Served] = {}
+        """Servers to be restored that others are still to hear of, as a chief that came back."""
+        self.fresh: tuple[int, ...] = tuple(range(len(group)))
+        """Servers that hold nothing of the run yet, so that a restore is for them, as the chief."""
+        self.last_checkpoint: Callable[[], LastCheckpoint | None] = lambda: None
+        """Finds what a lost share is restored from, as the chief. From any thread."""
         self._absent: list[int] = []
         """Workers who have not joined yet, as far as is known here."""
         self._listener: FleetNews | None = None
+        self._recovery: ServerRecovery | None = None
+        self._return: WorkerReturn | None = None
         self.finished = True
         """Once the run is over: whether it came to its end, and nobody stopped it before."""
 
     @property
     def is_chief(self) -> bool:
         return self.index == 0
+
+    @property
+    def keeps_going(self) -> bool:
+        """Whether it outlives the loss of others."""
+        return self._how is not None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the chief came back to a run that some servers still hold."""
+        return len(self.fresh) < len(self.group)
+
+    @property
+    def lost(self) -> Lost:
+        """What was lost so far, as the chief knows it."""
+        return Lost() if self._recovery is None else self._recovery.lost
+
+    @property
+    def safe(self) -> list[WorkerState | None]:
+        """How each worker stood when the last checkpoint was cut, where that is known, as the chief."""
+        return [self._safe.get(str(worker)) for worker in range(self.num_workers)]
+
+    @property
+    def losses(self) -> int:
+        """How often servers were lost so far, as the chief."""
+        return 0 if self._recovery is None else self._recovery.losses
+
+    @property
+    def tables(self) -> TableWork:
+        """What the servers may be asked to do with their tables, as the chief."""
+        return TableWork(self.group, self._run)
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -316,20 +405,133 @@ class Fleet:
     # Beginning
 
     def begin(self) -> None:
-        """Start a run, as its chief: what an earlier one left on the servers no longer counts."""
+        """Start a run, as its chief: what an earlier one left on the servers no longer counts.
+
+        Where the fleet keeps going and some servers still hold a run, take that one on instead: `fresh` says
+        which servers do not.
+        """
         if self.spares is not None:
             self.spares.keep()
-        self._run = secrets.token_hex(8)
-        self._tell_servers("server.begin", OfRun(self._run))
-        self.group.expect(self._run)
-        self._tell("meeting.begin", BeginMeeting(self._run, self.num_workers))
-        self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
-        self._listener.attend()
+        if self._how is None or not self._resume():
+            self._run = secrets.token_hex(8)
+            self._tell_servers("server.begin", BeginServer(self._run))
+            self.group.expect(self._run)
+            self._begin_meeting(self.group, {})
+        self._listen()
+
+    def _resume(self) -> bool:
+        """Take on the run that servers still hold, if there is one that goes on."""
+        found = on_each(
+            range(len(self.group)), lambda one: self._ask("server.standing", Nothing(), ServerStanding, one)
+        )
+        runs = {one.run for one in found if one.run is not None}
+        if len(runs) != 1:
+            return False
+        (run,) = runs
+        served: dict[str, Served] = {}
+        saved = 0
+        if found[0].run == run:
+            meeting = self._ask("meeting.resume", ResumeMeeting(run, self._member), MeetingResumed)
+            if not meeting.goes_on or not meeting.opened:
+                return False
+            served, saved, self._safe = dict(meeting.servers), meeting.saved, dict(meeting.safe)
+        meant = {
+            place: served[str(place)].incarnation if str(place) in served else run for place in self._places
+        }
+        self.fresh = tuple(place for place in self._places if found[place].incarnation != meant[place])
+        if not self.resumed:
+            return False
+        self._run = run
+        _log.warning(
+            "coming back to a run that goes on; servers %s lost what they held", list(self.fresh) or "none"
+        )
+        self.group.expect(run)
+        for place in self.fresh:
+            incarnation = secrets.token_hex(8)
+            self._tell("server.begin", BeginServer(run, incarnation), place)
+            served[str(place)] = Served(self.group.addresses[place], incarnation, saved)
+        servers = {int(place): one for place, one in served.items()}
+        for place, one in servers.items():
+            self.group.replace(place, self.group.addresses[place], one.incarnation)
+        if 0 in self.fresh:
+            self._begin_meeting(self.group, servers)
+        self.tables.close_cut(None, saved=False)  # what the chief before was about to save
+        self._replaced = {place: served[str(place)] for place in self.fresh}
+        return True
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.group))
+
+    def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
+        """Have server 0 keep the meeting: of a new run, or of one that goes on."""
+        listener = self._listener
+        body = BeginMeeting(
+            self._run,
+            self.num_workers,
+            keep_going=self.keeps_going,
+            halts=self._last_halt,
+            saved=0 if listener is None else listener.saved,
+            stop=None if listener is None else listener.stop_reason,
+            unfinished=False if listener is None else listener.unfinished,
+            safe=self._safe,
+            servers={str(place): served for place, served in servers.items()},
+        )
+        tell(server, 0, "meeting.begin", body)
+
+    def _listen(self) -> None:
+        """Hear of the others from now on."""
+        mending: Mending | None = None
+        if self._how is not None and self.is_chief:
+            mending = self._recovery = ServerRecovery(
+                self.group,
+                self._run,
+                self._pushes,
+                self._how,
+                last=self._find_last,
+                halt_of=lambda step: self._halts.get(step, 0),
+                take_over_meeting=self._take_over_meeting,
+                patience=self._start_timeout,
+            )
+        elif self._how is not None:
+            mending = self._return = WorkerReturn(
+                self.group,
+                self._run,
+                self._pushes,
+                self._how,
+                worker=self.index,
+                member=self._member,
+                patience=self._start_timeout,
+            )
+        member = self._member if self._how is not None else None
+        self._listener = FleetNews(
+            self.group, self._run, self.index, self._news_every, member=member, mending=mending
+        )
+        if self.is_chief:
+            self._listener.attend()
+
+    def _find_last(self) -> LastCheckpoint | None:
+        return self.last_checkpoint()
+
+    def _take_over_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
+        """Have a new server 0 count on from the highest step there was, and keep the meeting of this run."""
+        server.call(0, "set_step", step=self.group.step)
+        self._begin_meeting(server, servers)
+        tell(server, 0, "meeting.open", OpenMeeting(self._run, self._start))
 
     def open(self, start: Start) -> None:
         """Let the others begin, as the chief. They are told `start`."""
         self.check()
+        self._start = start
         self._tell("meeting.open", OpenMeeting(self._run, start))
+        for place, served in self._replaced.items():
+            self._tell("meeting.served", PublishServer(self._run, place, served))
+            assert self._recovery is not None
+            last = self.last_checkpoint()
+            source = None if last is None else last.prefix
+            found = LostServer(server=place, rows=None, updates=0, seconds=0.0, restored_from=source)
+            self._recovery.count(found, served.incarnation)
+        self._replaced = {}
 
     @property
     def joined(self) -> bool:
@@ -358,8 +560,11 @@ class Fleet:
             if answer.run is not None:
                 self._run = answer.run
                 self.group.expect(self._run)
-                self._listener = FleetNews(self.group, self._run, self.index, self._news_every)
-                return answer.start
+                for place, served in answer.servers.items():
+                    self.group.replace(int(place), served.address, served.incarnation)
+                self._listen()
+                assert answer.start is not None
+                return replace(answer.start, back=answer.state)
             if answer.over:
                 self.finished = not answer.unfinished
                 return None
@@ -407,9 +612,15 @@ class Fleet:
         halt = listener.halt
         if halt is None:
             return 0
-        self._tell("meeting.arrive", Arrive(self._run, self.index, halt, state))
+        self._pushes.mark(halt)
+        self._surely("meeting.arrive", Arrive(self._run, self.index, halt, state))
         listener.wait_for_release(halt)
         return halt
+
+    def note_trained(self, examples: int) -> None:
+        """Have the others know how many examples this worker has trained since everybody began."""
+        if self._listener is not None:
+            self._listener.examples = examples
 
     @contextlib.contextmanager
     def halted(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Halt]:
@@ -418,12 +629,21 @@ class Fleet:
         Args:
             stopped: Whether somebody wants the run to stop: who has not joined it yet never will.
         """
+        if self._recovery is not None:
+            self._recovery.wait_until_whole(self._start_timeout.total_seconds())
         number = self._halt()
         try:
-            yield Halt(number, self._gather(stopped))
+            states = self._gather(number, stopped)
+            self._stood[number] = states
+            yield Halt(number, states)
         finally:
             if not self._held:
                 self._release()
+
+    def note_cut(self, step: int) -> None:
+        """Note, as the chief, that the halt in force is cut: all updates of this worker are done."""
+        self._halts[step] = self._last_halt
+        self._pushes.mark(self._last_halt)
 
     def hold(self) -> int:
         """Halt the others, as the chief, until `let_go`; return the number of the halt. From any thread."""
@@ -440,14 +660,39 @@ class Fleet:
         answer = self._ask("meeting.gathered", AskGathered(self._run), GatheredStates)
         return sorted(int(worker) for worker in answer.states)
 
-    def note_saved(self, halt: int) -> None:
-        """Tell the others, as the chief, that the checkpoint of a halt is on disk."""
-        self._tell("meeting.saved", HaltSaved(self._run, halt))
+    def note_saved(self, halt: int, state: WorkerState | None = None) -> None:
+        """Tell the others, as the chief, that the checkpoint of a halt is on disk.
+
+        Args:
+            state: How the chief stood then.
+        """
+        if (stood := self._stood.get(halt)) is not None:
+            self._safe = {str(worker): one for worker, one in enumerate(stood, 1)}
+        if state is not None:
+            self._safe["0"] = state
+        self._stood = {number: states for number, states in self._stood.items() if number > halt}
+        self._halts = {step: number for step, number in self._halts.items() if number >= halt}
+        self._pushes.forget_before(halt)
+        self._surely("meeting.saved", HaltSaved(self._run, halt, state))
 
     @property
     def saved_halt(self) -> int:
         """The last halt whose checkpoint is on disk, as far as is known here; 0 for none."""
         return 0 if self._listener is None else self._listener.saved
+
+    def restore_dense(self, saved: SavedPart, options: RestoreOptions) -> None:
+        """Have the servers that lost what they held restore their weights, as a chief that came back."""
+        restore_dense(self.group, self.fresh, self._run, saved, options)
+
+    def begin_commit(self, losses: int) -> None:
+        """Say, as the chief, that all servers have written a checkpoint; see `ServerRecovery`."""
+        if self._recovery is not None:
+            self._recovery.begin_commit(losses)
+
+    def end_commit(self) -> None:
+        """Say, as the chief, that the checkpoint counts, or never will."""
+        if self._recovery is not None:
+            self._recovery.end_commit()
 
     def stop(self, reason: str, *, unfinished: bool = False) -> None:
         """Ask everybody to finish.
@@ -455,26 +700,30 @@ class Fleet:
         Args:
             unfinished: Whether there is more to do: the run is then not done, however well it ends.
         """
-        self._tell("meeting.stop", Stop(self._run, reason, unfinished))
+        self._surely("meeting.stop", Stop(self._run, reason, unfinished))
 
     # Ending
 
     def leave(self, state: WorkerState) -> None:
         """Say that this worker is done, all its updates too."""
-        self._tell("meeting.leave", Leave(self._run, self.index, state))
+        if self._return is not None:
+            self._return.left = state
+        self._surely("meeting.leave", Leave(self._run, self.index, state))
 
-    def fail(self, why: str, *, final: bool) -> None:
+    def fail(self, why: str, *, final: bool, lost: bool = False) -> None:
         """Say that this worker cannot go on, which ends the run; if anybody hears it.
 
         Args:
             final: Whether nobody should wait for this process to join or begin again by itself.
+            lost: Whether it fails because others were lost.
         """
         self._close_listener()
         if not self._run:
             return
         with contextlib.suppress(ClusterError, ConfigError):
             final = final and self.is_chief
-            self._tell("meeting.leave", Leave(self._run, self.index, failure=why, final=final))
+            gone = Leave(self._run, self.index, failure=why, final=final, lost=lost)
+            self._tell("meeting.leave", gone)
 
     def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[WorkerState]:
         """Wait, as the chief, until all others have left; return their last states, in order.
@@ -492,7 +741,7 @@ class Fleet:
         asked_at: float | None = None
         limit = self._clock() + self._finish_timeout.total_seconds()
         began = self._clock()
-        while missing := self._missing(left=True, wait=1.0):
+        while missing := self._still_training():
             if stopping:
                 self._check_joined(began)
             idle()
@@ -507,6 +756,17 @@ class Fleet:
                     "all steps since the last checkpoint are lost"
                 )
         return self._states()
+
+    def _still_training(self) -> list[int]:
+        """Return who has not left yet; a meeting that was lost with server 0 is asked when it is back."""
+        try:
+            return self._missing(wait=1.0)
+        except RetryableError:
+            if self._how is None:
+                raise
+            self.check()
+            self._how.sleep(LOOK_EVERY)
+            return list(range(1, self.num_workers))
 
     def wait_for_end(self) -> None:
         """Wait, having left, until the chief has saved and said that the run is over.
@@ -531,11 +791,11 @@ class Fleet:
                     _log.warning("workers %s were not told that the run is over", list(answer.untold))
                     break
 
-        def tell(server: int) -> None:
+        def say(server: int) -> None:
             with _passed_over(f"server {server}"):
                 self._tell("server.end", EndRun(self._run, self.finished), server)
 
-        self._on_each(tell)
+        on_each(self._places, say)
         if self.spares is not None:
             self.spares.end(self._run, finished=self.finished)
 
@@ -554,85 +814,41 @@ class Fleet:
     ) -> None:
         self.close()
 
-    # Work on servers that takes its time
-
-    def cut_tables(self, cut: str) -> None:
-        """Have each server hold its tables fast as they are now."""
-        self._tell_servers("tables.cut", OfCut(self._run, cut))
-
-    def close_cut(self, cut: str, *, saved: bool) -> None:
-        """Have each server let go of the tables it held fast."""
-        self._tell_servers("tables.close", CloseCut(self._run, cut, saved))
-
-    def write_tables(self, cut: str, prefix: str, *, full: bool) -> list[TablesWritten]:
-        """Have each server write the tables it held fast, all at a time; return the answers in order.
-
-        Raises:
-            MonolithError: What one of them raised.
-        """
-        return self._work("tables.write", WriteTables(self._run, cut, prefix, full), TablesWritten)
-
-    def restore_tables(self, chain: Sequence[SavedPart], options: RestoreOptions) -> list[TablesRestored]:
-        """Have each server restore its share of the tables; see `write_tables`."""
-        saved = tuple((one.prefix, one.entry) for one in chain)
-        body = RestoreTables(self._run, saved, options.optimizer_state, options.strict)
-        return self._work("tables.restore", body, TablesRestored)
-
-    def _work(self, name: WorkName, body: WriteTables | RestoreTables, kind: type[A]) -> list[A]:
-        def work(server: int) -> A:
-            job = secrets.token_hex(8)
-            self._tell("job.start", StartJob(name, write_body(body), job), server)
-            while True:
-                result = self._ask("job.wait", WaitForJob(job, POLL), JobResult, server)
-                if result.done:
-                    return read_body(kind, result.answer)
-
-        return self._on_each(work)
-
-    def _on_each(self, call: Callable[[int], A]) -> list[A]:
-        """Call all servers at a time; return their answers in order, or raise the first error."""
-        asked = [Future[A]() for _ in range(len(self.group))]
-
-        def ask(server: int) -> None:
-            try:
-                asked[server].set_result(call(server))
-            except BaseException as error:
-                asked[server].set_exception(error)
-
-        # Threads of a pool would keep a process from ending that no longer waits for them.
-        for server in range(len(self.group)):
-            threading.Thread(target=ask, args=(server,), name="fleet-work", daemon=True).start()
-        wait(asked)
-        return [future.result() for future in asked]
-
     # Inside
 
     def _ask(self, name: str, request: object, kind: type[A], server: int = 0) -> A:
-        """Return a server's answer to a call.
-
-        Raises:
-            MonolithError: What the server raised.
-            RequestError: The answer is of another kind.
-        """
-        return read_body(kind, self.group.call(server, name, **write_body(request)))
+        return ask(self.group, server, name, request, kind)
 
     def _tell(self, name: str, request: object, server: int = 0) -> None:
-        """Make a call whose answer says nothing."""
-        self.group.call(server, name, **write_body(request))
+        tell(self.group, server, name, request)
 
     def _tell_servers(self, name: str, request: object) -> None:
         self.group.call_all(name, **write_body(request))
 
+    def _surely(self, name: str, request: object) -> None:
+        """Tell the meeting what it may be told twice; one that was lost with server 0, when it is back."""
+        limit = self._clock() + self._start_timeout.total_seconds()
+        while True:
+            try:
+                self._tell(name, request)
+                return
+            except RetryableError:
+                if self._how is None or self._clock() >= limit:
+                    raise
+                self.check()
+                self._how.sleep(LOOK_EVERY)
+
     def _halt(self) -> int:
-        return self._ask("meeting.halt", OfRun(self._run), HaltNumber).halt
+        self._last_halt = self._ask("meeting.halt", OfRun(self._run), HaltNumber).halt
+        return self._last_halt
 
     def _release(self) -> None:
-        self._tell("meeting.release", OfRun(self._run))
+        self._surely("meeting.release", OfRun(self._run))
 
-    def _gather(self, stopped: Callable[[], bool]) -> list[WorkerState]:
+    def _gather(self, halt: int, stopped: Callable[[], bool]) -> list[WorkerState]:
         """Wait until all others stand still; one that has not come yet is waited for as at the start."""
         began = said = self._clock()
-        while missing := self._missing(left=False, wait=1.0):
+        while missing := self._missing(halt=halt, wait=1.0):
             if stopped():
                 self._check_joined(began)
             now = self._clock()
@@ -645,7 +861,7 @@ class Fleet:
                 said = now
                 who = ", ".join(map(str, missing))
                 _log.warning("waiting for workers %s to halt before saving; see their logs", who)
-        return self._states()
+        return self._states(halt)
 
     def _check_joined(self, since: float) -> None:
         """Wait no longer for workers who never came, when the run is to stop."""
@@ -655,19 +871,28 @@ class Fleet:
                 "checkpoint cannot be saved; the next start resumes from it"
             )
 
-    def _states(self) -> list[WorkerState]:
-        answer = self._ask("meeting.gathered", AskGathered(self._run), GatheredStates)
+    def _states(self, halt: int | None = None) -> list[WorkerState]:
+        answer = self._gathered(AskGathered(self._run, halt=halt))
         return [answer.states[str(worker)] for worker in range(1, self.num_workers)]
 
-    def _missing(self, *, left: bool, wait: float) -> list[int]:
+    def _missing(self, *, halt: int | None = None, wait: float) -> list[int]:
+        """Return who does not stand still yet at a halt, or without one, who has not left."""
         self.check()
-        answer = self._ask("meeting.gathered", AskGathered(self._run, wait, left), GatheredStates)
+        answer = self._gathered(AskGathered(self._run, wait, left=halt is None, halt=halt))
         if answer.failure:
             raise UnavailableError(answer.failure)
         self._absent = list(answer.absent)
         return list(answer.missing)
 
+    def _gathered(self, asked: AskGathered) -> GatheredStates:
+        answer = self._ask("meeting.gathered", asked, GatheredStates)
+        if not answer.in_force:
+            raise UnavailableError("server 0 was lost, and with it who stood still")
+        return answer
+
     def _close_listener(self) -> None:
+        if self._recovery is not None:
+            self._recovery.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

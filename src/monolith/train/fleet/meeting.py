@@ -21,25 +21,38 @@ question here all the time, and one whose connection breaks and does not come ba
 A run that has failed stays so. Whoever is left of it hears why, and joins again; the chief begins the next.
 A worker that joins a run twice has restarted, and does not know what it trained: the run has failed, too.
 
+Where the run is to keep going, neither ends it. A worker that was lost stands still, at every halt, as it
+stood when it was last saved; one that joins in its place goes on from there. When server 0 itself is lost,
+the chief has another meeting take over the run, and workers come back to it:
+
+    resume     a chief that restarted takes the run on
+    back       a worker finds the run where server 0 is now
+    served     the chief says who serves a place that was lost; everybody hears it as news
+    lost       each worker says what it had pushed to the lost server in vain
+
 What is said, and how it is checked where it comes from a network, is in `bodies`. No call waits longer
 than it was told to.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.train.fleet.bodies import (
+    AllLostUpdates,
     Arrive,
     AskGathered,
+    AskLostUpdates,
     AskNews,
     BeginMeeting,
+    ComeBack,
     FailedRun,
     Farewell,
     GatheredStates,
@@ -48,14 +61,24 @@ from monolith.train.fleet.bodies import (
     Join,
     Joined,
     Leave,
+    LostUpdates,
+    MeetingResumed,
     News,
     OfRun,
     OpenMeeting,
+    PublishServer,
+    ResumeMeeting,
+    Returned,
     SayOver,
+    Served,
     Stop,
 )
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import Answer, Gone, PollAnswer
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LONGEST_WAIT = 20.0
 """Seconds that one call may be kept waiting, whatever it asks for."""
@@ -106,6 +129,21 @@ class _Run:
     over: bool = False
     told: set[int] = field(default_factory=set)
     """Workers who know that it is over."""
+    keep_going: bool = False
+    """Whether a worker that is lost does not end it."""
+    lost: dict[int, float] = field(default_factory=dict)
+    """Worker -> when it was missed, until it is back."""
+    trained: dict[int, int] = field(default_factory=dict)
+    """Worker -> the examples it said it has trained."""
+    stood: dict[int, dict[int, WorkerState]] = field(default_factory=dict)
+    """Halt -> how everybody stood, until it is saved."""
+    safe: dict[int, WorkerState] = field(default_factory=dict)
+    """Worker -> how it stood at the last halt that was saved."""
+    servers: dict[int, Served] = field(default_factory=dict)
+    """Place -> who serves it, where that is not who did at first."""
+    updates: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Incarnation -> what each worker had pushed in vain to what it replaced."""
+    returned: list[Returned] = field(default_factory=list)
     version: int = 0
     """Counts changes that workers want to hear of."""
 
@@ -116,6 +154,7 @@ class Meeting:
     Args:
         num_workers: The chief included, who is worker 0.
         lost_after: How long a worker may be silent.
+        raise_step: Told the steps that workers have heard of, where this meeting takes over a run.
         clock: Seconds that only grow.
     """
 
@@ -124,12 +163,14 @@ class Meeting:
         num_workers: int,
         *,
         lost_after: timedelta = LOST_AFTER,
+        raise_step: Callable[[int], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"meeting: num_workers must be at least 1, got {num_workers}")
         self._num_workers = num_workers
         self._lost_after = lost_after.total_seconds()
+        self._raise_step = raise_step
         self._clock = clock
         self._changed = threading.Condition()  # guards what follows
         self._run: _Run | None = None
@@ -141,8 +182,13 @@ class Meeting:
         """What others may call, by name."""
         return {
             "meeting.begin": self._begin,
+            "meeting.resume": self._resume,
             "meeting.open": self._open,
+            "meeting.served": self._served,
+            "meeting.updates": self._updates,
             "meeting.join": self._join,
+            "meeting.back": self._back,
+            "meeting.lost": self._lost,
             "meeting.halt": self._halt,
             "meeting.arrive": self._arrive,
             "meeting.gathered": self._gathered,
@@ -167,8 +213,39 @@ class Meeting:
                 "start all processes with the same cluster.num_workers"
             )
         with self._changed:
-            self._run = _Run(body.run)
+            self._halts = max(self._halts, body.halts)
+            self._run = _Run(
+                body.run,
+                keep_going=body.keep_going,
+                saved=body.saved,
+                stop=body.stop,
+                unfinished=body.unfinished,
+                safe=_by_number(body.safe),
+                servers=_by_number(body.servers),
+            )
             self._note(self._run)
+
+    def _resume(self, body: ResumeMeeting) -> MeetingResumed:
+        """Let a chief that restarted take on the run it left, whom nobody held back for that."""
+        with self._changed:
+            run = self._run
+            if run is None or run.name != body.run or run.failure is not None or run.over:
+                return MeetingResumed(goes_on=False)
+            if 0 in run.heard:
+                self._take_back(run, 0)
+            run.members[0] = body.member
+            run.halt = None
+            run.arrived.clear()
+            run.heard[0] = self._clock()
+            self._note(run)
+            return MeetingResumed(
+                goes_on=True,
+                opened=run.start is not None,
+                saved=run.saved,
+                stop=run.stop,
+                safe=_by_text(run.safe),
+                servers=_by_text(run.servers),
+            )
 
     def _open(self, body: OpenMeeting) -> None:
         with self._changed:
@@ -176,6 +253,25 @@ class Meeting:
             run.start = body.start
             run.heard[0] = self._clock()
             self._note(run)
+
+    def _served(self, body: PublishServer) -> None:
+        with self._changed:
+            run = self._of(body)
+            run.servers[body.server] = body.served
+            self._note(run)
+
+    def _updates(self, body: AskLostUpdates) -> AllLostUpdates:
+        """Wait until every worker has said what it had pushed in vain; say how much, and who has not."""
+        with self._changed:
+            run = self._of(body)
+            said = run.updates.setdefault(body.incarnation, {})
+
+            def missing() -> list[int]:
+                here = run.members.keys() - run.left.keys() - run.lost.keys() - {0}
+                return sorted(here - said.keys())
+
+            self._wait(lambda: self._run is not run or not missing(), body.wait)
+            return AllLostUpdates(sum(said.values()), tuple(missing()))
 
     def _halt(self, body: OfRun) -> HaltNumber:
         with self._changed:
@@ -193,20 +289,34 @@ class Meeting:
             run = self._of(body)
 
             def missing() -> list[int]:
-                here = run.left.keys() if body.left else run.left.keys() | run.arrived.keys()
+                here = run.left.keys() if body.left else self._standing(run).keys()
                 return [worker for worker in range(1, self._num_workers) if worker not in here]
 
-            self._wait(lambda: self._run is not run or not missing() or run.failure is not None, body.wait)
+            def in_force() -> bool:
+                return body.halt is None or run.halt == body.halt
+
+            def has_news() -> bool:
+                return self._run is not run or not missing() or run.failure is not None or not in_force()
+
+            self._wait(has_news, body.wait)
             return GatheredStates(
                 missing=tuple(missing()),
                 absent=tuple(worker for worker in missing() if worker not in run.members),
-                states={str(w): state for w, state in {**run.arrived, **run.left}.items()},
+                states=_by_text(self._standing(run)),
                 failure=run.failure,
+                in_force=in_force(),
             )
+
+    def _standing(self, run: _Run) -> dict[int, WorkerState]:
+        """Return the states of all who stand still. Who was lost stands where it was last saved."""
+        lost = {worker: run.safe[worker] for worker in run.lost if worker in run.safe}
+        return {**lost, **run.arrived, **run.left}
 
     def _release(self, body: OfRun) -> None:
         with self._changed:
             run = self._of(body)
+            if run.halt is not None:
+                run.stood[run.halt] = self._standing(run)
             run.halt = None
             run.arrived.clear()
             self._note(run)
@@ -215,6 +325,10 @@ class Meeting:
         with self._changed:
             run = self._of(body)
             run.saved = max(run.saved, body.halt)
+            run.safe |= self._standing(run) if run.halt == body.halt else run.stood.get(body.halt, {})
+            if body.state is not None:
+                run.safe[0] = body.state
+            run.stood = {halt: stood for halt, stood in run.stood.items() if halt > body.halt}
             self._note(run)
 
     def _over(self, body: SayOver) -> Farewell:
@@ -229,7 +343,7 @@ class Meeting:
             return Farewell(tuple(self._untold(run)), run.unfinished)
 
     def _untold(self, run: _Run) -> list[int]:
-        return sorted(run.members.keys() - run.told - run.parted.keys())
+        return sorted(run.members.keys() - {0} - run.told - run.parted.keys() - run.lost.keys())
 
     # Every worker's
 
@@ -259,19 +373,51 @@ class Meeting:
                 run.told.add(worker)
                 return Joined(over=True, unfinished=run.unfinished)
             if run.failure is None and run.members.get(worker, member) != member:
-                self._fail(run, f"worker {worker} restarted")
+                if run.keep_going:
+                    self._take_back(run, worker)
+                else:
+                    self._fail(run, f"worker {worker} restarted")
             if run.failure is not None:
                 ago = self._clock() - run.failed_at
                 return Joined(failed=FailedRun(run.name, run.failure, run.final, ago))
             run.members[worker] = member
             run.heard[worker] = self._clock()
-            return Joined(run.name, run.start)
+            return Joined(run.name, run.start, state=run.safe.get(worker), servers=_by_text(run.servers))
+
+    def _back(self, body: ComeBack) -> Joined:
+        """Take on a worker whose server 0 was lost and is here now; it has stopped nowhere."""
+        self._check_worker(body.worker)
+        with self._changed:
+            run = self._run
+            if run is None or run.start is None:
+                return Joined()
+            if run.name != body.run or run.members.get(body.worker, body.member) != body.member:
+                failed = FailedRun(body.run, "the run was begun again without this worker", False, 0.0)
+                return Joined(failed=failed)
+            run.members[body.worker] = body.member
+            run.heard[body.worker] = self._clock()
+            run.parted.pop(body.worker, None)
+            run.lost.pop(body.worker, None)
+            if body.left is not None:
+                run.left[body.worker] = body.left
+            self._raise_step(body.step)
+            self._note(run)
+            return Joined(run.name, run.start, servers=_by_text(run.servers))
+
+    def _lost(self, body: LostUpdates) -> None:
+        with self._changed:
+            self._of(body).updates.setdefault(body.incarnation, {})[body.worker] = body.updates
+            self._changed.notify_all()
 
     def _news(self, body: AskNews, gone: Gone) -> News | None:
         with self._changed:
             run, worker = self._of(body), body.worker
+            if body.member is not None and run.members.get(worker, body.member) != body.member:
+                raise UnavailableError(f"another process has taken the place of worker {worker}")
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
+            run.lost.pop(worker, None)
+            run.trained[worker] = max(run.trained.get(worker, 0), body.examples)
             limit = self._clock() + min(body.wait, LONGEST_WAIT)
             while run.version == body.seen and self._run is run and self._clock() < limit:
                 self._changed.wait(_LOOK_EVERY)
@@ -292,6 +438,8 @@ class Meeting:
                 failure=run.failure,
                 saved=run.saved,
                 over=run.over,
+                servers=_by_text(run.servers),
+                returned=tuple(run.returned),
             )
 
     def _arrive(self, body: Arrive) -> None:
@@ -306,7 +454,9 @@ class Meeting:
         self._check_worker(body.worker)
         with self._changed:
             run, worker = self._of(body), body.worker
-            if body.failure:
+            if body.failure and run.keep_going and body.lost:
+                self._lose(run, worker, f"worker {worker} lost others: {body.failure}")
+            elif body.failure:
                 self._fail(run, f"worker {worker} failed: {body.failure}", final=body.final)
             elif body.state is None:
                 raise RequestError("state: it is missing; only a worker that failed may leave without one")
@@ -330,13 +480,41 @@ class Meeting:
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
         for worker, heard in run.heard.items():
-            if worker in run.left or run.over:
+            if worker in run.left or worker in run.lost or run.over:
                 continue
             who = "worker 0, the chief," if worker == 0 else f"worker {worker}"
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
-                self._fail(run, f"{who} was lost: its connection broke. See its log.")
+                self._lose(run, worker, f"{who} was lost: its connection broke. See its log.")
             elif now - heard > self._lost_after:
-                self._fail(run, f"{who} was lost: it has been silent for {now - heard:.0f} s. See its log.")
+                silent = f"{who} was lost: it has been silent for {now - heard:.0f} s. See its log."
+                self._lose(run, worker, silent)
+
+    def _lose(self, run: _Run, worker: int, why: str) -> None:
+        """Go on without a worker until it is back, where the run is to keep going; or fail."""
+        if not run.keep_going:
+            self._fail(run, why)
+        elif worker not in run.lost:
+            _log.warning("%s The others keep going.", why)
+            run.lost[worker] = self._clock()
+            self._changed.notify_all()
+
+    def _take_back(self, run: _Run, worker: int) -> None:
+        """Note that another process takes the place of a worker, and what it will train again."""
+        saved = run.safe[worker].examples if worker in run.safe else 0
+        records = max(run.trained.pop(worker, 0) - saved, 0)
+        now = self._clock()
+        seconds = now - run.lost.pop(worker, now)
+        run.returned.append(Returned(worker, records, seconds))
+        run.parted.pop(worker, None)
+        run.arrived.pop(worker, None)
+        run.trained[worker] = saved
+        _log.warning(
+            "worker %d is back after %.1f s; it trains the records since its last saved position again, %s",
+            worker,
+            seconds,
+            f"{records:,} as far as it had said",
+        )
+        self._note(run)
 
     def _fail(self, run: _Run, why: str, *, final: bool = False) -> None:
         if run.failure is None:
@@ -364,3 +542,19 @@ class Meeting:
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
         self._changed.wait_for(ready, min(seconds, LONGEST_WAIT))
+
+
+def _by_number(found: Mapping[str, T]) -> dict[int, T]:
+    """Return a table of JSON by number.
+
+    Raises:
+        RequestError: A key is none.
+    """
+    if odd := [key for key in found if not key.isdecimal()]:
+        raise RequestError(f"a worker or server is named by its number, got {odd[0]!r:.60}")
+    return {int(key): value for key, value in found.items()}
+
+
+def _by_text(found: Mapping[int, T]) -> dict[str, T]:
+    """Return a table by number as JSON has it."""
+    return {str(number): value for number, value in found.items()}

@@ -7,13 +7,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-from monolith.errors import DeadlineExceededError, UnavailableError
+from monolith.errors import DeadlineExceededError, MonolithError, RetryableError, UnavailableError
 from monolith.store import ServerGroup
-from monolith.train.fleet.bodies import AskNews, Attend, News
-from monolith.wire.bodies import read_body, write_body
+from monolith.train.fleet.bodies import AskNews, Attend, Attended, News, Returned, Served
+from monolith.train.fleet.calls import ask
+
+_RETRY_AFTER = 0.1
+
+
+class Mending(Protocol):
+    """What is done about lost servers where a run keeps going. Called from threads that ask for news."""
+
+    def find_meeting(self, cause: RetryableError) -> None:
+        """Return when news may be asked for again, from wherever server 0 is now.
+
+        Raises:
+            MonolithError: This worker has no part in the run any more, or waited long enough.
+        """
+
+    def bring_back(self, server: int, cause: RetryableError) -> None:
+        """Return when a server that the chief attends to is there again, restored."""
+
+    def take(self, servers: Mapping[str, Served]) -> None:
+        """Work with those who serve some places by now."""
+
+    def note_rows(self, server: int, rows: int) -> None:
+        """Hear how many rows a server has."""
+
+    def note_returned(self, returned: tuple[Returned, ...]) -> None:
+        """Hear of all workers that were lost and came back so far."""
 
 
 class FleetNews:
@@ -21,13 +46,29 @@ class FleetNews:
 
     A chief also keeps a call at every server: by it the server knows that the chief is there, and the
     chief hears at once when the server is gone.
+
+    Args:
+        mending: What to do when a server is lost; None takes that for the end of the run.
     """
 
-    def __init__(self, group: ServerGroup, run: str, worker: int, every: float) -> None:
+    def __init__(
+        self,
+        group: ServerGroup,
+        run: str,
+        worker: int,
+        every: float,
+        *,
+        member: str | None = None,
+        mending: Mending | None = None,
+    ) -> None:
         self._group = group
         self._every = every
         self._run = run
         self._worker = worker
+        self._member = member
+        self._mending = mending
+        self.examples = 0
+        """Those that this worker has trained, which others are told; set by the thread that trains."""
         self._changed = threading.Condition()  # guards what follows
         self.halt: int | None = None
         self.stop_reason: str | None = None
@@ -46,6 +87,12 @@ class FleetNews:
     def check(self) -> None:
         with self._changed:
             self._check()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether somebody stopped the run before its end."""
+        with self._changed:
+            return not self._finished
 
     def wait_for_end(self, timeout: float) -> bool:
         with self._changed:
@@ -83,28 +130,53 @@ class FleetNews:
         seen = -1
         while not self._closed and not self._over:
             try:
-                asked = AskNews(self._run, self._worker, seen, self._every)
-                news = read_body(News, self._group.call(0, "meeting.news", **write_body(asked)))
+                asked = AskNews(self._run, self._worker, seen, self._every, self._member, self.examples)
+                news = ask(self._group, 0, "meeting.news", asked, News)
             except Exception as error:
-                self._note(error=error)
-                return
+                if not self._mended(error, lambda mending, cause: mending.find_meeting(cause)):
+                    return
+                seen = -1
+                continue
             seen = news.version
+            if self._mending is not None:
+                self._mending.take(news.servers)
+                self._mending.note_returned(news.returned)
             self._note(news, error=UnavailableError(news.failure) if news.failure else None)
 
     def _attend(self, server: int) -> None:
-        asked = write_body(Attend(self._run, self._every))
+        asked = Attend(self._run, self._every)
         while not self._closed:
             try:
-                self._group.call(server, "server.attend", **asked)
+                answer = ask(self._group, server, "server.attend", asked, Attended)
+                if self._mending is not None:
+                    self._mending.note_rows(server, answer.rows)
             except Exception as error:
-                self._note(error=error)
-                return
+                if not self._mended(error, lambda mending, cause: mending.bring_back(server, cause)):
+                    return
+
+    def _mended(self, error: Exception, mend: Callable[[Mending, RetryableError], None]) -> bool:
+        """Do about an error what can be done; False where this thread has no more to do."""
+        mending = self._mending
+        if self._closed:
+            return False
+        if mending is not None and isinstance(error, RetryableError):
+            try:
+                mend(mending, error)
+                time.sleep(_RETRY_AFTER)  # others may not have noticed yet
+                return not self._closed
+            except Exception as worse:
+                error = worse
+        self._note(error=error)
+        return False
 
     def _note(self, news: News | None = None, error: Exception | None = None) -> None:
+        if error is not None and self._mending is not None:
+            lasting = error if isinstance(error, MonolithError) else UnavailableError(str(error))
+            self._group.give_up(lasting)  # the thread that trains may wait for a server
         with self._changed:
             self._error = self._error or error
             if news is not None:
-                self.halt, self.stop_reason = news.halt, news.stop
+                self.halt, self.stop_reason = news.halt, news.stop or self.stop_reason
                 self.saved, self._over = news.saved, news.over
                 self._finished = not news.unfinished
             self._changed.notify_all()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from monolith import filesystem
-from monolith.checkpoint import RestoreOptions, SavedPart, TablesPart
+from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
 from monolith.checkpoint.part import PartCut
 from monolith.cluster import Discovery
 from monolith.cluster.security import Guard
@@ -46,12 +46,17 @@ from monolith.train.fleet.bodies import (
     WORK,
     AssignShare,
     Attend,
+    Attended,
+    BeginServer,
     CloseCut,
+    DenseRestored,
     EndRun,
     OfCut,
     OfRun,
+    RestoreDense,
     RestoreTables,
     ServerHealth,
+    ServerStanding,
     TablesRestored,
     TablesWritten,
     WriteTables,
@@ -148,7 +153,7 @@ def serve_parameters(
 
 
 @dataclass(frozen=True, slots=True)
-class ServerStanding:
+class ShareFigures:
     """How a server stands, for whoever looks on."""
 
     state: str
@@ -202,8 +207,13 @@ class ServedShare:
         self._index = index
         self._clock = clock
         # Who has share 0 keeps the meeting; that may become any of them.
-        self._meeting = Meeting(num_workers, lost_after=lost_after, clock=clock)
-        self._jobs = Jobs(typed_calls(WORK, {"tables.write": self._write, "tables.restore": self._restore}))
+        self._meeting = Meeting(num_workers, lost_after=lost_after, raise_step=self._raise_step, clock=clock)
+        work: dict[str, Answer] = {
+            "tables.write": self._write,
+            "tables.restore": self._restore,
+            "dense.restore": self._restore_dense,
+        }
+        self._jobs = Jobs(typed_calls(WORK, work))
         self._over = threading.Event()
         self._lock = threading.Lock()  # guards what follows
         self._share = (index, num_ps) if index < num_ps else None
@@ -240,6 +250,7 @@ class ServedShare:
             "server.assign": self._assign,
             "server.reserve": self._reserve,
             "server.begin": self._begin,
+            "server.standing": self._standing,
             "server.end": self._end,
             "server.health": self._health,
             "tables.cut": self._cut,
@@ -250,14 +261,14 @@ class ServedShare:
     def polls(self) -> Mapping[str, PollAnswer]:
         return {"server.attend": self._attend}
 
-    def standing(self) -> ServerStanding:
+    def figures(self) -> ShareFigures:
         """Return how this server stands. From any thread."""
         with self._lock:
             held = self._held
             # Under the lock, which keeps it from being closed.
             stats = [] if held is None else list(held.model.stats().values())
             state = self._state(held)
-        return ServerStanding(
+        return ShareFigures(
             state=state,
             step=0 if self._server is None else self._server.step,
             rows=sum(table.rows for table in stats),
@@ -344,23 +355,34 @@ class ServedShare:
         """Hear that there is a chief, who may need this server later."""
         self._chief.touch()
 
-    def _begin(self, body: OfRun) -> None:
+    def _begin(self, body: BeginServer) -> None:
+        incarnation = body.incarnation or body.run
         with self._lock:
-            if self._run == body.run:  # asked again, because an answer was lost
-                return
             assert self._server is not None
+            if self._run == body.run and self._server.incarnation == incarnation:
+                return  # asked again, because an answer was lost
             if self._held is None or self._share is None:
                 raise UnavailableError(f"parameter server {self._index} is a spare and has no share yet")
             held = self._held
             if self._run is not None:
                 _log.info("a new run begins; dropping the rows and weights of the previous one")
                 held = self._make(self._share)
-            self._server.replace(held.stores, held.dense, incarnation=body.run)
+            self._server.replace(held.stores, held.dense, incarnation=incarnation)
             before, self._held, self._run = self._held, held, body.run
             if before is not held:
                 self._retire(before)
 
-    def _attend(self, body: Attend, gone: Gone) -> None:
+    def _standing(self, _: Nothing) -> ServerStanding:
+        with self._lock:
+            assert self._server is not None
+            return ServerStanding(self._server.process, self._run, self._server.incarnation)
+
+    def _raise_step(self, step: int) -> None:
+        """Count on from a step that somebody has heard of, if that is higher."""
+        assert self._server is not None
+        self._server.step = max(self._server.step, step)
+
+    def _attend(self, body: Attend, gone: Gone) -> Attended:
         """Keep the chief's call for a while, by which both sides know that the other is there."""
         self._check_run(body.run)
         with self._chief:
@@ -368,6 +390,8 @@ class ServedShare:
             while self._run == body.run and not gone() and self._clock() < limit:
                 if self._over.wait(_LOOK_EVERY):
                     break
+        with self._working(body.run) as held:
+            return Attended(sum(stats.rows for stats in held.model.stats().values()))
 
     def _end(self, body: EndRun) -> None:
         if self._run is not None:  # a spare that was never used ends with the others
@@ -389,8 +413,10 @@ class ServedShare:
 
     def _close(self, body: CloseCut) -> None:
         with self._lock:
-            cut = self._held_for(body.run).cuts.pop(body.cut, None)
-        if cut is not None:
+            held = self._held_for(body.run)
+            names = list(held.cuts) if body.cut is None else [body.cut]
+            cuts = [held.cuts.pop(name) for name in names if name in held.cuts]
+        for cut in cuts:
             cut.close(saved=body.saved)
 
     def _write(self, body: WriteTables) -> TablesWritten:
@@ -414,6 +440,19 @@ class ServedShare:
             )
             rows = {f"table {name}": stats.rows for name, stats in held.model.stats().items()}
             return TablesRestored.of(report, rows)
+
+    def _restore_dense(self, body: RestoreDense) -> DenseRestored:
+        """Restore the weights of this share from a checkpoint, which has those of all."""
+        with self._working(body.run) as held:
+            assert self._server is not None
+            options = RestoreOptions(
+                optimizer_state=body.optimizer_state,
+                strict=body.strict,
+                custom=CustomRestore(alias_map=body.alias_map, auto_alias=body.auto_alias),
+            )
+            # Weights of other shares are restored, too: nobody reads them here.
+            held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
+            return DenseRestored(len(held.dense.weights))
 
     # Inside
 

@@ -31,17 +31,21 @@ class ServedTables:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def cut(self, step: int) -> PartCut:  # noqa: ARG002
+    def cut(self, step: int) -> PartCut:
         cut = _ServedCut(self._fleet, secrets.token_hex(8))
+        self._fleet.note_cut(step)
         try:
-            self._fleet.cut_tables(cut.name)
+            self._fleet.tables.cut(cut.name)
         except BaseException:
             cut.close(saved=False)
             raise
         return cut
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
-        answers = self._fleet.restore_tables(chain, options)
+        # Of a run that goes on, only the servers that lost what they held: the others are ahead of it.
+        answers = self._fleet.tables.restore(chain, options, self._fleet.fresh)
+        if not answers:
+            return RestoreReport(skipped={"tables": "all servers still hold them"})
         rows = {name: sum(answer.rows[name] for answer in answers) for name in answers[0].loaded}
         loaded = {name: f"{many:,} rows on {len(answers)} servers" for name, many in rows.items()}
         return replace(RestoreReport().merge(*(answer.report() for answer in answers)), loaded=loaded)
@@ -51,19 +55,28 @@ class _ServedCut:
     def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet = fleet
         self.name = name
+        self._losses = fleet.losses
+        self._commits = False
         self._closed = False
 
     def write(self, prefix: str, *, full: bool) -> Entry:
-        return merge_entries(
-            [answer.entry for answer in self._fleet.write_tables(self.name, prefix, full=full)]
-        )
+        written = self._fleet.tables.write(self.name, prefix, full=full)
+        if not self._commits:
+            self._fleet.begin_commit(self._losses)
+            self._commits = True
+        return merge_entries([answer.entry for answer in written])
 
     def close(self, *, saved: bool) -> None:
         if not self._closed:
             self._closed = True
             # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
-            with nullcontext() if saved else suppress(ClusterError):
-                self._fleet.close_cut(self.name, saved=saved)
+            try:
+                passing = not saved or self._fleet.keeps_going
+                with suppress(ClusterError) if passing else nullcontext():
+                    self._fleet.tables.close_cut(self.name, saved=saved)
+            finally:
+                if self._commits:
+                    self._fleet.end_commit()
 
 
 class ServedDense:
@@ -95,8 +108,12 @@ class ServedDense:
             return self._inner.cut(step)
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
+        cleared = options.custom.clears(options.model_dir)
         report = self._inner.restore(chain, options)
-        self.send()
+        if not self._fleet.resumed:
+            self.send()
+        elif chain and not cleared:  # servers that still hold theirs keep them, whatever was asked for
+            self._fleet.restore_dense(chain[-1], options)
         return report
 
     def send(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from monolith.checkpoint import Part
 from monolith.data import Share
 from monolith.data.source import Position
-from monolith.errors import ConfigError, RetryableError
+from monolith.errors import ClusterError, ConfigError, RetryableError
 from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, ParameterServerStore
 from monolith.store.dense_cache import DenseCache
@@ -24,8 +25,16 @@ from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import Others
+from monolith.train.lost import Lost
 from monolith.train.model import Model
-from monolith.train.peers import Gathered, Participant, Staleness, Start, WorkerState
+from monolith.train.peers import (
+    Gathered,
+    LastCheckpoint,
+    Participant,
+    Staleness,
+    Start,
+    WorkerState,
+)
 
 
 class FleetPeers:
@@ -44,8 +53,8 @@ class FleetPeers:
         self._served: ServedDense | None = None
         self._buffers: FleetBuffers | None = None
         self._store: ParameterServerStore | None = None
-        self._halts: dict[int, Position] = {}
-        """Halt -> where the data of this worker stood then, until it is on disk."""
+        self._halts: dict[int, WorkerState] = {}
+        """Halt -> how this worker stood then, until it is on disk."""
 
     @property
     def leads(self) -> bool:
@@ -58,6 +67,10 @@ class FleetPeers:
     @property
     def finished(self) -> bool:
         return self._fleet.finished
+
+    @property
+    def lost(self) -> Lost:
+        return self._fleet.lost
 
     @property
     def make_store(self) -> MakeStore:
@@ -115,16 +128,26 @@ class FleetPeers:
         assert self._served is not None, "attach a model first"
         return self._served
 
+    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        self._fleet.last_checkpoint = last
+
+    def outlives(self, error: Exception) -> bool:
+        return self._fleet.keeps_going and isinstance(error, ClusterError)
+
     # Beginning
 
     def begin(self) -> None:
         if self.leads:
             self._fleet.begin()
-            self._dense().send()
+            if not self._fleet.resumed:
+                self._dense().send()
 
     def go_to(self, step: int) -> None:
-        if self.leads:
-            self._fleet.group.set_step(step)
+        if not self.leads:
+            return
+        if self._fleet.resumed:  # others have trained on meanwhile: the step never goes back
+            step = max(step, self._fleet.read_step())
+        self._fleet.group.set_step(step)
 
     def open(self, start: Start, me: Participant) -> Start | None:
         found: Start | None = start
@@ -133,6 +156,11 @@ class FleetPeers:
         if self.leads:
             self._buffers.begin()
             self._fleet.open(start)
+            if self._fleet.resumed:
+                me_then, *others = self._fleet.safe
+                step = self._fleet.read_step()
+                known = tuple(state for state in others if state is not None)
+                found = replace(start, step=step, back=me_then, others=known)
         elif (found := self._fleet.join(lambda: me.interrupted)) is not None:
             self._buffers.begin()
         if found is not None:
@@ -143,13 +171,15 @@ class FleetPeers:
 
     def meet(self, me: Participant) -> str | None:
         self._fleet.check()
+        if self._fleet.keeps_going:
+            self._fleet.note_trained(me.state().examples)
         if not self.leads and self._fleet.is_halted:
             me.drain()
             self._settle()
             state = me.state()
             self._lay_down(state)
             if halt := self._fleet.wait_at_halt(state):
-                self._halts[halt] = state.position
+                self._halts[halt] = state
         return self._fleet.stop_reason
 
     def count(self, step: int) -> int:  # noqa: ARG002
@@ -186,20 +216,20 @@ class FleetPeers:
             self._settle()  # or its last steps would be counted after this
             state = me.state()
             self._lay_down(state)
-            self._halts[halt.number] = state.position
+            self._halts[halt.number] = state
             yield self._gathered(halt.states)
 
     def note_saved(self, position: Position) -> None:
         if self.leads:
-            for halt in [number for number, held in self._halts.items() if held is position]:
+            for halt, state in [item for item in self._halts.items() if item[1].position is position]:
                 self._forget_halts(halt)
-                self._fleet.note_saved(halt)
+                self._fleet.note_saved(halt, state)
 
     def safe(self) -> Position | None:
         saved = self._fleet.saved_halt
         if self.leads or saved not in self._halts:
             return None
-        position = self._halts[saved]
+        position = self._halts[saved].position
         self._forget_halts(saved)
         return position
 
@@ -240,6 +270,7 @@ class FleetPeers:
         self._fleet.fail(
             "it was ended" if error is None else f"{type(error).__name__}: {error}",
             final=not isinstance(error, RetryableError),
+            lost=isinstance(error, RetryableError),
         )
 
 

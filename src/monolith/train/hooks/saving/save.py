@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 2
+LAST_ATTEMPTS = 5
+"""Of the last checkpoint of a run, where others are lost while it is written."""
 NEVER_STEPS = 100_000_000
 """How many steps lie between saves where nobody said."""
 _BUCKETS = (0.01, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -186,6 +188,8 @@ class SaveHook(Hook):
         no_first_save: Do not save what was just made or restored.
         always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
         together: Holds back whoever else trains, from before the step is read until the state is cut.
+        outlives: Whether training goes on although a save failed with an error: the checkpoint is dropped,
+            with a warning, and the next one is made as usual. The last one of a run is tried again.
         on_saved: Called with the step and prefix of what is on disk, to note it in a state file. An error
             of this is logged: the checkpoint is good.
         metrics: Counts `save_checkpoint`, `save_checkpoint_failed` (each attempt) and
@@ -205,6 +209,7 @@ class SaveHook(Hook):
         no_first_save: bool = True,
         always_final: bool = False,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        outlives: Callable[[Exception], bool] = lambda _: False,
         on_saved: Callable[[int, str | None], None] | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.time,
@@ -220,6 +225,7 @@ class SaveHook(Hook):
         self._no_first_save = no_first_save
         self._always_final = always_final
         self._together = together
+        self._outlives = outlives
         self._on_saved = on_saved
         self._clock = clock
         self._mode = "dense_only" if dense_only else "full"
@@ -239,6 +245,7 @@ class SaveHook(Hook):
         self._inside = False
         self._writing: _Writing | None = None
         self._late_error: Exception | None = None
+        self._dropped: Exception | None = None
         self._told_postponed = False
         self._lock = threading.Lock()  # guards what is below, which the writing thread uses too
         self._saved: tuple[int, str | None] | None = None
@@ -302,8 +309,7 @@ class SaveHook(Hook):
             self._wait_for_writing()
             if not self._dense_only and self._needs_final(run.step):
                 # What could not be saved before is saved now, or this is the error that counts.
-                self._late_error = None
-                self._save(run, timed=True, wait_for_it=True)
+                self._save_last(run)
             elif self._requests:
                 self._save(run, timed=False, wait_for_it=True)
             self._raise_late()
@@ -360,9 +366,29 @@ class SaveHook(Hook):
 
     def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
         """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
-        with ExitStack() as held:
-            held.enter_context(self._together())
-            self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
+        try:
+            with ExitStack() as held:
+                held.enter_context(self._together())
+                self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
+        except Exception as error:
+            if not self._outlives(error):
+                raise
+            self._drop(run.step, error)
+
+    def _save_last(self, run: Run) -> None:
+        """Write the last checkpoint of a run; one that others spoiled is tried again."""
+        for _ in range(LAST_ATTEMPTS):
+            self._late_error = self._dropped = None
+            self._save(run, timed=True, wait_for_it=True)
+            if self._dropped is None:
+                return
+        self._late_error = self._dropped
+
+    def _drop(self, step: int, error: Exception) -> None:
+        self._dropped = error
+        _log.warning("dropped the checkpoint of step %d, and training goes on: %s", step, error)
+        self.timer.stamp(step)
+        self.timer.rearm(self.config.retry_secs)
 
     def _save_here(self, run: Run, held: ExitStack, *, timed: bool, wait_for_it: bool) -> None:
         """Save, and let go of what is `held` once the state is cut."""
@@ -468,6 +494,9 @@ class SaveHook(Hook):
     def _note_failure(self, save: _Save, error: Exception) -> None:
         if not self._dense_only:
             self._memory.note_writing(None)
+        if self._outlives(error):
+            self._drop(save.step, error)
+            return
         unexpected = None if isinstance(error, MonolithError) else error
         _log.error("saving step %d (%s) failed: %s", save.step, self._mode, error, exc_info=unexpected)
         self.timer.rearm(self.config.retry_secs)

@@ -1,0 +1,58 @@
+"""What a run that kept going has lost, in numbers: for its log, its metrics and its report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostServer:
+    """A parameter server was lost, and its share restored in another process."""
+
+    server: int
+    rows: int | None
+    """Rows that it had and the restored share has not, at least: its last known number of rows, at most a
+    second old, less those restored. None where the chief restarted meanwhile and never knew."""
+    updates: int
+    """Pushes of rows or weights that it had acknowledged after the checkpoint which its share was restored
+    from, of all workers that are still there: what they taught it is gone."""
+    seconds: float
+    """From the moment the chief missed it until everybody could go on."""
+    restored_from: str | None
+    """The checkpoint; None where there was none, so that the share starts as at the first start."""
+
+    def describe(self) -> str:
+        rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
+        source = (
+            f"restored from {self.restored_from}" if self.restored_from else "started anew: nothing was saved"
+        )
+        return (
+            f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
+            f"{rows} rows, {self.updates:,} updates"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostWorker:
+    """A worker was lost, and another process took its place."""
+
+    worker: int
+    records: int
+    """Records that it had trained since its last saved position, as far as it had said, which it does every
+    second: they are trained again."""
+    seconds: float
+    """From the moment it was missed until it joined again; 0 where it was back before."""
+
+    def describe(self) -> str:
+        return (
+            f"worker {self.worker} is back after {self.seconds:.1f} s. It trains the records since its last "
+            f"saved position again: {self.records:,} as far as it had said"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """All of it, of one run."""
+
+    servers: tuple[LostServer, ...] = ()
+    workers: tuple[LostWorker, ...] = ()

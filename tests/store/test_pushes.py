@@ -1,0 +1,110 @@
+"""Numbered pushes at a server: each is applied once."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from monolith.errors import ClusterError, RequestError, TableArgumentError
+from monolith.store.pushes import REMEMBERED, AppliedPushes
+
+
+def push(applied: AppliedPushes, sender: str, number: int) -> str:
+    return applied.once(sender, number, lambda: "applied", lambda: "from memory")
+
+
+def test_a_number_that_comes_again_is_answered_from_memory() -> None:
+    applied = AppliedPushes()
+    assert [push(applied, "a", number) for number in (1, 1, 2, 1, 2)] == [
+        "applied",
+        "from memory",
+        "applied",
+        "from memory",
+        "from memory",
+    ]
+
+
+def test_each_sender_has_numbers_of_its_own() -> None:
+    applied = AppliedPushes()
+    assert [push(applied, sender, 1) for sender in "aba"] == ["applied", "applied", "from memory"]
+
+
+def test_numbers_may_come_out_of_order() -> None:
+    applied = AppliedPushes()
+    assert {push(applied, "a", number) for number in (3, 1, 5, 4, 2)} == {"applied"}
+    assert {push(applied, "a", number) for number in (1, 2, 3, 4, 5)} == {"from memory"}
+
+
+def test_a_number_too_old_to_remember_is_refused() -> None:
+    applied = AppliedPushes()
+    push(applied, "a", 1)
+    push(applied, "a", REMEMBERED + 1)
+    for old in (1, 0):
+        with pytest.raises(RequestError, match=rf"push {old} is too old .* sender is at {REMEMBERED + 1}"):
+            push(applied, "a", old)
+    assert push(applied, "a", 2) == "applied", "one that never came, and is not too old"
+
+
+def test_a_server_that_took_over_hears_a_sender_from_the_middle() -> None:
+    applied = AppliedPushes()
+    assert [push(applied, "a", number) for number in (1_000_000, 999_999, 999_999)] == [
+        "applied",
+        "applied",
+        "from memory",
+    ]
+    with pytest.raises(RequestError, match="too old"):
+        push(applied, "a", 5)
+
+
+def test_a_push_that_was_refused_has_not_come() -> None:
+    applied = AppliedPushes()
+
+    def refuse() -> str:
+        raise TableArgumentError("no")
+
+    for _ in range(2):
+        with pytest.raises(TableArgumentError, match="no"):
+            applied.once("a", 1, refuse, lambda: "from memory")
+    assert push(applied, "a", 1) == "applied"
+
+
+def test_a_push_that_failed_in_the_middle_is_not_applied_again() -> None:
+    applied = AppliedPushes()
+
+    def fail() -> str:
+        raise RuntimeError("half of it was done")
+
+    with pytest.raises(RuntimeError):
+        applied.once("a", 1, fail, lambda: "from memory")
+    with pytest.raises(ClusterError, match=r"push 1 failed when it came first: .*half of it was done"):
+        push(applied, "a", 1)
+
+
+def test_one_that_comes_again_while_it_is_applied_waits_for_the_first() -> None:
+    applied, begun, go_on = AppliedPushes(), threading.Event(), threading.Event()
+
+    def slowly() -> str:
+        begun.set()
+        assert go_on.wait(60)
+        return "applied"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(applied.once, "a", 1, slowly, lambda: "from memory")
+        assert begun.wait(60)
+        second = pool.submit(push, applied, "a", 1)
+        assert push(applied, "a", 2) == push(applied, "b", 1) == "applied", "nobody else waits"
+        assert not second.done()
+        go_on.set()
+        assert (first.result(60), second.result(60)) == ("applied", "from memory")
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    applied = AppliedPushes(senders=2)
+    for sender in ("a", "b", "a", "c"):
+        push(applied, sender, 1)
+    assert [push(applied, sender, 1) for sender in "ac"] == ["from memory"] * 2
+    for number in range(1, 20 * REMEMBERED, 1000):
+        push(applied, "a", number)
+    assert len(applied._senders["a"].missing) <= REMEMBERED

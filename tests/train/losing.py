@@ -1,0 +1,200 @@
+"""Fleets of threads whose servers and workers are lost and come back, while the others keep going."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from store.fleets import Wire
+from train.fleets import PATIENT, Tallied
+
+from monolith.cluster import MemoryDiscovery
+from monolith.errors import UnavailableError
+from monolith.store import ParameterServer, ServerGroup
+from monolith.train import Fleet, FleetPeers, Hook, SaveConfig, TrainConfig, Trainer, TrainReport
+from monolith.train.fleet.choosing import ServerCalls
+from monolith.train.fleet.keep_going import KeepGoing
+from monolith.train.fleet.parameter_server import ServedShare
+
+SOON = timedelta(seconds=0.1)
+
+
+def wait_for(ready: Callable[[], object], what: str) -> None:
+    limit = time.monotonic() + PATIENT
+    while not ready():
+        assert time.monotonic() < limit, f"waited for {what}"
+        time.sleep(0.01)
+
+
+class BreakingShare(ServedShare):
+    """A server that is lost when it is asked for something, once for each name in `breaks`."""
+
+    breaks: set[str]
+    lose: Callable[[], None]
+
+    def _may_break(self, name: str) -> None:
+        if name in self.breaks:
+            self.breaks.remove(name)
+            threading.Thread(target=self.lose, daemon=True).start()
+            raise UnavailableError(f"killed at {name}")
+
+    def _begin(self, body: Any) -> None:
+        self._may_break("server.begin")
+        super()._begin(body)
+
+    def _cut(self, body: Any) -> None:
+        self._may_break("tables.cut")
+        super()._cut(body)
+
+    def _close(self, body: Any) -> None:
+        self._may_break("tables.close")
+        super()._close(body)
+
+    def _write(self, body: Any) -> Any:
+        self._may_break("tables.write")
+        return super()._write(body)
+
+    def _restore(self, body: Any) -> Any:
+        self._may_break("tables.restore")
+        return super()._restore(body)
+
+    def _restore_dense(self, body: Any) -> Any:
+        self._may_break("dense.restore")
+        return super()._restore_dense(body)
+
+
+@dataclass
+class LosingFleet:
+    """Servers in this process that can be lost, and places of workers among them."""
+
+    config: TrainConfig
+    num_ps: int = 2
+    num_workers: int = 1
+    task: Tallied = field(default_factory=Tallied)
+    keeps_going: bool = True
+    discovery: MemoryDiscovery = field(default_factory=MemoryDiscovery)
+    servers: dict[int, ParameterServer] = field(default_factory=dict)
+    wires: dict[int, Wire] = field(default_factory=dict)
+    shares: dict[int, ServedShare] = field(default_factory=dict)
+    breaks: dict[int, set[str]] = field(default_factory=dict)
+    """Server -> the calls at each of which it is lost, once."""
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        for index in range(self.num_ps):
+            self.start_server(index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+        for wire in self.wires.values():
+            wire.close()
+        for server in self.servers.values():
+            server.close()
+
+    def start_server(self, index: int) -> None:
+        """Serve a place, in a process that has nothing of what was there before."""
+        share = BreakingShare(
+            self.task, self.config, index=index, num_ps=self.num_ps, num_workers=self.num_workers
+        )
+        share.breaks = self.breaks.setdefault(index, set())
+        share.lose = lambda: self.replace_server(index)
+        self.shares[index] = share
+        self.servers[index] = share.serve("127.0.0.1", 0, None)
+        self.wires[index] = Wire(self.servers[index].address)
+        self.discovery.register("ps", index, self.wires[index].address)
+
+    def lose_server(self, index: int) -> None:
+        """End a server; what it held is gone."""
+        self.discovery.deregister("ps", index)
+        self.wires[index].close()
+        threading.Thread(target=self.servers[index].close, daemon=True).start()
+
+    def replace_server(self, index: int) -> None:
+        self.lose_server(index)
+        self.start_server(index)
+
+    def take_over(self, place: int) -> str | None:
+        """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
+        for index in sorted(self.servers):
+            if index >= self.num_ps and self.servers[index].share is None:
+                address = self.wires[index].address
+                ServerCalls()(address, "server.assign", index=place, num_ps=self.num_ps)
+                return address
+        return None
+
+    def fleet(self, index: int = 0, **how: Any) -> Fleet:
+        """A worker's place, in a fleet that keeps going."""
+
+        def connect(address: str) -> ServerGroup:
+            return ServerGroup([address], patience=timedelta(), timeout=timedelta(seconds=5))
+
+        def find(place: int) -> list[str]:
+            found = self.discovery.query("ps").get(place)
+            return [] if found is None else [found]
+
+        group = ServerGroup(
+            [self.wires[place].address for place in range(self.num_ps)],
+            patience=timedelta(seconds=0.2),
+            hold=timedelta(seconds=PATIENT),
+        )
+        fleet = Fleet(
+            group,
+            index,
+            self.num_workers,
+            start_timeout=timedelta(seconds=PATIENT),
+            finish_timeout=timedelta(seconds=PATIENT),
+            news_every=SOON,
+            keep_going=KeepGoing(find=find, connect=connect, **how) if self.keeps_going else None,
+        )
+        self.stack.enter_context(fleet)
+        group.describe()
+        return fleet
+
+    def train(self, index: int = 0, hooks: Sequence[Hook] = (), **how: Any) -> Worker:
+        return Worker(self, index, hooks, how)
+
+
+class Worker(threading.Thread):
+    """One worker that trains; `report` waits for its end."""
+
+    def __init__(self, fleet: LosingFleet, index: int, hooks: Sequence[Hook], how: dict[str, Any]) -> None:
+        super().__init__(daemon=True, name=f"worker-{index}")
+        self.fleet = fleet.fleet(index, **how)
+        self.trainer = Trainer(fleet.task, fleet.config, hooks=hooks, peers=FleetPeers(self.fleet))
+        self.found: TrainReport | BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.found = self.trainer.train()
+        except BaseException as error:
+            self.found = error
+
+    def report(self) -> TrainReport:
+        self.join(PATIENT)
+        assert not self.is_alive(), "a worker hangs"
+        if isinstance(self.found, BaseException):
+            raise self.found
+        assert self.found is not None
+        return self.found
+
+
+def settings(model_dir: Path | str, **more: Any) -> TrainConfig:
+    return TrainConfig(
+        **{
+            "model_dir": str(model_dir),
+            "save": SaveConfig(steps=6, retry_secs=0.01),
+            "prefetch": 0,
+            "async_push": False,
+            "summary_every_steps": None,
+            "idle_after": timedelta(milliseconds=50),
+            **more,
+        }
+    )
