@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
 from monolith.config import Secret
-from monolith.data import Records
+from monolith.data import Pipeline, Records, ShuffleConfig
 from monolith.data.format import BadRecord
 from monolith.data.kafka import (
     ByWorker,
@@ -29,6 +30,7 @@ from monolith.data.kafka import (
     read_settings,
     string_column,
 )
+from monolith.data.redistribution import redistributed
 from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
 from monolith.observe import Metrics
 from monolith.tensors import RaggedTensor
@@ -275,6 +277,36 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
     assert sorted(found) == list(range(40))
 
 
+@pytest.mark.parametrize("workers", [(1, 3), (2, 3), (3, 2)])
+def test_what_each_worker_has_left_is_redistributed_with_what_stages_held_back(
+    kafka: Kafka, send: Callable[..., None], workers: tuple[int, int]
+) -> None:
+    before, after = workers
+    topic = kafka.create_topic(partitions=before)
+    for partition in range(before):
+        send(topic, range(10 * partition, 10 * partition + 10), partition)
+
+    def made(worker: int, num_workers: int) -> Pipeline:
+        settings = config(
+            kafka, topic, assignment=ByWorker(worker=worker, num_workers=num_workers), poll_batch=3
+        )
+        return Pipeline(KafkaSource(settings, decode)).shuffle(ShuffleConfig(buffer=5)).rebatch(2)
+
+    found, positions = [], []
+    for worker in range(before):
+        with closing(made(worker, before)) as stream:
+            read = itertools.islice(iter(stream), 2 + worker)
+            found += [number for records in read for number in ids(records)]
+            positions.append(stream.position())
+    with closing(made(0, after)) as chief:
+        positions = json.loads(json.dumps(redistributed(chief, positions, after)))
+    for worker in range(after):
+        with closing(made(worker, after)) as stream:
+            stream.restore(positions[worker])
+            found += [number for records in stream for number in ids(records)]
+    assert sorted(found) == list(range(10 * before))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -493,6 +525,7 @@ def test_a_group_shares_out_partitions_and_whoever_is_left_goes_on_where_the_oth
     assert [len(reader.source.position()["offsets"][topic]) for reader in (first, second)] == [2, 2]
     second.stop()
     before = second.source.position()
+    second.source.commit(before)
     second.source.close()
     assert second.source.position() == before
     send_more()
@@ -512,13 +545,28 @@ def test_a_group_is_restored_to_a_position_and_not_to_what_it_had_committed(
         next(reading)
         position = source.position()
         next(reading)
-    # Without a position a member goes on where the last one stopped.
+        source.commit(source.position())
+    # Without a position a member goes on with what the last one has not committed.
     with KafkaSource(settings, decode) as source:
         assert ids(next(iter(source))) == list(range(20, 30))
     with KafkaSource(settings, decode) as source:
         source.restore(position)
         assert source.position() == position
         assert [ids(records) for records in source] == [list(range(10, 20)), list(range(20, 30))]
+
+
+def test_what_a_member_of_a_group_read_and_did_not_commit_comes_again(
+    kafka: Kafka, topic: str, send: Callable[..., None]
+) -> None:
+    send(topic, range(30))
+    settings = config(kafka, topic, assignment=None, poll_batch=10)
+    with KafkaSource(settings, decode) as source:
+        reading = iter(source)
+        next(reading)
+        source.commit(source.position())
+        next(reading)  # read, and not trained when its process ended
+    with KafkaSource(settings, decode) as source:
+        assert [number for records in source for number in ids(records)] == list(range(10, 30))
 
 
 def test_what_a_member_of_the_same_run_handed_over_wins_over_the_restored_position(
@@ -530,6 +578,7 @@ def test_what_a_member_of_the_same_run_handed_over_wins_over_the_restored_positi
         early.restore({"source": "kafka", "partitions": {topic: 1}, "offsets": {topic: {"0": 5}}})
         position = early.position()
         assert ids(next(iter(early))) == list(range(5, 15))
+        early.commit(early.position())
     with KafkaSource(settings, decode) as late:
         late.restore(position)
         assert ids(next(iter(late))) == list(range(15, 25))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from monolith.checkpoint import Checkpointer, Saver
 from monolith.cluster import MemoryDiscovery
-from monolith.data import DriftConfig, DriftingStream, Pipeline, Records, Stream
+from monolith.data import DriftConfig, DriftingStream, FileSource, Pipeline, Records, ShuffleConfig, Stream
+from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.records import BatchSpec
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.feature import ADDN, Batch, Layout
@@ -82,6 +83,9 @@ class TalliedModel(nn.Module):
         return logits
 
 
+TALLIED = BatchSpec(ids=(*FEATURES, RECORD), labels=SPEC.labels, event_time=TIME)
+
+
 @dataclass(frozen=True)
 class Tallied(Task):
     """Batches of 8 of the drifting stream, at one record a second."""
@@ -95,7 +99,10 @@ class Tallied(Task):
         return self.batches * 8
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        stream = DriftingStream(
+        return Pipeline(self.stream()).map(_numbered).to_batches(TALLIED)
+
+    def stream(self) -> DriftingStream:
+        return DriftingStream(
             DriftConfig(
                 examples=self.records,
                 batch_size=8,
@@ -108,8 +115,6 @@ class Tallied(Task):
                 examples_per_second=1,
             )
         )
-        spec = BatchSpec(ids=(*FEATURES, RECORD), labels=SPEC.labels, event_time=TIME)
-        return Pipeline(stream).map(_numbered).to_batches(spec)
 
     def model(self) -> nn.Module:
         return TalliedModel(self.threshold, self.expire_after)
@@ -125,6 +130,34 @@ class Tallied(Task):
 
 def _numbered(records: Records) -> Records:
     return Records(records.size, {**records.columns, RECORD: records.columns[TIME]}, records.shared)
+
+
+@dataclass(frozen=True)
+class TalliedFiles(Tallied):
+    """The same records, in files of 12."""
+
+    folder: str = ""
+
+    def write(self) -> list[str]:
+        """Write the files, unless they are there."""
+        form, paths = (
+            ParquetFormat(),
+            [f"{self.folder}/{one:03}.parquet" for one in range(self.records // 12)],
+        )
+        for number, path in enumerate(paths):
+            if not Path(path).exists():
+                with form.writer(path) as writer:
+                    writer.write(_numbered(self.stream().records(12 * number, 12)))
+        return paths
+
+    @property
+    def records(self) -> int:
+        return self.batches * 8 // 12 * 12
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        shuffle = ShuffleConfig(buffer=20)
+        source = FileSource(self.write(), ParquetFormat(), batch_size=5, shuffle=shuffle)
+        return Pipeline(source).rebatch(8).to_batches(TALLIED)
 
 
 @dataclass

@@ -23,22 +23,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TextIO, TypeVar
+from typing import Generic, Protocol, TextIO, TypeVar
 
 from torch import Tensor
 
 from monolith.data.bad_values import BadValues
-from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.format import BadRecord
+from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
+from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
-from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position, Source, commit_to
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.data.shuffling import ShuffleConfig
+from monolith.data.source import Position, Source, commit_to, set_bad_aside
+from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
 from monolith.tensors import Prefetched, prefetch
@@ -77,15 +77,15 @@ class Pipeline:
 
     def rebatch(self, size: int, *, drop_remainder: bool = False) -> Pipeline:
         """Yield batches of exactly `size` records; only the last is shorter, unless it is dropped."""
-        return Pipeline(_Rebatched(self._source, size, drop_remainder))
+        return Pipeline(Rebatched(self._source, size, drop_remainder))
 
     def shuffle(self, config: ShuffleConfig) -> Pipeline:
         """Mix `config.buffer` records at a time, and yield them together."""
-        return Pipeline(_Shuffled(self._source, config))
+        return Pipeline(Shuffled(self._source, config))
 
     def take(self, records: int) -> Pipeline:
         """End after so many records."""
-        return Pipeline(_Taken(self._source, records))
+        return Pipeline(Taken(self._source, records))
 
     def with_progress(
         self,
@@ -132,6 +132,14 @@ class Pipeline:
     def restore(self, position: Position) -> None:
         self._source.restore(position)
 
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Have the source redistribute positions; see `Redistributable`."""
+        return redistributed(self._source, positions, workers)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        """Have the source adopt a position; see `Redistributable`."""
+        return adopted(self._source, position, end)
+
     def commit(self, position: Position) -> None:
         """Tell the source that all before a position counts.
 
@@ -141,7 +149,7 @@ class Pipeline:
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
         """Hand bad records to the source, if it keeps them; see `FileSource.set_aside`."""
-        _set_aside(self._source, bad)
+        set_bad_aside(self._source, bad)
 
     def close(self) -> None:
         self._source.close()
@@ -170,6 +178,14 @@ class Batches:
     def restore(self, position: Position) -> None:
         self._batches.restore(position)
 
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Have the source redistribute positions; see `Redistributable`."""
+        return redistributed(self._batches, positions, workers)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        """Have the source adopt a position; see `Redistributable`."""
+        return adopted(self._batches, position, end)
+
     def commit(self, position: Position) -> None:
         """Tell the source that all before a position counts."""
         commit_to(self._batches, position)
@@ -193,11 +209,17 @@ class _Passing:
     def restore(self, position: Position) -> None:
         self._source.restore(position)
 
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        return redistributed(self._source, positions, workers)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        return adopted(self._source, position, end)
+
     def commit(self, position: Position) -> None:
         commit_to(self._source, position)
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        _set_aside(self._source, bad)
+        set_bad_aside(self._source, bad)
 
     def close(self) -> None:
         self._source.close()
@@ -296,210 +318,6 @@ class ProgressLine:
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
 
 
-# Stages that hold records back
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A place between two records: so many after a position of the source."""
-
-    source: Position
-    skip: int = 0
-
-    def saved(self) -> Position:
-        return {"source": self.source, "skip": self.skip}
-
-
-class _Holding:
-    """A stage whose source has come further than its consumer."""
-
-    kind = ""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._mark: _Mark | None = None  # None: where the source stands
-
-    def read_share(self, share: Share) -> None:
-        share_out(self._source, share)
-
-    def position(self) -> Position:
-        return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
-
-    def restore(self, position: Position) -> None:
-        names = ("skip", *self._numbers())
-        if not isinstance(position, Mapping) or position.get("stage") != self.kind:
-            raise RestoreError(
-                f"cannot restore a pipeline: {position!r:.200} is not a position of its stage {self.kind!r}"
-            )
-        numbers = {name: position.get(name) for name in names}
-        if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
-            raise RestoreError(f"cannot restore a pipeline: stage {self.kind!r} finds {numbers}")
-        self._check(numbers)
-        below: Any = position.get("source")
-        self._source.restore(below)
-        self._mark = _Mark(below, int(position["skip"]))
-        self._set_numbers(numbers)
-
-    def commit(self, position: Position) -> None:
-        commit_to(self._source, position["source"])
-
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        _set_aside(self._source, bad)
-
-    def close(self) -> None:
-        self._source.close()
-
-    def _numbers(self) -> dict[str, int]:
-        """Return what else belongs to a position."""
-        return {}
-
-    def _check(self, numbers: Mapping[str, Any]) -> None:
-        """Refuse numbers that make no sense."""
-
-    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Go on from these."""
-
-    def _stand(self) -> _Mark:
-        return _Mark(self._source.position()) if self._mark is None else self._mark
-
-    def _blocks(self, *, length: int = 0, taken: int = 0) -> Iterator[Block[_Mark]]:
-        """Yield what the source has from where this stage stands.
-
-        Args:
-            length, taken: Of the stretch that begins there, where one was begun.
-        """
-        stand = self._stand()
-        if self._source.position() != stand.source:
-            self._source.restore(stand.source)  # it was read further than what was delivered
-        before, skip, passed = stand.source, stand.skip, 0
-        with closed_after(self._source) as batches:
-            for records in batches:
-                first = max(skip - passed, 0)
-                if first < len(records):
-                    yield Block(records, self._places(before, passed, len(records)), first, length, taken)
-                    length = taken = 0
-                passed += len(records)
-                if passed >= skip:
-                    before, skip, passed = self._source.position(), 0, 0
-        if skip:
-            raise DataError(
-                f"pipeline: {skip - passed} records fewer than when the position was saved; "
-                "the data has changed"
-            )
-
-    def _places(self, before: Position, passed: int, size: int) -> Callable[[int], _Mark]:
-        """Return the places in a batch that begins so many records after a position."""
-
-        def place(number: int) -> _Mark:
-            return _Mark(self._source.position()) if number == size else _Mark(before, passed + number)
-
-        return place
-
-
-class _Rebatched(_Holding):
-    kind = "rebatch"
-
-    def __init__(self, source: Source, size: int, drop_remainder: bool) -> None:
-        super().__init__(source)
-        if size < 1:
-            raise ConfigError(f"pipeline: a batch needs a record at least, got {size}")
-        self._size = size
-        self._drop_remainder = drop_remainder
-
-    def __iter__(self) -> Iterator[Records]:
-        batcher: Batcher[_Mark] = Batcher(self._size)
-        with closed_after(self._blocks()) as blocks:
-            for block in blocks:
-                for batch, self._mark in batcher.add(block):
-                    yield batch
-        self._mark = None
-        if (rest := batcher.rest()) is not None and not self._drop_remainder:
-            yield rest
-
-
-class _Shuffled(_Holding):
-    """Stretches of `buffer` records, each in an order that follows from the seed and its number."""
-
-    kind = "shuffle"
-
-    def __init__(self, source: Source, config: ShuffleConfig) -> None:
-        super().__init__(source)
-        self._config = config
-        self._number = self._taken = self._length = 0
-
-    def __iter__(self) -> Iterator[Records]:
-        shuffler: Shuffler[_Mark] = Shuffler(
-            self._config.buffer,
-            lambda _, size: permutation(size, self._config.seed, self._number),
-            lambda _: "pipeline: the source",
-        )
-        step = 1
-        with closed_after(self._blocks(length=self._length, taken=self._taken)) as blocks:
-            for block in blocks:
-                step = max(step, len(block.records) - block.first)
-                for stretch in shuffler.add(block):
-                    yield from self._in_batches(stretch, step)
-        last = shuffler.end(_Mark(self._source.position()))
-        if last is not None:
-            yield from self._in_batches(last, step)
-        self._mark = None
-
-    def _in_batches(self, stretch: Stretch[_Mark], step: int) -> Iterator[Records]:
-        """Yield a stretch in batches as large as they came in."""
-        size = len(stretch.records)
-        for first in range(stretch.first, size, step):
-            last = min(first + step, size)
-            if last < size:
-                self._mark, self._taken, self._length = stretch.begin, last, size
-            else:
-                self._mark, self._taken, self._length = stretch.end, 0, 0
-                self._number += 1
-            yield stretch.records.slice(first, last)
-
-    def _numbers(self) -> dict[str, int]:
-        seed = self._config.seed
-        return {"number": self._number, "taken": self._taken, "length": self._length, "seed": seed}
-
-    def _check(self, numbers: Mapping[str, Any]) -> None:
-        if numbers["seed"] != self._config.seed:
-            raise RestoreError(
-                f"cannot restore a pipeline: it was shuffled with seed {numbers['seed']}, "
-                f"this one has {self._config.seed}"
-            )
-
-    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        self._number, self._taken, self._length = numbers["number"], numbers["taken"], numbers["length"]
-
-
-class _Taken(_Holding):
-    kind = "take"
-
-    def __init__(self, source: Source, records: int) -> None:
-        super().__init__(source)
-        if records < 0:
-            raise ConfigError(f"pipeline: cannot take {records} records")
-        self._records = records
-        self._taken = 0
-
-    def __iter__(self) -> Iterator[Records]:
-        if self._taken >= self._records:
-            return
-        with closed_after(self._blocks()) as blocks:
-            for block in blocks:
-                end = min(len(block.records), block.first + self._records - self._taken)
-                self._taken += end - block.first
-                self._mark = None if end == len(block.records) else block.place(end)
-                yield block.records.slice(block.first, end)
-                if self._taken == self._records:
-                    return
-
-    def _numbers(self) -> dict[str, int]:
-        return {"taken": self._taken}
-
-    def _set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        self._taken = numbers["taken"]
-
-
 class _Ahead(Generic[Item]):
     """Reads ahead in a thread, and stands where its consumer stands."""
 
@@ -541,11 +359,18 @@ class _Ahead(Generic[Item]):
         self._source.restore(position)
         self._position = None
 
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        self._stop()
+        return redistributed(self._source, positions, workers)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        return adopted(self._source, position, end)
+
     def commit(self, position: Position) -> None:
         commit_to(self._source, position)
 
     def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        _set_aside(self._source, bad)
+        set_bad_aside(self._source, bad)
 
     def close(self) -> None:
         if self._running is not None:
@@ -567,9 +392,3 @@ def _with_positions(source: Stream[Item]) -> Iterator[tuple[Item, Position]]:
     with closed_after(source) as items:
         for item in items:
             yield item, source.position()
-
-
-def _set_aside(source: object, bad: Sequence[BadRecord]) -> None:
-    set_aside = getattr(source, "set_aside", None)
-    if set_aside is not None:
-        set_aside(bad)

@@ -13,9 +13,10 @@ read, position or restore does. Every implementation passes `tests/contracts/tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from monolith.data.format import BadRecord
 from monolith.data.records import Records
 from monolith.data.share import Share
 
@@ -78,3 +79,10 @@ def commit_to(source: object, position: Position) -> None:
     commit = getattr(source, "commit", None)
     if commit is not None:
         commit(position)
+
+
+def set_bad_aside(source: object, bad: Sequence[BadRecord]) -> None:
+    """Hand bad records to a source, if it keeps them; see `FileSource.set_aside`."""
+    set_aside = getattr(source, "set_aside", None)
+    if set_aside is not None:
+        set_aside(bad)

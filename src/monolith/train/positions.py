@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from monolith.data.redistribution import redistributed
 from monolith.data.source import Position
 from monolith.errors import RestoreError
 
@@ -16,18 +17,26 @@ def joined_positions(positions: Sequence[Position]) -> Position:
     return positions[0] if len(positions) == 1 else {WORKERS: list(positions)}
 
 
-def split_position(position: Position, workers: int) -> list[Position]:
+def split_position(position: Position, workers: int, data: object) -> list[Position]:
     """Return the position of each worker.
 
+    Args:
+        data: The stream of one of them. It redistributes positions of another number of workers, and is to
+            be restored afterwards.
+
     Raises:
-        RestoreError: It is of another number of workers.
+        RestoreError: They are of another number of workers, and the data cannot be redistributed.
     """
     several = set(position) == {WORKERS}
     found: list[Position] = list(position[WORKERS]) if several else [position]
-    if len(found) != workers:
+    if len(found) == workers:
+        return found
+    try:
+        return redistributed(data, found, workers)
+    except RestoreError as cause:
         raise RestoreError(
             f"cannot resume the data: the checkpoint was saved by {len(found)} workers, each with its own "
-            f"position, and this run has {workers}. Train with {len(found)} workers; or, to read the data "
-            "from its start, start a new model_dir from this one with restore.dir and restore.restart_data."
-        )
-    return found
+            f"position, and this run has {workers}: {cause}. Train with {len(found)} workers; or, to read "
+            "the data from its start, start a new model_dir from this one with restore.dir and "
+            "restore.restart_data."
+        ) from cause

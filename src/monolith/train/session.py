@@ -429,7 +429,8 @@ class Session:
     def _go_to(self, position: Position) -> None:
         if not self.restarts_data:
             share = self._peers.share
-            self._starts = split_position(position, share.workers)
+            self._close_lane()  # it may read the data
+            self._starts = split_position(position, share.workers, self.data)
             self._read_from(self._starts[share.worker])
 
     def _read_from(self, position: Position) -> None:

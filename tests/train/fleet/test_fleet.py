@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from train.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedModel, read_model, run_fleet
+from train.fleets import PATIENT, TALLY, Outcome, Tallied, TalliedFiles, TalliedModel, read_model, run_fleet
 
 from monolith.cluster import MemoryDiscovery, Waiting
 from monolith.data import ClickLog, ClickLogConfig, Share, Stream, share_out
@@ -128,12 +128,37 @@ def test_a_run_that_was_alone_goes_on_with_servers_and_back(tmp_path: Path) -> N
     assert read_model(TASK, tmp_path).tally == once(TASK.records)
 
 
-def test_another_number_of_workers_cannot_go_on_with_the_data_and_is_told_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(2, 3, 1), (1, 2)])
+def test_another_number_of_workers_goes_on_with_what_is_left_of_the_files(
+    tmp_path: Path, workers: tuple[int, ...]
+) -> None:
+    task = TalliedFiles(folder=str(tmp_path))
+    trained = 0
+    for number, count in enumerate(workers):
+        last = number == len(workers) - 1
+        hooks = [] if last else [StopAt(5 * (number + 1))]
+        config = TrainConfig(model_dir=str(tmp_path / "model"), summary_every_steps=None)
+        if count == 1:
+            report = Trainer(task, config, hooks=hooks).train()
+        else:
+            report = run_fleet(
+                task, tmp_path / "model", num_workers=count, hooks=lambda _, hooks=hooks: hooks
+            ).chief
+        trained += report.examples
+        assert last or trained < task.records
+    assert trained == task.records
+    assert read_model(task, tmp_path / "model").tally == once(task.records)
+
+
+def test_another_number_of_workers_is_refused_where_the_data_cannot_be_redistributed(tmp_path: Path) -> None:
     run_fleet(TASK, tmp_path, hooks=lambda _: [StopAt(6)])
     outcome = run_fleet(TASK, tmp_path, num_workers=3)
     for worker in range(3):
         assert isinstance(outcome.workers[worker], ClusterError | RestoreError)
-    with pytest.raises(RestoreError, match=r"saved by 2 workers.*this run has 3\. Train with 2 workers"):
+    with pytest.raises(
+        RestoreError,
+        match=r"saved by 2 workers.*this run has 3: DriftingStream cannot.*\. Train with 2 workers",
+    ):
         outcome.report(0)
     with pytest.raises(RestoreError, match=r"saved by 2 workers.*this run has 1"):
         Trainer(TASK, TrainConfig(model_dir=str(tmp_path))).train()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from monolith.data.files.discovery import Watch
 from monolith.data.files.work_queue import FileQueue, Lease, Progress
@@ -63,6 +63,47 @@ class Spot:
         return {"place": self.place, "skip": self.skip, "length": self.length, "taken": self.taken}
 
 
+class Left(NamedTuple):
+    """A file of which something is left to read, and from where; see `Spot`."""
+
+    round: int
+    file: str
+    place: int = 0
+    skip: int = 0
+    length: int = 0
+    taken: int = 0
+
+    def spot(self) -> Spot:
+        return Spot(**self._asdict())
+
+    @classmethod
+    def of(cls, spot: Spot) -> Left:
+        assert spot.file is not None
+        return cls(spot.round, spot.file, **spot.progress())
+
+    @classmethod
+    def read(cls, saved: object) -> Left:
+        """Return what a position says is left.
+
+        Raises:
+            RestoreError: It makes no sense.
+        """
+        if isinstance(saved, list) and len(saved) == len(cls._fields):
+            left = cls(*saved)
+            numbers = (left.round, *left[2:])
+            if isinstance(left.file, str) and all(isinstance(one, int) and one >= 0 for one in numbers):
+                return left
+        raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not what is left of a file")
+
+
+class OldWorker(NamedTuple):
+    """One of the workers of an earlier run: its share, its position, and where it stood."""
+
+    share: Share
+    position: Position
+    spot: Spot
+
+
 class Step(Enum):
     """What comes after a file, if not another one."""
 
@@ -101,6 +142,75 @@ class Files(Protocol):
 
     def close(self) -> None: ...
 
+    # For another number of workers
+
+    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
+        """Return what each old worker had left to read, in its order, and will not be read as the share of
+        a new worker.
+
+        Raises:
+            RestoreError: It cannot be told.
+        """
+
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+        """Return what the position of a new worker has, beside its spot, that begins with some of what was
+        left."""
+
+
+class _Paths:
+    """The paths of one worker, and their order in each epoch."""
+
+    def __init__(self, every: Sequence[str], share: Share, seed: int | None) -> None:
+        self.paths = every[share.worker :: share.workers]
+        self.digest = zlib.crc32("\n".join(self.paths).encode())
+        self._seed = seed
+        self._ordered = (-1, list[str]())
+
+    def order(self, epoch: int) -> Sequence[str]:
+        if self._seed is None:
+            return self.paths
+        if self._ordered[0] != epoch:
+            order = permutation(len(self.paths), self._seed, epoch).tolist()
+            self._ordered = (epoch, [self.paths[number] for number in order])
+        return self._ordered[1]
+
+
+class _Backlog:
+    """What is read before the epochs that are dealt out to as many workers as there are now."""
+
+    def __init__(self, saved: Sequence[Any] = (), first_epoch: int = 0) -> None:
+        self.saved = saved
+        self.left = [Left.read(one) for one in saved]
+        self.first_epoch = first_epoch
+        """The first that is read as one's share, from its beginning."""
+        self._numbers = {(one.round, one.file): number for number, one in enumerate(self.left)}
+
+    def has(self, spot: Spot) -> bool:
+        return (spot.round, spot.file) in self._numbers
+
+    def after(self, spot: Spot) -> Left | None:
+        number = 0 if spot.file is None else self._numbers[spot.round, spot.file] + 1
+        return self.left[number] if number < len(self.left) else None
+
+    def from_here(self, spot: Spot) -> list[Left]:
+        """Return what is left of it."""
+        if spot.file is None:
+            return self.left
+        return [Left.of(spot), *self.left[self._numbers[spot.round, spot.file] + 1 :]]
+
+    def save(self, spot: Spot) -> Position:
+        """Return what a position must say of it, which is nothing when it was read."""
+        if spot.round >= self.first_epoch and (spot.file is not None or not self.first_epoch):
+            return {}
+        return {"backlog": self.saved, "first_epoch": self.first_epoch}
+
+    @classmethod
+    def restored(cls, saved: Position) -> _Backlog:
+        backlog, first = saved.get("backlog", []), saved.get("first_epoch", 0)
+        if not isinstance(backlog, list) or not isinstance(first, int) or first < 0:
+            raise RestoreError("cannot restore a file source: malformed backlog in the position")
+        return cls(backlog, first)
+
 
 class ListedPaths:
     """Paths that are known from the beginning."""
@@ -120,17 +230,15 @@ class ListedPaths:
             raise DataError(
                 "file source: the list of files is empty; find_files() says what a pattern matches"
             )
-        self._paths: list[str] = []
         self._epochs = epochs
         self._seed = shuffle.seed if shuffle is not None and shuffle.files else None
-        self._digest = 0
-        self._ordered = (-1, list[str]())
+        self._mine = _Paths((), Share(), None)
+        self._backlog = _Backlog()
 
     def deal(self, share: Share) -> None:
         files = len(self._all)
-        self._paths = self._all[share.worker :: share.workers]
-        self._digest = zlib.crc32("\n".join(self._paths).encode())
-        if files < share.workers and (share.worker == 0 or not self._paths):
+        self._mine = _Paths(self._all, share, self._seed)
+        if files < share.workers and (share.worker == 0 or not self._mine.paths):
             _log.warning(
                 "file source: fewer files than workers, %d for %d: there is no data for worker %s; cut the "
                 "files into %d or more, or run fewer workers",
@@ -141,25 +249,19 @@ class ListedPaths:
             )
 
     def after(self, spot: Spot) -> Spot | Step:
-        if not self._paths:
-            return Step.END
-        if spot.file is None:
-            return Spot(file=self._order(0)[0])
-        order = self._order(spot.round)
+        if spot.file is None or self._backlog.has(spot):
+            left = self._backlog.after(spot)
+            return self._first(self._backlog.first_epoch) if left is None else left.spot()
+        order = self._mine.order(spot.round)
         number = order.index(spot.file) + 1
         if number < len(order):
             return Spot(round=spot.round, file=order[number])
-        if self._epochs is not None and spot.round + 1 >= self._epochs:
-            return Step.END
-        return Spot(round=spot.round + 1, file=self._order(spot.round + 1)[0])
+        return self._first(spot.round + 1)
 
-    def _order(self, epoch: int) -> list[str]:
-        if self._seed is None:
-            return self._paths
-        if self._ordered[0] != epoch:
-            order = permutation(len(self._paths), self._seed, epoch).tolist()
-            self._ordered = (epoch, [self._paths[number] for number in order])
-        return self._ordered[1]
+    def _first(self, epoch: int) -> Spot | Step:
+        if not self._mine.paths or (self._epochs is not None and epoch >= self._epochs):
+            return Step.END
+        return Spot(round=epoch, file=self._mine.order(epoch)[0])
 
     def wait(self) -> None: ...
 
@@ -170,32 +272,66 @@ class ListedPaths:
 
     def taken(self, spot: Spot, *, ended: bool) -> None: ...
 
-    def save(self, spot: Spot) -> Position:  # noqa: ARG002
-        return {"files": self._digest}
+    def save(self, spot: Spot) -> Position:
+        return {"files": self._mine.digest, **self._backlog.save(spot)}
 
     def restore(self, saved: Position, spot: Spot) -> None:
         digest = saved.get("files")
         if not isinstance(digest, int) or digest < 0:
             raise RestoreError("cannot restore a file source: the position is not of one with a list")
-        if spot.file is not None and spot.file not in self._paths:
+        backlog = _Backlog.restored(saved)
+        if spot.file is not None and spot.file not in self._mine.paths and not backlog.has(spot):
             raise RestoreError(
                 f"cannot restore a file source: the position is in {spot.file}, which is not among the "
-                f"{len(self._paths)} files of this worker"
+                f"{len(self._mine.paths)} files of this worker"
             )
         if self._epochs is not None and spot.round >= self._epochs:
             raise RestoreError(
                 f"cannot restore a file source: the position is in epoch {spot.round}, "
                 f"there are {self._epochs} from 0 on"
             )
-        if self._seed is not None and digest != self._digest:
+        if self._seed is not None and digest != self._mine.digest:
             raise RestoreError(
                 "cannot restore a file source: the list of files has changed, so that shuffling would put "
                 "them into another order. Give the same files, or shuffle with files=False."
             )
+        self._backlog = backlog
 
     def commit(self, position: Position) -> None: ...
 
     def close(self) -> None: ...
+
+    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
+        begun = max(map(self._begun, old))
+        return [self._left_before(begun, one) for one in old]
+
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+        return {
+            "files": _Paths(self._all, share, None).digest,
+            "backlog": [list(one) for one in left],
+            "first_epoch": max(map(self._begun, old)),
+        }
+
+    def _begun(self, old: OldWorker) -> int:
+        """Return the first epoch of which an old worker had not begun its share."""
+        first = _Backlog.restored(old.position).first_epoch
+        return first if old.spot.file is None else max(first, old.spot.round + 1)
+
+    def _left_before(self, epoch: int, old: OldWorker) -> list[Left]:
+        """Return what an old worker had not read of all epochs before one."""
+        paths, backlog = _Paths(self._all, old.share, self._seed), _Backlog.restored(old.position)
+        if old.position.get("files") != paths.digest:
+            raise RestoreError(
+                "the list of files has changed, so nobody knows what was left to whom; give the same files"
+            )
+        spot, first, left = old.spot, backlog.first_epoch, list[Left]()
+        if spot.file is None or backlog.has(spot):
+            left = backlog.from_here(spot)
+        else:
+            order = paths.order(spot.round)
+            rest = order[order.index(spot.file) + 1 :]
+            left, first = [Left.of(spot), *(Left(spot.round, path) for path in rest)], spot.round + 1
+        return left + [Left(later, path) for later in range(first, epoch) for path in paths.order(later)]
 
 
 class Watched:
@@ -208,24 +344,26 @@ class Watched:
         self._share = Share()
         self._seen: list[str] = []
         self._known: set[str] = set()
+        self._first = 0
+        """Files of those seen that others have read: the first of ours comes after them."""
+        self._parts: dict[str, Left] = {}
+        """Files of those seen of which others have read a part."""
 
     def deal(self, share: Share) -> None:
         self._share = share
 
     def after(self, spot: Spot) -> Spot | Step:
-        number = 0 if spot.file is None else self._seen.index(spot.file) + 1
+        number = self._first if spot.file is None else self._seen.index(spot.file) + 1
         if number == len(self._seen):
-            mine = [path for path in self._watch.look() if self._is_mine(path)]
+            mine = [path for path in self._watch.look() if _reader_of(path, self._share) == self._share]
             new = [path for path in mine if path not in self._known]
             self._seen += new
             self._known |= set(new)
         if number < len(self._seen):
             self._watch.found()
-            return Spot(file=self._seen[number])
+            path = self._seen[number]
+            return self._parts.get(path, Left(0, path)).spot()
         return Step.END if self._watch.is_over() else Step.WAIT
-
-    def _is_mine(self, path: str) -> bool:
-        return zlib.crc32(path.encode()) % self._share.workers == self._share.worker
 
     def wait(self) -> None:
         self._watch.wait()
@@ -238,7 +376,10 @@ class Watched:
     def taken(self, spot: Spot, *, ended: bool) -> None: ...
 
     def save(self, spot: Spot) -> Position:  # noqa: ARG002
-        return {"seen": list(self._seen)}
+        found: Position = {"seen": list(self._seen)}
+        if self._first or self._parts:
+            found |= {"first": self._first, "parts": [list(one) for one in self._parts.values()]}
+        return found
 
     def restore(self, saved: Position, spot: Spot) -> None:
         seen = saved.get("seen")
@@ -246,11 +387,38 @@ class Watched:
             raise RestoreError("cannot restore a file source: the position is not of one that watches")
         if spot.file is not None and spot.file not in seen:
             raise RestoreError(f"cannot restore a file source: the position is in {spot.file}, unseen before")
-        self._seen, self._known = list(seen), set(seen)
+        first, parts = saved.get("first", 0), saved.get("parts", [])
+        if not isinstance(first, int) or not 0 <= first <= len(seen) or not isinstance(parts, list):
+            raise RestoreError("cannot restore a file source: malformed files in the position")
+        self._seen, self._known, self._first = list(seen), set(seen), first
+        self._parts = {left.file: left for left in map(Left.read, parts)}
 
     def commit(self, position: Position) -> None: ...
 
     def close(self) -> None: ...
+
+    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
+        return [self._left(one) for one in old]
+
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:
+        mine = [one.file for one in left]
+        # Who looks for files must not find again what others have read, or are going to.
+        others = [path for one in old for path in one.position["seen"] if _reader_of(path, share) == share]
+        others = [path for path in others if path not in set(mine)]
+        parts = [list(one) for one in left if any(one[2:])]
+        return {"seen": [*others, *mine], "first": len(others), "parts": parts}
+
+    def _left(self, old: OldWorker) -> list[Left]:
+        spot = old.spot
+        self.restore(old.position, spot)
+        number = self._first if spot.file is None else self._seen.index(spot.file)
+        left = [self._parts.get(path, Left(0, path)) for path in self._seen[number:]]
+        return left if spot.file is None else [Left.of(spot), *left[1:]]
+
+
+def _reader_of(path: str, share: Share) -> Share:
+    """Return the share that a file is in which was found by looking."""
+    return Share(zlib.crc32(path.encode()) % share.workers, share.workers)
 
 
 class Queued:
@@ -398,3 +566,19 @@ class Queued:
         with self._lock:
             self._queue.release(self._worker)
             self._held = {}
+
+    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
+        """Tell the queue what the positions hold, and have it hand out the rest."""
+        for one in old:
+            reader = str(one.position.get("reader"))
+            self._queue.release(reader)
+            for number in one.position.get("finished", ()):
+                if (lease := self._queue.take(reader, number)) is not None:
+                    self._queue.finish(lease)
+            if one.spot.file is not None and (lease := self._queue.take(reader, one.spot.round)) is not None:
+                self._queue.report(lease, one.spot.progress())
+                self._queue.give_back(lease)
+        return [[] for _ in old]
+
+    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
+        return {"finished": [], "reader": None if share.workers == 1 else f"worker {share.worker}"}

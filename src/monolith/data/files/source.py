@@ -21,7 +21,7 @@ from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.files.discovery import Watch
-from monolith.data.files.order import Files, ListedPaths, Queued, Spot, Step, Watched
+from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Queued, Spot, Step, Watched
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.iteration import closed_after
@@ -127,6 +127,8 @@ class FileSource:
         self._policy = BadRecordPolicy() if bad is None else bad
         self._metrics = metrics
         self._settings: Position = {}  # until the share is settled
+        self._adopted: list[int] | None = None
+        """The share of a worker that is no more, where what it left is read."""
         self._spot = Spot()
         self._reading = Spot()
         self._closed = False
@@ -177,31 +179,87 @@ class FileSource:
 
     def position(self) -> Position:
         self._settle()
-        spot = {field.name: getattr(self._spot, field.name) for field in fields(self._spot)}
-        return {**self._settings, **spot, **self._files.save(self._spot)}
+        spot = _numbers_of(self._spot)
+        whose = {} if self._adopted is None else {"adopted": self._adopted}
+        return {**self._settings, **whose, **spot, **self._files.save(self._spot)}
 
     def restore(self, position: Position) -> None:
-        if not isinstance(position, Mapping) or position.get("source") != "files":
-            raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
         self._settle()
-        for name, value in self._settings.items():
-            if name not in position or position[name] != value:
-                raise RestoreError(
-                    f"cannot restore a file source: the position was taken with {name} "
-                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
-                    "beginning."
-                )
-        if missing := [field.name for field in fields(Spot) if field.name not in position]:
-            raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
-        numbers = {field.name: position[field.name] for field in fields(Spot)}
-        file = numbers.pop("file")
-        if not (file is None or isinstance(file, str)) or not all(
-            isinstance(number, int) and number >= 0 for number in numbers.values()
-        ):
-            raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
-        spot = Spot(file=file, **numbers)
+        spot = self._checked(position)
+        if (adopted := position.get("adopted")) != self._adopted:
+            self._files.deal(_read_share(self._settings["shard"] if adopted is None else adopted))
+            self._adopted = adopted
         self._files.restore(position, spot)
         self._spot = self._reading = spot
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Return what was left to several workers as positions of another number of them.
+
+        Files are dealt out from where they were left, so that all workers have about as many; where a stretch
+        is being shuffled, with the files it goes on in. From the first epoch on that nobody had begun, each
+        worker reads its share of all. A queue hears of the positions, and hands out what is left by itself.
+
+        Raises:
+            RestoreError: They are not those of all workers; the files have changed; or `num_workers` of
+                this source says otherwise.
+        """
+        self._settle()
+        share = Share(*self._settings["shard"])
+        if share.workers != workers:
+            raise RestoreError(f"the file source has num_workers {share.workers}, this run has {workers}")
+        old = [OldWorker(_share_of(one), one, self._checked(one, share=False)) for one in positions]
+        if [one.share for one in old] != [Share(number, len(old)) for number in range(len(old))]:
+            raise RestoreError(
+                f"the positions are of shares {', '.join(str(list(one.share)) for one in old)} of the files, "
+                "which are not all"
+            )
+        dealt = _deal([unit for left in self._files.left(old) for unit in self._units(left)], workers)
+        found = []
+        for worker, left in enumerate(dealt):
+            mine = old[worker::workers]  # whose records it counts as its own
+            spot = replace(
+                left[0].spot() if left else Spot(),
+                good=sum(one.spot.good for one in mine),
+                bad=sum(one.spot.bad for one in mine),
+            )
+            begin = self._files.begin(old, left, Share(worker, workers))
+            found.append({**self._settings, "shard": [worker, workers], **_numbers_of(spot), **begin})
+        return found
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
+        """Return a position from which this source reads the files that were another worker's, in its order.
+
+        Raises:
+            RestoreError: A queue handed them out, which may have given them to others by now.
+        """
+        if isinstance(self._files, Queued):
+            raise RestoreError(
+                "what a stage on top of a queue of files held back cannot be moved; use the batch_size and "
+                "the shuffle of FileSource instead of rebatch and shuffle of a pipeline"
+            )
+        return {**position, "adopted": list(_share_of(position))}
+
+    def _units(self, left: Sequence[Left]) -> Iterator[list[Left]]:
+        """Yield which of the files that one worker had left must stay together: those of a stretch."""
+        while left:
+            files, missing = 0, left[0].length
+            while not files or (missing > 0 and files < len(left)):
+                if left[0].length:
+                    missing -= self._count(left[files], missing)
+                files += 1
+            yield list(left[:files])
+            left = left[files:]
+
+    def _count(self, left: Left, enough: int) -> int:
+        """Return how many records are left of a file, if they are fewer than so many."""
+        found = -left.skip
+        reader = self._format.chunks(left.file, start=left.place, columns=self._columns)
+        with closed_after(reader) as chunks:
+            for chunk in chunks:
+                found += len(chunk.records)
+                if found >= enough:
+                    break
+        return found
 
     def commit(self, position: Position) -> None:
         """Tell the queue that all records before a position count; without a queue, do nothing.
@@ -227,6 +285,32 @@ class FileSource:
             self._files.close()
 
     # Reading
+
+    def _checked(self, position: Position, *, share: bool = True) -> Spot:
+        """Return where a position of a source with the same settings is.
+
+        Args:
+            share: Whether it must be of the same share, too, unless it was adopted.
+        """
+        if not isinstance(position, Mapping) or position.get("source") != "files":
+            raise RestoreError(f"cannot restore a file source from {position!r:.200}: not a position of one")
+        others = set() if share and "adopted" not in position else {"shard"}
+        for name, value in self._settings.items():
+            if name not in others and (name not in position or position[name] != value):
+                raise RestoreError(
+                    f"cannot restore a file source: the position was taken with {name} "
+                    f"{position.get(name)}, this one has {value}. Use the same settings, or start from the "
+                    "beginning."
+                )
+        if missing := [field.name for field in fields(Spot) if field.name not in position]:
+            raise RestoreError(f"cannot restore a file source: the position lacks {', '.join(missing)}")
+        numbers = {field.name: position[field.name] for field in fields(Spot)}
+        file = numbers.pop("file")
+        if not (file is None or isinstance(file, str)) or not all(
+            isinstance(number, int) and number >= 0 for number in numbers.values()
+        ):
+            raise RestoreError(f"cannot restore a file source: malformed numbers in {position!r:.200}")
+        return Spot(file=file, **numbers)
 
     def _settle(self) -> None:
         """See to it that files are dealt out to this worker."""
@@ -263,6 +347,7 @@ class FileSource:
         for read in self._chunks(spot):
             begun = shuffler.begin
             ends = read.chunk is None and (read.waits or not self._files.mixes)
+            ends = ends or bool(read.spot.length)  # another stretch begins, of a worker that is no more
             if begun is not None and (ends or read.spot.round != begun.round):
                 yield from _in_order(shuffler.end(read.spot))
             if read.chunk is None:
@@ -361,6 +446,36 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
+
+
+def _numbers_of(spot: Spot) -> Position:
+    return {field.name: getattr(spot, field.name) for field in fields(spot)}
+
+
+def _read_share(saved: object) -> Share:
+    """Return the share that a position names.
+
+    Raises:
+        RestoreError: There is no such share.
+    """
+    if isinstance(saved, list) and len(saved) == 2 and all(isinstance(one, int) for one in saved):
+        share = Share(*saved)
+        if 0 <= share.worker < share.workers:
+            return share
+    raise RestoreError(f"cannot restore a file source: {saved!r:.200} is not a share of the files")
+
+
+def _share_of(position: Position) -> Share:
+    """Return the share of the worker that a position is of."""
+    return _read_share(position.get("adopted", position.get("shard")))
+
+
+def _deal(units: Sequence[Sequence[Left]], workers: int) -> list[list[Left]]:
+    """Deal out files, those of earlier epochs first, so that each worker has about as many."""
+    dealt: list[list[Left]] = [[] for _ in range(workers)]
+    for unit in sorted(units, key=lambda unit: unit[0].round):
+        min(dealt, key=len).extend(unit)
+    return dealt
 
 
 def _block(spot: Spot, chunk: Chunk) -> Block[Spot]:

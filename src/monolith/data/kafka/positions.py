@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from monolith.data.source import Position
 from monolith.errors import RestoreError
-
-if TYPE_CHECKING:
-    pass
 
 KIND = "kafka"
 
@@ -34,6 +30,33 @@ def merge_positions(positions: Iterable[Position]) -> Position:
         for partition, offset in found.items():
             offsets[partition] = max(offset, offsets.get(partition, 0))
     return make_position(partitions, offsets)
+
+
+def share_positions(position: Position, reads: Sequence[Callable[[Partition], bool]]) -> list[Position]:
+    """Return the part of a position that each of several workers reads.
+
+    Args:
+        reads: Of each worker: whether a partition is its own.
+    """
+    partitions, offsets = read_position(position)
+    return [
+        make_position(partitions, {one: offset for one, offset in offsets.items() if mine(one)})
+        for mine in reads
+    ]
+
+
+def adopt_position(position: Position, end: Position | None) -> Position:
+    """Return a position whose partitions are read whoever's they are, up to where a later one has them."""
+    read_position(position)
+    until = {} if end is None else end.get("offsets", {})
+    return {**position, "adopted": until}
+
+
+def read_adopted(position: Position) -> Offsets | None:
+    """Return where the partitions of an adopted position end, those that do; None where it is one's own."""
+    if "adopted" not in position:
+        return None
+    return read_position({**position, "offsets": position["adopted"]})[1]
 
 
 def make_position(partitions: Mapping[str, int], offsets: Mapping[Partition, int]) -> Position:

@@ -11,13 +11,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.format import BadRecord
 from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
-from monolith.data.kafka.positions import Offsets, Partition, make_position, read_position
+from monolith.data.kafka.positions import (
+    Offsets,
+    Partition,
+    adopt_position,
+    make_position,
+    merge_positions,
+    read_adopted,
+    read_position,
+    share_positions,
+)
 from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
 from monolith.data.share import Share, ShareChoice
@@ -105,6 +115,8 @@ class KafkaSource:
         """Of the partitions that are ours: the first message that was not yielded."""
         self._restored: Offsets = {}
         """Where to begin with partitions that are not ours yet, by a position we were restored to."""
+        self._adopted: Offsets | None = None
+        """Where partitions end that were another worker's, where those are read; None for our own."""
         self._left: Offsets = {}
         """Where we left partitions that the group took away."""
         self._known: dict[str, int] = {}
@@ -167,7 +179,10 @@ class KafkaSource:
         self._settle()
         if self.config.assignment is not None and not self._closed:
             self._start()
-        return make_position(self._partitions or self._known, {**self._restored, **self._next})
+        found = make_position(self._partitions or self._known, {**self._restored, **self._next})
+        if self._adopted is not None:
+            found["adopted"] = make_position({}, self._adopted)["offsets"]
+        return found
 
     def restore(self, position: Position) -> None:
         """Go to a position, which may be that of several workers merged.
@@ -187,12 +202,48 @@ class KafkaSource:
         for partition, offset in offsets.items():
             self._check_there(partition, offset)
         self._known, self._left = known, {}
+        self._adopted = read_adopted(position)
         if self.config.assignment is not None:
             self._restored, self._next, self._joined = offsets, {}, False
         else:
             self._next.update({one: offset for one, offset in offsets.items() if one in self._next})
             self._restored = {one: offset for one, offset in offsets.items() if one not in self._next}
             self._ahead = True
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Return the offsets of all partitions as positions of another number of workers.
+
+        Raises:
+            RestoreError: One is of another kind; or `assignment` counts otherwise.
+        """
+        merged = merge_positions(positions)
+        if workers == 1:
+            return [merged]
+        self._settle()
+        assignment = self.config.assignment
+        if assignment is None or assignment.num_workers != workers:
+            raise RestoreError(f"kafka: {self._who()} counts workers otherwise; this run has {workers}")
+        each = [ByWorker(worker=worker, num_workers=workers) for worker in range(workers)]
+        return share_positions(merged, [partial(self._is_read, by) for by in each])
+
+    def _is_read(self, assignment: ByWorker, partition: Partition) -> bool:
+        topic, number = partition
+        known = topic in self.config.topics  # one that is not is refused by whoever is restored
+        return assignment.reads(self.config.topics.index(topic) if known else 0, number)
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:
+        """Return a position with which the partitions of another worker are read.
+
+        Raises:
+            RestoreError: It is of another kind; or a group shares out partitions.
+        """
+        self._settle()
+        if self.config.assignment is None:
+            raise RestoreError(
+                "what a stage on top of a group of Kafka held back cannot be read by others; give the "
+                "KafkaSource an assignment"
+            )
+        return adopt_position(position, end)
 
     def commit(self, position: Position) -> None:
         """Tell the broker of a position, so that dashboards show how far the group has come.
@@ -234,12 +285,13 @@ class KafkaSource:
                 self._on_bad(record)
 
     def close(self) -> None:
-        """Leave the group, with a note of how far its partitions were read. The position remains."""
+        """Leave the group; whoever gets its partitions goes on from what was committed. The position remains.
+
+        What was yielded since the last `commit` may not have been trained, or not been saved: it comes again.
+        """
         self._closed = True
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            if self.config.assignment is None and self._next:
-                self._commit_or_warn(consumer, self._next)
             consumer.close()
 
     def __enter__(self) -> Self:
@@ -369,6 +421,8 @@ class KafkaSource:
         """Return the partitions of this worker."""
         assignment = self.config.assignment
         assert assignment is not None
+        if self._adopted is not None:
+            return sorted({*self._restored, *self._next, *self._left})
         return [
             (topic, partition)
             for number, topic in enumerate(self.config.topics)
@@ -508,13 +562,17 @@ class KafkaSource:
             partition, offset = _partition(message), message.offset() or 0
             if partition in disturbed:
                 torn = torn or partition in ahead
-            elif offset >= ahead.get(partition, math.inf):
+            elif ahead.get(partition, math.inf) <= offset < self._ends_at(partition):
                 ahead[partition] = offset + 1
                 good.append(message)
         records = self._open(good) if good else None
         self._next = ahead
         self._ahead = torn  # what was dropped is still ours: the client must go back for it
         return records
+
+    def _ends_at(self, partition: Partition) -> float:
+        """Return the first offset that is not to be read."""
+        return math.inf if self._adopted is None else self._adopted.get(partition, math.inf)
 
     def _open(self, messages: list[Message]) -> Records:
         """Decode messages."""
