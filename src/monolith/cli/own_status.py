@@ -56,7 +56,7 @@ class OwnStatus:
             started=clock(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            job=run.job.name or run.job.model_name or run.job.task or "",
+            job=run.job.name or run.job.task or run.job.model_name,
             num_ps=cluster.num_ps if run.distributed else 0,
             num_workers=cluster.num_workers,
         )
