@@ -59,6 +59,31 @@ def nobody() -> str:
         return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+# The step
+
+
+def test_an_answer_that_was_overtaken_does_not_set_the_step_back(
+    stack: ExitStack, pool: ThreadPoolExecutor
+) -> None:
+    asked, gate = threading.Event(), threading.Event()
+
+    class Slow(DenseShare):
+        def pull(self) -> dict[str, torch.Tensor]:
+            asked.set()
+            assert gate.wait(LONG.total_seconds())
+            return super().pull()
+
+    weights, optimizer = dense()
+    server = stack.enter_context(ParameterServer([], Slow(weights, optimizer, (0, 1)), share=(0, 1)))
+    group = group_of(stack, server)
+    pulled = pool.submit(group.exchange, "pull_dense", {0: ({}, b"")})
+    assert asked.wait(LONG.total_seconds())  # it has read the step, which is 0
+    group.push("push_dense", {0: ({"names": [], "brings": False}, b"")})
+    gate.set()
+    assert pulled.result()[0].body["step"] == 0
+    assert group.step == 1
+
+
 # Slow servers
 
 

@@ -50,6 +50,9 @@ _GREET_AGAIN_WITHIN = timedelta(seconds=2)
 
 _log = logging.getLogger(__name__)
 
+_OVERTAKEN = ("push_dense", "pull_dense")
+"""Exchanges of which several are under way at a time: the answer that comes last may be the older one."""
+
 Request = tuple[Mapping[str, Any] | RowHeader, Any]
 """JSON, or what a message about rows says of itself; and bytes beside it."""
 OnGone = Callable[[int, MonolithError], None]
@@ -325,7 +328,7 @@ class ServerGroup:
 
         self._persist(attempt, requests.keys())
         for server, answer in answers.items():
-            self._heard(server, answer.body)
+            self._heard(server, answer.body, overtaken=name in _OVERTAKEN)
         return answers
 
     def push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Answer]:
@@ -543,10 +546,11 @@ class ServerGroup:
             )
             failures[server] = _Failure(error, place, passing, connected)
 
-    def _heard(self, server: int, body: Mapping[str, Any]) -> None:
+    def _heard(self, server: int, body: Mapping[str, Any], *, overtaken: bool = False) -> None:
+        """Take note of the step that server 0 says it is at; an old answer sets nothing back."""
         if server == 0 and "step" in body:
             with self._lock:
-                self._step = body["step"]
+                self._step = max(self._step, body["step"]) if overtaken else body["step"]
 
     def _take(self, server: int, kind: Kind, *, hurry: bool = False) -> ServerLine:
         self._check_open()
