@@ -137,6 +137,10 @@ class Peers(Protocol):
         """Once the run is over: whether it came to its end everywhere, and nobody stopped it before."""
 
     @property
+    def resumed(self) -> bool:
+        """Whether this process, which leads, came back to others who went on without it."""
+
+    @property
     def make_store(self) -> MakeStore:
         """Makes the stores of the model, in the order of its collections."""
 
@@ -249,6 +253,7 @@ class Alone:
 
     leads = True
     finished = True
+    resumed = False
     others = None
     lost = Lost()
 

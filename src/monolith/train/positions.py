@@ -17,12 +17,15 @@ def joined_positions(positions: Sequence[Position]) -> Position:
     return positions[0] if len(positions) == 1 else {WORKERS: list(positions)}
 
 
-def split_position(position: Position, workers: int, data: object) -> list[Position]:
+def split_position(
+    position: Position, workers: int, data: object, *, resumed: bool = False
+) -> list[Position]:
     """Return the position of each worker.
 
     Args:
         data: The stream of one of them. It redistributes positions of another number of workers, and is to
             be restored afterwards.
+        resumed: Whether the others read on: what they have cannot be redistributed.
 
     Raises:
         RestoreError: They are of another number of workers, and the data cannot be redistributed.
@@ -31,6 +34,12 @@ def split_position(position: Position, workers: int, data: object) -> list[Posit
     found: list[Position] = list(position[WORKERS]) if several else [position]
     if len(found) == workers:
         return found
+    if resumed:
+        raise RestoreError(
+            f"cannot come back to a run of {workers} workers that goes on: nothing was saved since it began "
+            f"from the checkpoint of {len(found)}, whose positions were redistributed then. Restart all "
+            "of its workers together."
+        )
     try:
         return redistributed(data, found, workers)
     except RestoreError as cause:

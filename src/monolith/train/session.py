@@ -430,7 +430,8 @@ class Session:
         if not self.restarts_data:
             share = self._peers.share
             self._close_lane()  # it may read the data
-            self._starts = split_position(position, share.workers, self.data)
+            resumed = self._peers.resumed
+            self._starts = split_position(position, share.workers, self.data, resumed=resumed)
             self._read_from(self._starts[share.worker])
 
     def _read_from(self, position: Position) -> None:

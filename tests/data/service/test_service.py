@@ -16,6 +16,8 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
+from monolith.data import Share, share_out
+from monolith.data.redistribution import redistributed
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
 from monolith.errors import ConfigError, DataError, ListenError, RestoreError
@@ -128,6 +130,36 @@ def test_positions_of_others_are_refused(dispatcher):
     source.restore({"kind": "data_service", "job": "other", "trainer": "one", "turn": 0})
     with pytest.raises(RestoreError, match="position in job other"):
         list(source)
+
+
+def test_another_number_of_trainers_is_given_what_was_not_saved(stack, dispatcher):
+    """Several times, and some of the runs are killed before they have saved anything."""
+    add_worker(stack, dispatcher, chunk_records=5)
+
+    def some(workers, positions, chunks):
+        found, stands = [], []
+        for worker in range(workers):
+            source = trainer(dispatcher, prefetch=1)
+            share_out(source, Share(worker, workers))
+            if positions:
+                source.restore(positions[worker])
+            for records in itertools.islice(source, chunks):
+                found += numbers(records)
+            stands.append(json.loads(json.dumps(source.position())))
+        return found, stands
+
+    def moved(positions, workers):
+        chief = trainer(dispatcher)
+        share_out(chief, Share(0, workers))
+        return redistributed(chief, positions, workers)
+
+    first, saved = some(2, None, 3)
+    some(3, moved(saved, 3), 2)
+    second, saved = some(3, moved(saved, 3), 2)
+    some(4, moved(saved, 4), 1)
+    third, saved = some(1, moved(saved, 1), 4)
+    rest, _ = some(2, moved(saved, 2), None)
+    assert sorted(first + second + third + rest) == ALL
 
 
 def test_a_split_that_cannot_be_read_is_an_error_at_the_trainer(stack, dispatcher):

@@ -45,6 +45,7 @@ from monolith.train import (
     join_fleet,
     serve_parameters,
 )
+from monolith.train import peers as alone
 from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 from monolith.train.hooks import BarrierHook
 
@@ -148,6 +149,17 @@ def test_another_number_of_workers_goes_on_with_what_is_left_of_the_files(
         assert last or trained < task.records
     assert trained == task.records
     assert read_model(task, tmp_path / "model").tally == once(task.records)
+
+
+def test_a_chief_that_comes_back_redistributes_nothing_that_the_others_read_on(tmp_path: Path) -> None:
+    class CameBack(alone.Alone):
+        resumed = True
+
+    task = TalliedFiles(folder=str(tmp_path))
+    run_fleet(task, tmp_path / "model", hooks=lambda _: [StopAt(5)])
+    config = TrainConfig(model_dir=str(tmp_path / "model"), summary_every_steps=None)
+    with pytest.raises(RestoreError, match=r"run of 1 workers that goes on: .* checkpoint of 2, .*together"):
+        Trainer(task, config, peers=CameBack()).train()
 
 
 def test_another_number_of_workers_is_refused_where_the_data_cannot_be_redistributed(tmp_path: Path) -> None:

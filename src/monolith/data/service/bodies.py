@@ -96,5 +96,7 @@ class AcknowledgeBody:
 
 
 @dataclass(frozen=True, slots=True)
-class OfTrainer:
+class ReleaseBody:
     trainer: Name
+    job: Name | None = None
+    turn: Count | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -71,7 +71,7 @@ class DataServiceSource:
         if not trainer or prefetch < 1:
             raise ConfigError("data service: a trainer needs a name, and a prefetch of at least 1")
         self._share = ShareChoice("data service")
-        self._named = False
+        self._base, self._named = trainer, False
         self._settings = _Settings(
             address=dispatcher,
             trainer=trainer,
@@ -103,13 +103,7 @@ class DataServiceSource:
         return {"kind": _KIND, "job": self._job, "trainer": self._trainer, "turn": self._turn}
 
     def restore(self, position: Position) -> None:
-        if not isinstance(position, Mapping) or position.get("kind") != _KIND:
-            raise RestoreError(
-                f"cannot restore a data service source: {position!r:.200} is not a position of one"
-            )
-        turn, job = position.get("turn"), position.get("job", "")
-        if not isinstance(turn, int) or turn < 0 or "trainer" not in position or job == "":
-            raise RestoreError(f"cannot restore a data service source: {position!r:.200} makes no sense")
+        _check(position)
         self._settle()
         if position["trainer"] != self._trainer:
             raise RestoreError(
@@ -117,6 +111,51 @@ class DataServiceSource:
                 "Give each trainer the position that was saved under its own name."
             )
         self._job, self._turn = position["job"], position["turn"]
+
+    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Have the dispatcher hand out what comes after the positions of several trainers; return those of
+        others, who are given it.
+
+        Raises:
+            RestoreError: A position is of another kind or job; or what came after it is with others already.
+            DataError: The dispatcher does not answer.
+        """
+        for position in positions:
+            _check(position)
+        names = [self._base] if workers == 1 else [f"{self._base}-{one}" for one in range(workers)]
+        jobs = {position["job"] for position in positions} - {None}
+        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
+        try:
+            with caller:
+                for position in positions:
+                    where = {name: position[name] for name in ("trainer", "job", "turn")}
+                    caller.call("release", **where)
+                saved = {position["trainer"] for position in positions}
+                for name in caller.call("status")["trainers"]:
+                    if name not in saved and self._is_ours(name):  # of a run that saved nothing
+                        caller.call("release", trainer=name)
+                known = caller.call("status")["trainers"]
+        except UnreachableError as cause:
+            raise DataError(f"data service: the dispatcher does not redistribute: {cause}") from cause
+        turns = {name: known[name]["turns"] if name in known else 0 for name in names}
+        job = min(jobs, default=None)
+        return [{"kind": _KIND, "job": job, "trainer": name, "turn": turns[name]} for name in names]
+
+    def _is_ours(self, trainer: str) -> bool:
+        """Whether a trainer is this one, or one of those that share its name."""
+        base, dash, number = trainer.rpartition("-")
+        return trainer == self._base or (base == self._base and bool(dash) and number.isdecimal())
+
+    def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
+        """Refuse: a chunk is given to one trainer.
+
+        Raises:
+            RestoreError: Always.
+        """
+        raise RestoreError(
+            "what a stage on top of the data service held back cannot be moved; have the data workers cut "
+            "chunks of the size that is trained on, and leave out rebatch and shuffle"
+        )
 
     def commit(self, position: Position) -> None:
         """As `acknowledge`, by the name under which a trainer tells any source what is safe."""
@@ -153,6 +192,17 @@ class DataServiceSource:
         if share.workers > 1:
             trainer = f"{self._settings.trainer}-{share.worker}"
             self._settings = replace(self._settings, trainer=trainer)
+
+
+def _check(position: Position) -> None:
+    """Refuse what is not a position of such a source."""
+    if not isinstance(position, Mapping) or position.get("kind") != _KIND:
+        raise RestoreError(
+            f"cannot restore a data service source: {position!r:.200} is not a position of one"
+        )
+    turn, job = position.get("turn"), position.get("job", "")
+    if not isinstance(turn, int) or turn < 0 or "trainer" not in position or job == "":
+        raise RestoreError(f"cannot restore a data service source: {position!r:.200} makes no sense")
 
 
 class _Share:

@@ -21,8 +21,8 @@ from monolith.data.service.bodies import (
     FailBody,
     LeaseBody,
     OfLease,
-    OfTrainer,
     OfWorker,
+    ReleaseBody,
     RenewBody,
     TurnsBody,
 )
@@ -83,7 +83,10 @@ class Dispatcher:
             "acknowledge": self._locked(
                 AcknowledgeBody, lambda body: self._job.acknowledge(body.trainer, body.turn)
             ),
-            "release": self._locked(OfTrainer, lambda body: {"chunks": self._job.release(body.trainer)}),
+            "release": self._locked(
+                ReleaseBody,
+                lambda body: {"chunks": self._job.release(body.trainer, body.job, body.turn)},
+            ),
             "status": self._locked(Nothing, lambda _: self._job.status()),
         }
         try:

@@ -313,18 +313,7 @@ class Job:
         Raises:
             RestoreError: There is no such turn: of another job, not given yet, or given to others since.
         """
-        if job is not None and job != self.id:
-            raise RestoreError(
-                f"data service: trainer {trainer!r} has a position in job {job}, but the dispatcher runs job "
-                f"{self.id}. Start it with the folder of that job, or the trainer without a position."
-            )
-        turns, _, forgotten = self._trainer(trainer)
-        if not forgotten <= turn <= turns:
-            why = "its chunks were forgotten" if turn < forgotten else "what came after was handed to others"
-            raise RestoreError(
-                f"data service: trainer {trainer!r} cannot go on from turn {turn}: the dispatcher has turns "
-                f"{forgotten} to {turns} of it; {why}. See keep_acknowledged and trainer_timeout."
-            )
+        self._check_turn(trainer, job, turn)
         session = secrets.token_hex(8)
         with _Transaction(self._db):
             self._db.execute(
@@ -401,9 +390,21 @@ class Job:
             )
             self._db.execute("DELETE FROM chunks WHERE trainer = ? AND turn < ?", (trainer, oldest))
 
-    def release(self, trainer: str) -> int:
-        """Hand what a trainer has not acknowledged to others; return how many chunks that were."""
+    def release(self, trainer: str, job: str | None = None, turn: int | None = None) -> int:
+        """Hand what a trainer has not acknowledged to others; return how many chunks that were.
+
+        Args:
+            job, turn: Of a position of the trainer; hand on what comes after that instead. Nothing else
+                knows what was saved where its checkpoint is not the last one.
+
+        Raises:
+            RestoreError: There is no such turn, as in `attach`.
+        """
+        if turn is not None:
+            self._check_turn(trainer, job, turn)
         with _Transaction(self._db):
+            if turn is not None:
+                self._db.execute("UPDATE trainers SET acknowledged = ? WHERE trainer = ?", (turn, trainer))
             freed = self._db.execute(
                 "UPDATE chunks SET trainer = NULL, turn = NULL WHERE trainer = ?1 AND turn >= "
                 "(SELECT acknowledged FROM trainers WHERE trainer = ?1)",
@@ -481,6 +482,20 @@ class Job:
             "SELECT epoch, number, split, worker, chunks FROM splits WHERE lease = ?", (lease,)
         ).fetchone()
         return row
+
+    def _check_turn(self, trainer: str, job: str | None, turn: int) -> None:
+        if job is not None and job != self.id:
+            raise RestoreError(
+                f"data service: trainer {trainer!r} has a position in job {job}, but the dispatcher runs job "
+                f"{self.id}. Start it with the folder of that job, or the trainer without a position."
+            )
+        turns, _, forgotten = self._trainer(trainer)
+        if not forgotten <= turn <= turns:
+            why = "its chunks were forgotten" if turn < forgotten else "what came after was handed to others"
+            raise RestoreError(
+                f"data service: trainer {trainer!r} cannot go on from turn {turn}: the dispatcher has turns "
+                f"{forgotten} to {turns} of it; {why}. See keep_acknowledged and trainer_timeout."
+            )
 
     def _trainer(self, trainer: str) -> tuple[int, str | None, int]:
         row = self._db.execute(

@@ -73,6 +73,10 @@ class FleetPeers:
         return self._fleet.lost
 
     @property
+    def resumed(self) -> bool:
+        return self.leads and self._fleet.resumed
+
+    @property
     def make_store(self) -> MakeStore:
         return self._fleet.make_store
 
