@@ -29,6 +29,7 @@ def costs(**given: Any) -> Costs:
         "call_server": 0.0,
         "fan_out_client": 0.0,
         "look_for_lost": 0.0,
+        "wait_for_news": 0.0,
         "wake": 0.0,
         "delays": np.zeros(1),
         "row_bytes": 100.0,
@@ -134,10 +135,10 @@ def test_storage_that_all_share_is_what_a_large_job_waits_for() -> None:
 
 
 def test_the_chief_s_calls_and_the_meeting_grow_with_the_job() -> None:
-    found = costs(fan_out_client=1 * MS, call_server=0.5 * MS, look_for_lost=1e-6)
+    found = costs(fan_out_client=1 * MS, call_server=0.5 * MS, look_for_lost=1e-6, wait_for_news=9e-6)
     kept = upkeep(
         found, replace(JOB, workers=1000, servers=1000), 1.0, simulate(costs(), JOB), Surroundings()
     )
     assert kept.fan_out == pytest.approx(1.0005)
     assert kept.halt == pytest.approx(0.010 + 0.5 + 1.0005)
-    assert kept.meeting == pytest.approx(5.0)  # five cores' worth of looking for lost workers
+    assert kept.meeting == pytest.approx(0.05)  # of a core

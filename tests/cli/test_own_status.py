@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
 from monolith.cli.own_status import OwnStatus
 from monolith.cluster.status import JobStatus, StatusBoard
 from monolith.run import load_run_config
+from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
+from monolith.table import Segment, TableConfig
 from monolith.train.fleet.parameter_server import ShareFigures
 from monolith.train.hooks.control.barrier import LocalBarrier
+from monolith.wire.traffic import Traffic
 
 
 class Clocks:
@@ -29,11 +33,11 @@ def own(clock: Clocks | None = None, **settings: Any) -> OwnStatus:
     return OwnStatus(load_run_config(code=settings), clock=clock, timer=clock)
 
 
-def trained(rows: int = 7) -> Any:
+def trained(rows: int = 7, traffic: Traffic | None = None) -> Any:
     """A run in this process, as far as it is looked at."""
     stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
     return SimpleNamespace(
-        session=SimpleNamespace(model=SimpleNamespace(stats=lambda: stats)),
+        session=SimpleNamespace(model=SimpleNamespace(stats=lambda: stats), traffic=traffic),
         barrier=LocalBarrier(1),
         save=SimpleNamespace(saved_at=999_990.0),
     )
@@ -115,6 +119,41 @@ def test_a_server_says_what_it_holds_and_where_it_listens() -> None:
     found = status.status()
     assert (found.name, found.state, found.address) == ("ps 0", "saving", "10.0.0.1:4000")
     assert (found.step, found.rows, found.bytes) == (4, 5, 6)
+
+
+def test_a_worker_says_how_many_bytes_come_and_go() -> None:
+    clock, local = Clocks(), trained(traffic=Traffic(100, 10))
+    status = own(clock, **FLEET)
+    status.watch_worker(local)
+    assert status.status().received_per_s is None
+    clock.now += 2
+    local.session.traffic = Traffic(received=900, sent=50)
+    assert (status.status().received_per_s, status.status().sent_per_s) == (400.0, 20.0)
+
+
+def test_a_server_says_how_many_bytes_come_and_go() -> None:
+    clock = Clocks()
+    status = own(clock, **FLEET, **{"cluster.role": "ps"})
+    tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
+    store = LocalStore.from_configs(tables, threads=1)
+    with ParameterServer([store], share=(0, 1)) as server:
+        share = SimpleNamespace(
+            figures=lambda: ShareFigures("serving", step=0, rows=0, bytes=0, traffic=server.traffic)
+        )
+        status.watch_server(share, server.address)  # type: ignore[arg-type]
+        status.status()
+        group = ServerGroup([server.address])
+        before = group.traffic
+        remote = ParameterServerStore(group, 0, tables)
+        remote.lookup(TableIds(torch.arange(1000), torch.tensor([1000])))
+        group.close()
+        clock.now += 1
+        found = status.status()
+    assert before == Traffic()
+    assert 8000 < (found.received_per_s or 0) < 9000  # ids of 8 bytes
+    assert 16_000 < (found.sent_per_s or 0) < 17_000  # rows of 4 floats
+    assert group.traffic == (found.sent_per_s, found.received_per_s)  # what one sends the other receives
+    store.close()
 
 
 def test_a_run_without_a_model_dir_shows_itself_to_who_asks() -> None:

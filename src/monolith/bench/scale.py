@@ -210,7 +210,7 @@ def keep_up(
             ("updates lost by keeping going", kept.lost_updates, "share"),
             ("goodput, exact", kept.goodput_exact, "share"),
             ("goodput, keep going", kept.goodput_keep_going, "share"),
-            ("the meeting's look for the lost, of one core", kept.meeting, "share"),
+            ("the meeting, of one core", kept.meeting, "share"),
             ("connections", float(kept.connections), "connections"),
             ("descriptors of a worker", kept.worker_files, "files"),
             ("threads of a server", kept.server_threads, "threads"),

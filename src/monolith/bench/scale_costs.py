@@ -72,6 +72,8 @@ class Costs:
     """The same where all servers are called at a time, for each."""
     look_for_lost: float
     """Processor seconds of one look at who is lost, for each worker, where workers meet."""
+    wait_for_news: float
+    """Processor seconds of a worker's wait for news there, until it is looked whether it is gone."""
     wake: float
     """Seconds of a request that nobody works: the wire of this machine, and waking up."""
     delays: Floats
@@ -308,9 +310,10 @@ def measure_costs(bench: Bench, say: Callable[[str], None]) -> Costs:
         for ids in plan.ids:
             for name, call in exchanges(ids, plan.dim).items():
                 found[name].append(measure(bench, servers, call, ids))
-    say("small calls, and how late answers are")
+    say("small calls, the meeting, and how late answers are")
     call_client, call_server = small_calls(bench, 1)
     fan_out, _ = small_calls(bench, MANY)
+    look_for_lost, wait_for_news = meeting_work()
     walls = delays_of(bench)
     row = plan.dim * FLOAT_BYTES
     lookup = fitted(found["lookup"], table_rows["lookup"], ID_BYTES, row)
@@ -330,7 +333,8 @@ def measure_costs(bench: Bench, say: Callable[[str], None]) -> Costs:
         call_client=call_client,
         call_server=call_server,
         fan_out_client=fan_out,
-        look_for_lost=meeting_work(),
+        look_for_lost=look_for_lost,
+        wait_for_news=wait_for_news,
         wake=max(float(np.median(walls)) - work, 0.0),
         delays=np.maximum(walls - np.median(walls), 0.0),
         row_bytes=stats.bytes_total / stats.rows,
@@ -437,14 +441,19 @@ def delays_of(bench: Bench) -> Floats:
     return walls
 
 
-def meeting_work() -> float:
-    """Return processor seconds of one look at who is lost, for each worker that meets there."""
-    clock = _Ticks()
-    meeting = Meeting(_MEETING, clock=clock)
+def meeting_work() -> tuple[float, float]:
+    """Return processor seconds of a look at who is lost, for each worker that meets there, and of a wait."""
+    wait = waiting_work(1)
+    return max(waiting_work(_MEETING) - wait, 0.0) / (_MEETING - 1), wait
+
+
+def waiting_work(workers: int) -> float:
+    """Return processor seconds of a wait for news that ends with a look at so many workers."""
+    meeting = Meeting(workers, clock=_Ticks())
     calls, news = meeting.calls, meeting.polls["meeting.news"]
-    calls["meeting.begin"](BeginMeeting("r", _MEETING))
+    calls["meeting.begin"](BeginMeeting("r", workers))
     calls["meeting.open"](OpenMeeting("r", Start(step=0)))
-    for worker in range(1, _MEETING):
+    for worker in range(1, workers):
         calls["meeting.join"](Join(worker, f"m{worker}"))
     answer = news(AskNews("r", 0, -1), lambda: False)
     version = getattr(answer, "version", 0)
@@ -456,18 +465,18 @@ def meeting_work() -> float:
         return False
 
     used = time.thread_time()
-    news(AskNews("r", 0, version, 1.0), gone)
-    return (time.thread_time() - used) / max(looks, 1) / _MEETING
+    news(AskNews("r", 0, version, 2.0), gone)
+    return (time.thread_time() - used) / max(looks, 1)
 
 
 class _Ticks:
-    """A clock that goes on by a little whenever it is looked at."""
+    """A clock that goes on whenever it is looked at, so that every wait ends with a look."""
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def __call__(self) -> float:
-        self._now += 0.02
+        self._now += 0.1
         return self._now
 
 
@@ -526,6 +535,7 @@ def as_results(costs: Costs) -> Mapping[str, tuple[float, str]]:
         "small call, server": (costs.call_server * 1e6, "us"),
         "small call to all, caller, each": (costs.fan_out_client * 1e6, "us"),
         "meeting, a look for the lost, a worker": (costs.look_for_lost * 1e9, "ns"),
+        "meeting, a wait for news": (costs.wait_for_news * 1e6, "us"),
         "request, waiting": (costs.wake * 1e6, "us"),
         "answer, later than half, p99": (float(np.quantile(costs.delays, 0.99)) * 1e6, "us"),
         "answer, later than half, p99.9": (float(np.quantile(costs.delays, 0.999)) * 1e6, "us"),

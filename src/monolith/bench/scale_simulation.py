@@ -170,7 +170,7 @@ class Upkeep:
     lost_updates: float
     """The share of all updates since the last checkpoint that keeping going loses."""
     meeting: float
-    """Of one core of server 0, the share that looking for lost workers takes."""
+    """Of one core of server 0, the share that waiting workers, and looking for lost ones, take."""
     goodput_exact: float
     goodput_keep_going: float
     connections: int
@@ -181,7 +181,7 @@ class Upkeep:
 
 
 LOOKS_PER_S = 5.0
-"""How often a worker that waits for news looks for lost ones, where workers meet."""
+"""How often it is looked, where workers meet, for those who are lost, and whether each who waits is gone."""
 
 
 def upkeep(
@@ -213,7 +213,7 @@ def upkeep(
         exact=exact,
         keep_going=keep_going,
         lost_updates=1 / layout.servers,
-        meeting=LOOKS_PER_S * layout.workers**2 * costs.look_for_lost,
+        meeting=LOOKS_PER_S * layout.workers * (costs.look_for_lost + costs.wait_for_news),
         goodput_exact=max(1 - saving - exact / (between + exact), 0.0),
         goodput_keep_going=max(1 - saving - keep_going / (between + keep_going), 0.0),
         connections=2 * layout.workers * layout.servers,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from monolith.train import Hook, LocalRun
     from monolith.train.fleet.parameter_server import ServedShare
     from monolith.train.hooks.reports.step_counts import StepCountsHook
+    from monolith.wire.traffic import Traffic
 
 IDLE_SECONDS = 15.0
 """A worker that has taken no step for so long is said to have taken none."""
@@ -91,7 +92,7 @@ class OwnStatus:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
         from monolith.train.hooks.reports.step_counts import StepCountsHook
 
-        counts, rates = StepCountsHook(), Rates(clock=self._timer)
+        counts, rates, bytes_rates = StepCountsHook(), Rates(clock=self._timer), Rates(clock=self._timer)
         moved: list[float] = [0, self._timer()]  # the steps when there was last one more, and when that was
 
         def look(status: ProcessStatus) -> ProcessStatus:
@@ -101,6 +102,7 @@ class OwnStatus:
             grown = rates.of(
                 {"examples": counts.examples, "steps": counts.steps, "model": float(counts.step or 0)}
             )
+            received, sent = _wire_rates(bytes_rates, local.session.traffic)
             rows, memory = (None, None) if self._distributed else _tables(local)
             return replace(
                 status,
@@ -112,6 +114,8 @@ class OwnStatus:
                 staleness=self._staleness(grown),
                 rows=rows,
                 bytes=memory,
+                received_per_s=received,
+                sent_per_s=sent,
                 saved_at=None if local.save is None else local.save.saved_at,
             )
 
@@ -134,11 +138,12 @@ class OwnStatus:
 
     def watch_server(self, share: ServedShare, address: str) -> None:
         """Look at a server from now on."""
-        rates = Rates(clock=self._timer)
+        rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
 
         def look(status: ProcessStatus) -> ProcessStatus:
             standing = share.figures()
             grown = rates.of({"steps": standing.step})
+            received, sent = _wire_rates(bytes_rates, standing.traffic)
             return replace(
                 status,
                 state=standing.state,
@@ -147,10 +152,18 @@ class OwnStatus:
                 steps_per_s=grown.get("steps") if standing.step else None,
                 rows=standing.rows,
                 bytes=standing.bytes,
+                received_per_s=received,
+                sent_per_s=sent,
             )
 
         with self._lock:
             self._look = look
+
+
+def _wire_rates(rates: Rates, traffic: Traffic | None) -> tuple[float | None, float | None]:
+    """Return bytes per second that came and went; their own rates, since a new connection begins at 0."""
+    grown = {} if traffic is None else rates.of(traffic._asdict())
+    return grown.get("received"), grown.get("sent")
 
 
 def _worker_state(counts: StepCountsHook, local: LocalRun, idle: float) -> str:

@@ -41,6 +41,7 @@ from monolith.store.lines import Kind, ServerLine, ServerLines
 from monolith.store.rows import RowHeader, incarnation_bytes
 from monolith.store.servers import SERVICE
 from monolith.wire.flight import Answer, Caller, PortGuard, StoppedError
+from monolith.wire.traffic import Traffic, TrafficMeter
 
 _LONG_POLL = timedelta(seconds=30)
 """What a small call may take longer than bulk: some wait for something to happen."""
@@ -120,6 +121,7 @@ class ServerGroup:
         if not addresses:
             raise ConfigError("a group of parameter servers needs the address of at least one")
         self._guard = guard
+        self._meter = TrafficMeter()
         self._timeout = timeout
         self._lookup_timeout = timeout if lookup_timeout is None else lookup_timeout
         self._patience = patience
@@ -168,6 +170,11 @@ class ServerGroup:
         """Of each server, as `describe` found it."""
         with self._lock:
             return tuple(place.incarnation for place in self._places)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What came from all servers, and went to them."""
+        return self._meter.total()
 
     @property
     def acknowledged(self) -> tuple[int, ...]:
@@ -565,6 +572,7 @@ class ServerGroup:
             patience=self._patience if kind == "small" else timedelta(),
             timeout=min(timeout, _GREET_AGAIN_WITHIN) if hurry and kind == "bulk" else timeout,
             stop=self._stop,
+            meter=self._meter,
         )
 
     def _check_open(self) -> None:

@@ -38,6 +38,7 @@ from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, typed
 from monolith.wire.byte_messages import Bytes
 from monolith.wire.flight import Exchange, PortGuard, Server, Service, typed_exchange
 from monolith.wire.limits import Limits
+from monolith.wire.traffic import Traffic
 
 SERVICE = Service(
     name="parameter server",
@@ -242,6 +243,11 @@ class ParameterServer:
     @step.setter
     def step(self, value: int) -> None:
         self._held.dense.step = value
+
+    @property
+    def traffic(self) -> Traffic:
+        """What came from all callers, and went to them."""
+        return self._server.traffic
 
     @property
     def share(self) -> tuple[int, int] | None:

@@ -44,6 +44,7 @@ from monolith.train.hooks.installed import Others
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.wire.bodies import Count
+from monolith.wire.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +219,9 @@ class Peers(Protocol):
     def staleness(self) -> Staleness | None:
         """Return how old the weights are that this process computes with; None where there are no others."""
 
+    def traffic(self) -> Traffic | None:
+        """Return what came over the wire and went there; None where there are no others. From any thread."""
+
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         """Hold the others between their steps, as the one that leads, while a moment is cut."""
 
@@ -311,6 +315,9 @@ class Alone:
         """Do nothing: these are the only weights."""
 
     def staleness(self) -> Staleness | None:
+        return None
+
+    def traffic(self) -> Traffic | None:
         return None
 
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:

@@ -30,6 +30,7 @@ from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Sta
 from monolith.train.positions import joined_positions, split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
+from monolith.wire.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -150,6 +151,11 @@ class Session:
     def staleness(self) -> Staleness | None:
         """How old the dense weights are that this process computes with; None where there are no others."""
         return self._peers.staleness()
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What came over the wire and went there; None where there are no others. From any thread."""
+        return self._peers.traffic()
 
     @property
     def interrupted(self) -> bool:

@@ -35,6 +35,7 @@ from monolith.wire.byte_messages import ByteMessages, Bytes
 from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
 from monolith.wire.ports import check_port, join_address, listen_error
+from monolith.wire.traffic import Traffic, TrafficMeter
 
 Address = str | Callable[[], str]
 """host:port, or whom to ask for it, whenever a connection is made. Who does not know it now, and may know it
@@ -214,6 +215,11 @@ class Server:
     def address(self) -> str:
         return join_address(self.host, self.port)
 
+    @property
+    def traffic(self) -> Traffic:
+        """What came from all callers, and went to them."""
+        return self._endpoint.meter.total()
+
     def close(self) -> None:
         """Let the calls in progress finish, then free the port. Closing again does nothing.
 
@@ -254,6 +260,7 @@ class _Endpoint:
         self.exchanges = exchanges
         self.closing = closing
         self.limits = limits
+        self.meter = TrafficMeter()
         self.doorkeeper: Doorkeeper | None = None
         self._fetch = fetch
         self._message = message
@@ -273,7 +280,9 @@ class _Endpoint:
                     return {"answer": self.polls[name](self._body(body), gone)}
                 return {"answer": self._known(self.calls, name)(self._body(body))}
 
-        return self._answered(name, work)
+        answer = self._answered(name, work)
+        self.meter.count(received=memoryview(body).nbytes, sent=len(answer))
+        return answer
 
     def fetch(self, ticket: bytes) -> tuple[bytes, Any]:
         """Return a record batch for a ticket; None, and what to say, where there is none."""
@@ -409,9 +418,12 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
                     answer, sent = endpoint.refused("a request of a stream", error), b""
                 else:
                     answer, sent = endpoint.exchange(header, data)
+                    endpoint.meter.count(received=len(header) + len(data))
                     del data
                 del chunk
-                writer.write_with_metadata(wire.batch(sent), answer)
+                batch = wire.batch(sent)
+                endpoint.meter.count(sent=len(answer) + batch.num_rows)
+                writer.write_with_metadata(batch, answer)
 
         # What Flight has beside these. Its own answers, and an error of get_schema, would show a traceback.
 
@@ -437,6 +449,7 @@ class Caller:
         stop: Once set, a call that waits to try again raises StoppedError.
         patience: How long to go on trying an address where nobody answers.
         timeout: How long an answer may take.
+        meter: Counts what goes over the connection; shared by whoever's connections count together.
     """
 
     def __init__(
@@ -449,8 +462,10 @@ class Caller:
         timeout: timedelta = ANSWER_WITHIN,
         stop: threading.Event | None = None,
         clock: Clock = time.monotonic,
+        meter: TrafficMeter | None = None,
     ) -> None:
         self._service = service
+        self.meter = TrafficMeter() if meter is None else meter
         self._arrow = import_arrow(f"the {service.name}")
         self._flight = import_flight(f"the {service.name}")
         self._troubles = (self._flight.FlightError, self._arrow.ArrowException, OSError)
@@ -482,7 +497,9 @@ class Caller:
             return list(client.do_action(action, options))
 
         (result,) = self._persist(make)
-        return self._answer(json.loads(result.body.to_pybytes()))
+        answer = result.body.to_pybytes()
+        self.meter.count(received=len(answer), sent=len(sent))
+        return self._answer(json.loads(answer))
 
     def fetch(self, ticket: dict[str, Any]) -> Any:
         """Return the record batch that a ticket stands for; otherwise like `call`."""
@@ -637,12 +654,15 @@ class CallStream:
             if not self._began:
                 self._writer.begin(self._wire.schema)
                 self._began = True
-            self._writer.write_with_metadata(self._wire.batch(data), header)
+            batch = self._wire.batch(data)
+            self._writer.write_with_metadata(batch, header)
+        self._caller.meter.count(sent=len(header) + batch.num_rows)
 
     def receive(self) -> Answer:
         """Wait for the answer to what was sent; errors as of `Caller.call`."""
         with self._judging():
             header, data = self._wire.take(self._reader.read_chunk())
+        self._caller.meter.count(received=len(header) + len(data))
         if header.startswith(b"{"):
             return Answer(self._caller._answer(json.loads(header)), data)
         return Answer({}, data, header)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from monolith.errors import ClusterError, ConfigError, RequestError
-from monolith.train.fleet.bodies import CALLS, Joined
+from monolith.train.fleet.bodies import CALLS, AskNews, BeginMeeting, Joined
 from monolith.train.fleet.meeting import Meeting
 from monolith.train.peers import Start
 from monolith.wire.bodies import typed_calls, typed_polls, write_body
@@ -229,6 +230,33 @@ def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, 
     running.news(1)
     clock.now += 90
     assert failure(running, clock, 9) is None
+
+
+def test_all_who_wait_look_for_the_lost_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand who wait would look at a thousand workers each, five times a second."""
+    clock, looks, asked = Clock(), list[float](), Counter[int]()
+    monkeypatch.setattr(Meeting, "_look_at_all", lambda _, __, now, **___: looks.append(now))
+    meeting = Meeting(3, clock=clock)
+    meeting.calls["meeting.begin"](BeginMeeting("r", 3))
+    waiting, began = threading.Semaphore(0), clock.now
+
+    def wait(worker: int) -> None:
+        def gone() -> bool:
+            asked[worker] += 1
+            if asked[worker] == 3:
+                waiting.release()
+            return asked[worker] == 4
+
+        meeting.polls["meeting.news"](AskNews("r", worker, 1, PATIENT), gone)
+
+    threads = [threading.Thread(target=wait, args=[worker]) for worker in range(3)]
+    clock.now += 0.25
+    for thread in threads:
+        thread.start()
+    assert all(waiting.acquire(timeout=PATIENT) for _ in threads)
+    assert looks == [began + 0.25]
+    for thread in threads:
+        thread.join(PATIENT)
 
 
 def test_who_has_left_may_be_silent(running: Caller, clock: Clock) -> None:

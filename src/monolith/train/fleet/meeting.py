@@ -90,6 +90,8 @@ RETURN_WITHIN = 2.0
 STOPPED_FOR = 5.0
 """Seconds without a look for the lost, by which this process knows that it was stopped itself."""
 _LOOK_EVERY = 0.2
+"""Seconds after which whoever waits for news looks whether its caller is gone; and between two looks for the
+lost, whoever makes them."""
 
 
 class _OfRun(Protocol):
@@ -474,9 +476,14 @@ class Meeting:
     # Inside; the lock is held
 
     def _look_for_lost(self, run: _Run) -> None:
+        """Look at all workers, unless somebody else who waits has just done so."""
         now = self._clock()
-        stopped, self._looked = now - self._looked > STOPPED_FOR, now
-        if stopped:  # it was this process that slept: nobody could be heard
+        if now - self._looked >= _LOOK_EVERY:
+            slept, self._looked = now - self._looked > STOPPED_FOR, now
+            self._look_at_all(run, now, slept=slept)
+
+    def _look_at_all(self, run: _Run, now: float, *, slept: bool) -> None:
+        if slept:  # it was this process: nobody could be heard
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
         for worker, heard in run.heard.items():

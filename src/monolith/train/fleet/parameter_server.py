@@ -68,6 +68,7 @@ from monolith.train.model import Model
 from monolith.train.task import Mode, Task
 from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
 from monolith.wire.limits import Limits
+from monolith.wire.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -161,6 +162,8 @@ class ShareFigures:
     """Pushes counted here; on server 0, the global step."""
     rows: int
     bytes: int
+    traffic: Traffic | None = None
+    """None before it listens."""
 
 
 @dataclass(slots=True)
@@ -273,6 +276,7 @@ class ServedShare:
             step=0 if self._server is None else self._server.step,
             rows=sum(table.rows for table in stats),
             bytes=sum(table.bytes_total for table in stats),
+            traffic=None if self._server is None else self._server.traffic,
         )
 
     def _state(self, held: _Held | None) -> str:

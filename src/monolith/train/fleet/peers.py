@@ -35,6 +35,7 @@ from monolith.train.peers import (
     Start,
     WorkerState,
 )
+from monolith.wire.traffic import Traffic
 
 
 class FleetPeers:
@@ -199,6 +200,9 @@ class FleetPeers:
             return None
         last, most = cache.behind
         return Staleness(last=last, most=most)
+
+    def traffic(self) -> Traffic | None:
+        return self._fleet.group.traffic
 
     @property
     def _cache(self) -> DenseCache | None:
