@@ -26,6 +26,7 @@ SLOW_FILES = (
     "cluster/test_ray_connection.py",
     "faults/test_kill_trainer.py",
     "faults/test_kill_fleet.py",
+    "train/fleet/test_recovery.py",
     "data/test_kafka.py",
     "contracts/test_source.py",
     "train/fleet/test_fleet.py",
