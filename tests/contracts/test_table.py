@@ -754,7 +754,7 @@ def test_rows_that_stay_are_scanned_exactly_once_whatever_comes_and_goes(table: 
     seen: list[int] = []
     cursor, fresh = None, 10_000
     while True:
-        chunk = table.scan(cursor, limit=37)
+        chunk = table.scan(cursor, limit=97)
         seen += chunk.rows.ids.tolist()
         if chunk.cursor is None:
             break
