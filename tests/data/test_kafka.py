@@ -277,7 +277,7 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
     assert sorted(found) == list(range(40))
 
 
-@pytest.mark.parametrize("workers", [(1, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize("workers", [(1, 3), (3, 2)])
 def test_what_each_worker_has_left_is_redistributed_with_what_stages_held_back(
     kafka: Kafka, send: Callable[..., None], workers: tuple[int, int]
 ) -> None:
