@@ -1,7 +1,8 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
-from monolith.train.fleet.fleet import Fleet, join_fleet
+from monolith.train.fleet.fleet import Fleet
+from monolith.train.fleet.joining import join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers
 from monolith.train.hook import Hook, Run, StepResult, drive
