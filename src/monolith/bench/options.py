@@ -84,6 +84,30 @@ class BenchStoreOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchFleetOptions:
+    """Measure training on parameter servers, beside computing and the wire alone, and beside one process."""
+
+    sizes: tuple[int, ...] = (1, 2)
+    """The numbers of servers, each with as many workers, to measure; all are processes on this machine."""
+    ids: int = 1_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 2048
+    """The number of examples in a batch."""
+    repeats: int = 16
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchScaleOptions:
     """Simulate up to a thousand parameter servers, from costs measured on this machine."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from monolith.bench.options import (
     BenchCheckpointOptions,
     BenchDataOptions,
+    BenchFleetOptions,
     BenchScaleOptions,
     BenchStoreOptions,
     BenchTableOptions,
@@ -80,6 +81,7 @@ COMMANDS = {
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.bench.checkpoint"),
     "bench train": Command(BenchTrainOptions, "monolith.bench.train"),
     "bench store": Command(BenchStoreOptions, "monolith.bench.store"),
+    "bench fleet": Command(BenchFleetOptions, "monolith.bench.fleet"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
