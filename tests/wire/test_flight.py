@@ -294,6 +294,16 @@ def test_received_bytes_are_aligned_and_the_receivers_own(stack: ExitStack) -> N
     assert first.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("size", [300_000, 640_000, 3_000_001])
+@pytest.mark.parametrize("words", ["", "x" * 13, "y" * 200])
+def test_large_messages_are_read_where_they_came(stack: ExitStack, size: int, words: str) -> None:
+    """However long their header is: it is padded, so that the bytes after it are aligned."""
+    stream = open_stream(stack, serve(stack))
+    answer = exchange(stream, "echo", {"words": words}, np.zeros(size, np.uint8))
+    assert answer.body["said"] == {"words": words}
+    assert not answer.data.flags.owndata
+
+
 def test_a_stream_goes_on_after_a_request_was_refused(stack: ExitStack) -> None:
     stream = open_stream(stack, serve(stack))
     with pytest.raises(TableError, match=r"^no$"):

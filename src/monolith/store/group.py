@@ -418,14 +418,20 @@ class ServerGroup:
         lines: dict[int, ServerLine] = {}
         try:
             for server, (body, data) in requests.items():
-                with self._failing(server, lines, failures):
+                place = self._places[server]
+                try:
                     lines[server] = self._take(server, "bulk", hurry=hurry)
                     self._send(lines[server], name, body, data, runs)
+                except (MonolithError, StoppedError) as error:
+                    failures[server] = self._failure(server, place, lines.get(server), error)
             for server, line in lines.items():
                 if server not in failures and line.stream is not None:
-                    with self._failing(server, lines, failures):
+                    place = self._places[server]
+                    try:
                         answers[server] = line.stream.receive()
                         self._lines.answered(line)  # another server may keep us waiting past its deadline
+                    except (MonolithError, StoppedError) as error:
+                        failures[server] = self._failure(server, place, line, error)
         finally:
             for server, line in lines.items():
                 if server not in answers and server not in failures and line.stream is not None:
@@ -529,29 +535,32 @@ class ServerGroup:
         """Say of which server an error is that speaks of a connection, and not of what was asked."""
         try:
             yield
-        except StoppedError as cause:
-            raise self._closed() from cause
-        except (SERVICE.unreachable, SERVICE.late, ConfigError) as cause:
-            if self._stop.is_set():
-                raise self._closed() from cause
-            raise type(cause)(f"{self._name(server)}: {cause}") from cause
+        except (MonolithError, StoppedError) as cause:
+            named = self._named(server, cause)
+            if named is cause:
+                raise
+            raise named from cause
 
-    @contextmanager
-    def _failing(
-        self, server: int, lines: Mapping[int, ServerLine], failures: dict[int, _Failure]
-    ) -> Iterator[None]:
-        place = self._place(server)
-        try:
-            with self._naming(server):
-                yield
-        except MonolithError as error:
-            line = lines.get(server)
-            connected = line is not None and line.stream is not None
-            unheard = line is not None and (line.stream is None or line.is_broken)
-            passing = isinstance(error, LostStateError) or (
-                unheard and isinstance(error, (SERVICE.unreachable, SERVICE.late))
-            )
-            failures[server] = _Failure(error, place, passing, connected)
+    def _named(self, server: int, cause: MonolithError | StoppedError) -> MonolithError:
+        if isinstance(cause, StoppedError):
+            return self._closed()
+        if not isinstance(cause, (SERVICE.unreachable, SERVICE.late, ConfigError)):
+            return cause
+        return self._closed() if self._stop.is_set() else type(cause)(f"{self._name(server)}: {cause}")
+
+    def _failure(
+        self, server: int, place: _Place, line: ServerLine | None, cause: MonolithError | StoppedError
+    ) -> _Failure:
+        """Return what it means that a server, where it was then, did not answer."""
+        error = self._named(server, cause)
+        if error is not cause:
+            error.__cause__ = cause
+        connected = line is not None and line.stream is not None
+        unheard = line is not None and (line.stream is None or line.is_broken)
+        passing = isinstance(error, LostStateError) or (
+            unheard and isinstance(error, (SERVICE.unreachable, SERVICE.late))
+        )
+        return _Failure(error, place, passing, connected)
 
     def _heard(self, server: int, body: Mapping[str, Any], *, overtaken: bool = False) -> None:
         """Take note of the step that server 0 says it is at; an old answer sets nothing back."""

@@ -21,6 +21,8 @@ _MAGIC, _VERSION = b"MRow", 1
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
 _ANSWER = struct.Struct("<4sBBHQ")
 _ANYTHING = bytes(8)
+_MOST_PADDING = 8
+"""Bytes that may follow a header; fewer than these. See `ByteMessages.padded`."""
 _MOST = 1 << 53
 _MOST_BATCHES = 1 << 20
 
@@ -87,8 +89,8 @@ class RowHeader(NamedTuple):
         Raises:
             RequestError: It is none, of another version, or a number in it is out of bounds.
         """
-        if len(data) != _HEADER.size:
-            raise RequestError(f"a header of rows has {_HEADER.size} bytes, got {len(data)}")
+        if not _HEADER.size <= len(data) < _HEADER.size + _MOST_PADDING:
+            raise RequestError(f"a header of rows has {_HEADER.size} bytes and padding, got {len(data)}")
         (
             magic,
             version,
@@ -103,7 +105,7 @@ class RowHeader(NamedTuple):
             incarnation,
             sender,
             number,
-        ) = _HEADER.unpack(data)
+        ) = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != _VERSION:
             raise RequestError(
                 f"its header begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}. "
@@ -148,9 +150,9 @@ def read_answer(data: bytes) -> tuple[RowFlags, int]:
     Raises:
         RequestError: It is none, or of another version.
     """
-    if len(data) != _ANSWER.size or data[:5] != _MAGIC + bytes([_VERSION]):
+    if not _ANSWER.size <= len(data) < _ANSWER.size + _MOST_PADDING or data[:5] != _MAGIC + bytes([_VERSION]):
         raise RequestError("what was answered is no header of rows. Both sides must run the same version")
-    *_, flags, floats = _ANSWER.unpack(data)
+    *_, flags, floats = _ANSWER.unpack_from(data)
     return RowFlags(flags & 15), floats
 
 

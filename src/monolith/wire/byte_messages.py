@@ -16,6 +16,10 @@ Bytes = NDArray[np.uint8]
 """Bytes that one side sent and the other may keep: nobody else writes to them. Aligned to 8."""
 
 _ALIGNMENT = 8
+PADDING = b" "
+"""At the end of a header: JSON does not mind it, and other headers know their size."""
+_LARGE = 32 << 10
+"""Bytes from which on a copy costs more than it takes to avoid it."""
 
 
 class ByteMessages:
@@ -32,6 +36,18 @@ class ByteMessages:
         column = self._arrow.Array.from_buffers(self._byte, held.size, [None, held])
         return self._arrow.RecordBatch.from_arrays([column], schema=self.schema)
 
+    def padded(self, header: bytes, size: int) -> bytes:
+        """Return a header with fewer than 8 bytes of padding, so that so many bytes come aligned.
+
+        A large message lies in memory as it came, protobuf around it, and its bytes follow the header and
+        the lengths of both. Where that does not hold, whoever takes them makes a copy.
+        """
+        if size < _LARGE:
+            return header
+        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        before = len(header) + _varint(len(header)) + _varint(padded) - 2
+        return header + PADDING * (-before % _ALIGNMENT)
+
     def take(self, chunk: Any) -> tuple[bytes, Bytes]:
         """Return the header and the bytes of a message; without a copy where they are aligned.
 
@@ -47,6 +63,11 @@ class ByteMessages:
         if held.address % _ALIGNMENT:
             data = data.copy()
         return chunk.app_metadata.to_pybytes(), data
+
+
+def _varint(number: int) -> int:
+    """Return how many bytes a number takes in protobuf."""
+    return max(-(-number.bit_length() // 7), 1)
 
 
 class _Received:

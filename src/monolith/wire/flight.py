@@ -422,6 +422,7 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
                     del data
                 del chunk
                 batch = wire.batch(sent)
+                answer = wire.padded(answer, batch.num_rows)
                 endpoint.meter.count(sent=len(answer) + batch.num_rows)
                 writer.write_with_metadata(batch, answer)
 
@@ -655,6 +656,7 @@ class CallStream:
                 self._writer.begin(self._wire.schema)
                 self._began = True
             batch = self._wire.batch(data)
+            header = self._wire.padded(header, batch.num_rows)
             self._writer.write_with_metadata(batch, header)
         self._caller.meter.count(sent=len(header) + batch.num_rows)
 
