@@ -124,7 +124,8 @@ def test_ctrl_c_saves_and_stops_all(start: Any, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out").read_text())
     state = read_checkpoint_state(str(tmp_path / "m"))
     assert state is not None
-    assert report["stop_reason"] == "SIGTERM"  # which is how the launcher asks
+    # Which is how the launcher asks; the chief may hear of it first from the other worker.
+    assert report["stop_reason"] in ("SIGTERM", "worker 1: SIGTERM")
     assert state.model_checkpoint_path == report["checkpoint"] == f"{tmp_path}/m/model.ckpt-{report['step']}"
     assert processes_with(str(tmp_path / "m")) == []
 

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_TIMES = re.compile(r" \(after \d+ms in state [^)]*\)")
+_TIMES = re.compile(r" \(after \d+ms in state [^()]*(?:\(s\)[^()]*)?\)")
 """What makes the same complaint look like another each time."""
 
 
