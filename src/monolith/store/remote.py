@@ -257,8 +257,7 @@ class ParameterServerStore:
             )
         if not flags & RowFlags.HALF:
             return answer.data.view(np.float32)
-        rows: Floats = torch.from_numpy(answer.data.view(np.float16)).float().numpy()
-        return rows
+        return answer.data.view(np.float16).astype(np.float32)
 
     def _push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Any]:
         try:

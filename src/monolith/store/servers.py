@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import errors
@@ -96,6 +97,8 @@ class SetStep(Meant):
     step: Count
 
 
+_HALF_EXPONENT = 0x7C00
+"""The bits of a half float that are all set in infinities and NaN alone."""
 _Number = Annotated[int, Bounds(1, 1 << 53)]
 
 
@@ -452,12 +455,15 @@ def _lost_state() -> LostStateError:
 
 def _answer_rows(rows: Tensor, *, half: bool) -> tuple[bytes, Any]:
     """Return rows as an answer; as floats of 4 bytes where one is larger than half floats can be."""
+    floats: NDArray[Any] = rows.numpy()
     flags = RowFlags.NONE
-    if half:
-        halves = rows.half()
-        if bool(torch.isfinite(halves).all()):
-            rows, flags = halves, RowFlags.HALF
-    return pack_answer(flags, rows.numel()), rows.numpy()
+    if half:  # by numpy, which takes a tenth of the time that torch does
+        with np.errstate(over="ignore"):
+            halves = floats.astype(np.float16)
+        too_large = (halves.view(np.uint16) & _HALF_EXPONENT) == _HALF_EXPONENT
+        if not too_large.any():
+            floats, flags = halves, RowFlags.HALF
+    return pack_answer(flags, floats.size), floats
 
 
 def _check_share(share: tuple[int, int] | None) -> None:
