@@ -10,6 +10,7 @@ from services import warm
 
 from monolith.bench import store
 from monolith.bench.options import BenchStoreOptions
+from monolith.bench.rows import batches_of
 from monolith.cli.main import main
 
 pytest.importorskip("pyarrow")
@@ -67,7 +68,7 @@ def test_dense_weights_stand_beside_the_wire(report: dict[str, Any]) -> None:
 
 def test_the_ids_of_a_batch_are_distinct() -> None:
     plan = store.StorePlan.settle(BenchStoreOptions(quick=True, ids=(500,)))
-    batches = store.make_batches(plan, 500)
+    batches = batches_of(500, rows=plan.rows, count=store.BATCHES, seed=plan.seed)
     assert all(len(batch.ids.unique()) == 500 for batch in batches)
     assert batches[0].ids.tolist() != batches[1].ids.tolist()
 

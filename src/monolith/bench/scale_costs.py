@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from monolith.bench.ids import id_of
+from monolith.bench.rows import batches_of, fill, table_configs
 from monolith.checkpoint import Checkpointer, Saver, TablesPart
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store, TableIds
-from monolith.table import Adagrad, NativeTable, Segment, TableConfig
+from monolith.table import NativeTable
 from monolith.train.fleet.bodies import AskNews, BeginMeeting, Join, OpenMeeting
 from monolith.train.fleet.meeting import Meeting
 from monolith.train.peers import Start
@@ -35,7 +35,6 @@ Floats = NDArray[np.float64]
 MANY = 16
 """Servers in one process, to see what one request more costs who asks."""
 FLOAT_BYTES, ID_BYTES = 4, 8
-FILL = 50_000
 _BATCHES = 8
 _MEETING = 1_000
 """Workers of the meeting that is measured."""
@@ -187,23 +186,11 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def table_configs(dim: int) -> dict[str, TableConfig]:
-    return {"item": TableConfig(name="item", segments=(Segment(dim=dim, optimizer=Adagrad()),))}
-
-
 # Batches
 
 
-def batches_of(size: int, plan: CostPlan) -> list[TableIds]:
-    random = np.random.default_rng(plan.seed)
-    positions = [random.choice(plan.rows, size, replace=False) for _ in range(_BATCHES)]
-    return [TableIds(id_of(some), torch.tensor([size])) for some in positions]
-
-
-def fill(store: Store, plan: CostPlan) -> None:
-    for first in range(0, plan.rows, FILL):
-        ids = id_of(np.arange(first, min(first + FILL, plan.rows)))
-        store.apply_gradients(TableIds(ids, torch.tensor([len(ids)])), torch.ones(len(ids) * plan.dim))
+def planned(size: int, plan: CostPlan) -> list[TableIds]:
+    return batches_of(size, rows=plan.rows, count=_BATCHES, seed=plan.seed)
 
 
 Exchange = Callable[[Store, TableIds], object]
@@ -264,7 +251,7 @@ def connected(plan: CostPlan) -> Iterator[Bench]:
             groups[size] = ServerGroup(found.groups[0])
             stack.callback(groups[size].close)
             stores[size] = ParameterServerStore(groups[size], 0, table_configs(plan.dim))
-            stores[size].lookup(batches_of(min(plan.rows, 64 * size), plan)[0])
+            stores[size].lookup(planned(min(plan.rows, 64 * size), plan)[0])
             after = found.used()
             files = (open_files() - open_before) / size
             memory, threads = (after[2] - before[2]) / size, (after[1] - before[1]) / size
@@ -282,7 +269,7 @@ def connected(plan: CostPlan) -> Iterator[Bench]:
             max(threads, 0.0),
         )
         for store in (*stores.values(), bench.pair):
-            fill(store, plan)
+            fill(store, rows=plan.rows, dim=plan.dim)
         yield bench
 
 
@@ -300,7 +287,7 @@ def measure_costs(bench: Bench, say: Callable[[str], None]) -> Costs:
     plan = bench.plan
     say("rows in this process, saved and restored")
     local = LocalStore.from_configs(table_configs(plan.dim), threads=1)
-    fill(local, plan)
+    fill(local, rows=plan.rows, dim=plan.dim)
     table_rows = table_work(local, plan)
     save, restore, saved_bytes = disk_work(local, plan)
     stats = local.stats()["item"]
@@ -351,7 +338,7 @@ def measure_costs(bench: Bench, say: Callable[[str], None]) -> Costs:
 
 def measure(bench: Bench, servers: int, call: Exchange, ids: int) -> MeasuredExchange:
     """Return what an exchange with so many servers about so many ids takes here and there."""
-    host, batches = bench.hosts[servers], batches_of(ids, bench.plan)
+    host, batches = bench.hosts[servers], planned(ids, bench.plan)
     before = host.used()[0]
     count, client = per_call(_on(bench.stores[servers], call, batches), bench.plan.seconds)
     return MeasuredExchange(servers, ids, client, (host.used()[0] - before) / (count + 1))
@@ -390,7 +377,7 @@ def _fit(rows: Sequence[Sequence[float]], totals: Sequence[float]) -> list[float
 def table_work(local: LocalStore, plan: CostPlan) -> dict[str, float]:
     """Return processor seconds of an id in this process's table, by direction."""
     size = plan.ids[-1]
-    batches = batches_of(size, plan)
+    batches = planned(size, plan)
     return {
         name: per_call(_on(local, call, batches), plan.seconds / 2)[1] / size
         for name, call in exchanges(size, plan.dim).items()
@@ -432,7 +419,7 @@ def small_calls(bench: Bench, servers: int) -> tuple[float, float]:
 
 def delays_of(bench: Bench) -> Floats:
     """Return how long requests for one row took, to one server that does nothing else."""
-    (ids,) = batches_of(1, bench.plan)[:1]
+    (ids,) = planned(1, bench.plan)[:1]
     store, walls = bench.stores[1], np.empty(bench.plan.calls)
     for number in range(len(walls)):
         began = time.perf_counter()
@@ -493,7 +480,7 @@ def real_steps(bench: Bench, servers: int, ids: int, seconds: float) -> RealStep
     """Take such steps for a while, with one server, or with two that are a process each."""
     hosts = [bench.hosts[1]] if servers == 1 else bench.pair_hosts
     store: Store = bench.stores[1] if servers == 1 else bench.pair
-    batches, calls = batches_of(ids, bench.plan), exchanges(ids, bench.plan.dim)
+    batches, calls = planned(ids, bench.plan), exchanges(ids, bench.plan.dim)
     walls: list[float] = []
 
     def step(number: int) -> None:

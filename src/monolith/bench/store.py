@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from monolith.bench.ids import id_of
 from monolith.bench.options import BenchStoreOptions
 from monolith.bench.report import Report
+from monolith.bench.rows import batches_of, fill, table_configs
 from monolith.bench.table import counted
 from monolith.bench.timing import Contender, Timing, race
 from monolith.errors import ConfigError
@@ -35,13 +35,11 @@ from monolith.store import (
     Store,
     TableIds,
 )
-from monolith.table import Adagrad, Segment, TableConfig
 from monolith.wire.flight import import_arrow, import_flight
 
 BATCHES = 16
 WEIGHTS = 8
 """Dense weights, all of one size."""
-FILL = 50_000
 FLOAT_BYTES, ID_BYTES = 4, 8
 StoreCall = Callable[[Store, TableIds], object]
 ECHO = "plain Flight echo"
@@ -122,7 +120,7 @@ def measure(plan: StorePlan, report: Report) -> None:
         halves = ParameterServerStore(rounding, 0, configs)
         echo = stack.enter_context(Echo.connected(address_of(echo_server)))
         for store in stores.values():
-            fill(store, plan)
+            fill(store, rows=plan.rows, dim=plan.dim)
         for size in plan.ids:
             measure_rows(plan, report, stores, echo, size, halves=halves)
         measure_dense(plan, report, stores, echo)
@@ -143,7 +141,10 @@ def measure_rows(
     halves: ParameterServerStore,
 ) -> None:
     """Measure batches of one size; `halves` looks up in half floats, on the last of the stores."""
-    batches, gradients = make_batches(plan, size), torch.full((size * plan.dim,), 0.01)
+    batches, gradients = (
+        batches_of(size, rows=plan.rows, count=BATCHES, seed=plan.seed),
+        torch.full((size * plan.dim,), 0.01),
+    )
     row_bytes = size * plan.dim * FLOAT_BYTES
     calls: dict[str, tuple[StoreCall, int, int]] = {
         "lookup": (lambda store, ids: store.lookup(ids), size * ID_BYTES, row_bytes),
@@ -187,18 +188,6 @@ def add(report: Report, case: str, size: int, rate: float) -> None:
     report.add(case, "ms_per_call", size / rate * 1e3, "ms")
 
 
-def make_batches(plan: StorePlan, size: int) -> list[TableIds]:
-    random = np.random.default_rng(plan.seed)
-    positions = [random.choice(plan.rows, size, replace=False) for _ in range(BATCHES)]
-    return [TableIds(id_of(some), torch.tensor([size])) for some in positions]
-
-
-def fill(store: Store, plan: StorePlan) -> None:
-    for first in range(0, plan.rows, FILL):
-        ids = id_of(np.arange(first, min(first + FILL, plan.rows)))
-        store.apply_gradients(TableIds(ids, torch.tensor([len(ids)])), torch.ones(len(ids) * plan.dim))
-
-
 # Dense weights
 
 
@@ -235,10 +224,6 @@ def make_dense(size: int) -> tuple[dict[str, nn.Parameter], torch.optim.Optimize
     floats = size // FLOAT_BYTES // WEIGHTS
     weights = {f"weight{number}": nn.Parameter(torch.zeros(floats)) for number in range(WEIGHTS)}
     return weights, torch.optim.SGD(weights.values(), lr=0.01)
-
-
-def table_configs(dim: int) -> dict[str, TableConfig]:
-    return {"item": TableConfig(name="item", segments=(Segment(dim=dim, optimizer=Adagrad()),))}
 
 
 def contender(rows: int, call: Callable[[int], object]) -> Contender:
