@@ -303,7 +303,7 @@ def test_entries_are_made_again_after_the_session_was_lost(join, connect, zookee
     discovery.register("ps", 0, A)
     discovery.register("worker", 0, B)
     other.watch("ps", told.append)
-    eventually(lambda: told == [{0: A}])
+    eventually(lambda: told[-1:] == [{0: A}])
     lost = expire(discovery, connect, zookeeper)
     eventually(lambda: (now := discovery._client.client_id) is not None and now != lost)
     eventually(lambda: {f"/monolith/{job}/ps.0", f"/monolith/{job}/worker.0"} <= zookeeper.ephemerals())
@@ -314,7 +314,8 @@ def test_entries_are_made_again_after_the_session_was_lost(join, connect, zookee
 
 
 def test_a_killed_server_that_comes_back_finds_everybody_again(join, mortal):
-    one, other, told = join(mortal), join(mortal), []
+    patient = timedelta(seconds=20)  # of a server that has just begun, connections may time out
+    one, other, told = join(mortal, delay=patient), join(mortal, delay=patient), []
     one.register("ps", 0, A)
     other.register("ps", 1, B)
     eventually(lambda: one.query("ps") == {0: A, 1: B})
