@@ -66,10 +66,11 @@ class Items(Task):
     days: int
     """After which rows expire."""
     epochs: int = 1
+    batch_size: int = 50
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
         spec = BatchSpec(ids=("item",), labels={"click": (LABEL, 0)}, event_time=TIME)
-        source = FileSource(self.files, ParquetFormat(), batch_size=50, epochs=self.epochs)
+        source = FileSource(self.files, ParquetFormat(), batch_size=self.batch_size, epochs=self.epochs)
         return Pipeline(source).to_batches(spec)
 
     def model(self) -> nn.Module:
@@ -116,8 +117,8 @@ def test_a_second_pass_over_ten_days_costs_no_row_that_expires_after_seven(
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 def test_two_workers_on_files_of_overlapping_dates_cost_no_row(tmp_path: Path, keep: KeepConfig) -> None:
     files = (write_days(tmp_path / "a.parquet", 0, 12), write_days(tmp_path / "b.parquet", 6, 12))
-    task = Items(files, days=7)
-    run_fleet(task, tmp_path / "run", save=SaveConfig(steps=20), keep=keep)
+    task = Items(files, days=7, batch_size=125)
+    run_fleet(task, tmp_path / "run", save=SaveConfig(steps=10), keep=keep)
     saved = saved_items(tmp_path / "run")
     assert saved[-1] == ITEMS
     assert saved == sorted(saved)  # none was lost on the way
@@ -126,7 +127,7 @@ def test_two_workers_on_files_of_overlapping_dates_cost_no_row(tmp_path: Path, k
 def test_rows_that_nobody_trains_any_more_expire_where_it_is_asked_for(tmp_path: Path) -> None:
     """Of 500 items 20 end after the third day."""
     files = (write_days(tmp_path / "a.parquet", 0, 3), write_days(tmp_path / "b.parquet", 3, 37, items=480))
-    task, save = Items(files, days=30), SaveConfig(steps=50)
+    task, save = Items(files, days=30, batch_size=250), SaveConfig(steps=10)
     Trainer(task, config(tmp_path / "evicting", save=save)).train()
     often = config(tmp_path / "often", save=save, keep=KeepConfig(), evict_every_steps=7)
     Trainer(task, often).train()

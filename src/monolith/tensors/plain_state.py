@@ -22,6 +22,7 @@ from monolith.errors import RestoreError, SaveError
 
 Json: TypeAlias = Any
 """What `json` reads and writes."""
+_IN_JSON = frozenset({bool, int, str, type(None)})
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
@@ -40,11 +41,13 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
-    if value is None or kind in (bool, int, str):
+    if kind in _IN_JSON:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
+        if _is_json(value):
+            return list(value)
         return [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
     if kind in (tuple, torch.Size):
         return {"$tuple": [encode(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]}
@@ -65,6 +68,12 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Json:
         "tensor nor a plain collection of those. A checkpoint holds no pickles; let state_dict return "
         "plain values."
     )
+
+
+def _is_json(items: list[Any]) -> bool:
+    """Whether JSON has words for all of them; thousands of numbers are looked at in no time."""
+    kinds = set(map(type, items))
+    return kinds <= _IN_JSON or (kinds == {float} and all(map(math.isfinite, items)))
 
 
 def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:

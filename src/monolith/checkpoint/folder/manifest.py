@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from monolith import filesystem, native
@@ -49,7 +49,8 @@ class Link(NamedTuple):
 
 def write_manifest(prefix: str, manifest: Manifest) -> int:
     """Write it, which makes the checkpoint; return its checksum."""
-    body = json.dumps(asdict(manifest), sort_keys=True, allow_nan=False).encode()
+    said = {field.name: getattr(manifest, field.name) for field in fields(manifest)}  # asdict copies it all
+    body = json.dumps(said, sort_keys=True, allow_nan=False).encode()
     crc = native.crc32c(body)
     with filesystem.atomic_write(prefix + MANIFEST) as file:
         file.write(b"%s\n%08x\n" % (body, crc))

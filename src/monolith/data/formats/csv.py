@@ -157,7 +157,7 @@ class CsvFormat:
             odd = [(begin, value) for begin, _, _, column, value in parsed.bad if column is not None]
             if odd and len(odd) <= _ODD_SHARE * parsed.records:
                 begin, value = odd[0]
-                line = lines.number(layout.begin + begin)
+                line = lines.number(layout.begin + begin, window)
                 yield (
                     f"line {line}: column {name!r}: {_shown(value)} is not a number, "
                     f"and {parsed.records:,} other records have one, so the column is read as text. Mend the "
@@ -225,16 +225,24 @@ class _Lines:
         self._place = 0
         self._line = 1
 
-    def number(self, place: int) -> int:
-        """Return the line, from 1 on, that a byte is in; those of one file are best asked for in order."""
+    def number(self, place: int, window: _Window) -> int:
+        """Return the line, from 1 on, that a byte of a window is in; best asked for in order."""
         if place < self._place:
             self._place, self._line = 0, 1
+        if self._place < window.place:
+            self._read_to(window.place)
+        self._pass(bytes(window.view[self._place - window.place : place - window.place]))
+        return self._line
+
+    def _read_to(self, place: int) -> None:
         with open_read(self.path) as file:
             file.seek(self._place)
             while self._place < place and (piece := file.read(min(place - self._place, 1 << 20))):
-                self._place += len(piece)
-                self._line += piece.count(b"\n")
-        return self._line
+                self._pass(piece)
+
+    def _pass(self, piece: bytes) -> None:
+        self._place += len(piece)
+        self._line += piece.count(b"\n")
 
 
 class _Window:
@@ -285,7 +293,7 @@ def _bad_records(
         place = window.place + begin
         what = "" if column is None else f"column {names[column]!r}: {_shown(value)} "
         payload = bytes(window.view[begin : begin + size])
-        bad.append(BadRecord(place, f"line {lines.number(place)}: {what}{reason}", payload))
+        bad.append(BadRecord(place, f"line {lines.number(place, window)}: {what}{reason}", payload))
     return tuple(bad)
 
 
