@@ -178,12 +178,12 @@ def test_whoever_never_joined_is_missing_and_not_lost(running: Caller, clock: Cl
     assert (gathered["missing"], gathered["absent"], gathered["failure"]) == ([1, 2], [2], None)
 
 
-def failure(running: Caller, clock: Clock, seconds: float, by: int = 0) -> str | None:
+def failure(running: Caller, clock: Clock, seconds: float, by: int = 0, tick: int = 1) -> str | None:
     """Return why the run fails in so many seconds, in which one worker waits for news all the time."""
     seen = running.news(by)["version"]
     thread, answers = in_thread(running, "news", run="r", worker=by, seen=seen, wait=PATIENT)
-    for _ in range(round(seconds)):
-        clock.now += 1
+    for _ in range(round(seconds / tick)):
+        clock.now += tick
         thread.join(0.3)  # it looks five times a second
         if not thread.is_alive():
             break
@@ -224,6 +224,16 @@ def test_a_worker_that_is_only_slow_is_not_lost_and_one_that_is_silent_for_long_
     running.news(1)
     assert failure(running, clock, 9) is None
     assert failure(running, clock, 3) == "worker 1 was lost: it has been silent for 11 s. See its log."
+
+
+def test_a_worker_that_dies_between_two_questions_is_lost_sooner_than_one_that_hangs(clock: Clock) -> None:
+    call = Caller(Meeting(3, clock=clock))
+    call("begin", run="r", num_workers=3)
+    call("open", run="r", start=START)
+    call.news(1)  # answered, so no connection breaks when it dies now
+    assert failure(call, clock, 24, tick=4) is None
+    lost = "worker 1 was lost: it has asked for no news for 28 s. See its log."
+    assert failure(call, clock, 4, tick=4) == lost
 
 
 def test_nobody_is_lost_because_the_meeting_itself_was_stopped(running: Caller, clock: Clock) -> None:

@@ -87,6 +87,9 @@ LOST_AFTER = timedelta(seconds=60)
 stopped, or its machine is gone."""
 RETURN_WITHIN = 2.0
 """Seconds that a worker has to connect again."""
+ASK_WITHIN = 25.0
+"""Seconds that a worker has to ask again after an answer: one that dies between two questions has no
+connection that breaks. Longer than a process may be stopped without being lost."""
 STOPPED_FOR = 5.0
 """Seconds without a look for the lost, by which this process knows that it was stopped itself."""
 _LOOK_EVERY = 0.2
@@ -119,6 +122,8 @@ class _Run:
     """Worker -> when it last said something."""
     parted: dict[int, float] = field(default_factory=dict)
     """Worker -> when its connection broke, until it asks again."""
+    answered: dict[int, float] = field(default_factory=dict)
+    """Worker -> when it was answered, until it asks again."""
     stop: str | None = None
     unfinished: bool = False
     """Whether somebody stopped it before its end."""
@@ -399,6 +404,7 @@ class Meeting:
             run.members[body.worker] = body.member
             run.heard[body.worker] = self._clock()
             run.parted.pop(body.worker, None)
+            run.answered.pop(body.worker, None)
             run.lost.pop(body.worker, None)
             if body.left is not None:
                 run.left[body.worker] = body.left
@@ -418,6 +424,7 @@ class Meeting:
                 raise UnavailableError(f"another process has taken the place of worker {worker}")
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
+            run.answered.pop(worker, None)
             run.lost.pop(worker, None)
             run.trained[worker] = max(run.trained.get(worker, 0), body.examples)
             limit = self._clock() + min(body.wait, LONGEST_WAIT)
@@ -428,7 +435,7 @@ class Meeting:
                     return None
                 self._look_for_lost(run)
             run = self._of(body)
-            run.heard[worker] = self._clock()
+            run.heard[worker] = run.answered[worker] = self._clock()
             if run.over:
                 run.told.add(worker)
                 self._changed.notify_all()
@@ -486,12 +493,16 @@ class Meeting:
         if slept:  # it was this process: nobody could be heard
             run.heard = dict.fromkeys(run.heard, now)
             run.parted = dict.fromkeys(run.parted, now)
+            run.answered = dict.fromkeys(run.answered, now)
         for worker, heard in run.heard.items():
             if worker in run.left or worker in run.lost or run.over:
                 continue
             who = "worker 0, the chief," if worker == 0 else f"worker {worker}"
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
                 self._lose(run, worker, f"{who} was lost: its connection broke. See its log.")
+            elif now - run.answered.get(worker, now) > ASK_WITHIN:
+                silent = f"{who} was lost: it has asked for no news for {now - heard:.0f} s. See its log."
+                self._lose(run, worker, silent)
             elif now - heard > self._lost_after:
                 silent = f"{who} was lost: it has been silent for {now - heard:.0f} s. See its log."
                 self._lose(run, worker, silent)
@@ -513,6 +524,7 @@ class Meeting:
         seconds = now - run.lost.pop(worker, now)
         run.returned.append(Returned(worker, records, seconds))
         run.parted.pop(worker, None)
+        run.answered.pop(worker, None)
         run.arrived.pop(worker, None)
         run.trained[worker] = saved
         _log.warning(
