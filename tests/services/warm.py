@@ -77,9 +77,17 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@cache
+_starting = threading.Lock()
+
+
 def server() -> Server:
-    """Return the server of this process, started when first asked for."""
+    """Return the server of this process, started when first asked for, by whichever thread."""
+    with _starting:
+        return _server()
+
+
+@cache
+def _server() -> Server:
     started = Server()
     atexit.register(started.close)
     return started
