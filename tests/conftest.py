@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -59,6 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (turns.get(item.path.relative_to(TESTS).as_posix(), len(turns)), item.path))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # tests and all they import stay: they are not looked at whenever garbage is collected
+
+
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[logging.Logger]:
     """The root logger, put back as it was: a command under test configures it for its whole process."""
@@ -73,4 +78,4 @@ def root_logger() -> Iterator[logging.Logger]:
 def torch_seed() -> None:
     """The same random numbers for every test, whichever ran before: what fails once fails again."""
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
