@@ -62,6 +62,7 @@ soak: soak-plain soak-thread soak-address,undefined fuzz soak-python  ## Sanitiz
 
 soak-python: setup
 	$(BIN)/python -m pytest -n 2 --dist load -m soak --durations=15 -rA
+	$(BIN)/python -m pytest -n 2 --dist load -m 'hypothesis and not soak' --hypothesis-profile=thorough
 
 soak-%: setup
 	cmake -S . -B build/$@ -G Ninja -DMONOLITH_TESTS=ON -DMONOLITH_SANITIZE=$(filter-out plain,$*)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from services.properties import register_profiles
 
 TESTS = Path(__file__).parent
 pytest_plugins = (
@@ -51,8 +51,7 @@ SLOW_FILES = (
 )
 """Begun first, in this order, so that no worker is left with one of them when the others are done."""
 
-settings.register_profile("unhurried", settings.default, deadline=None)  # machines are slow at times
-settings.load_profile("unhurried")
+register_profiles()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

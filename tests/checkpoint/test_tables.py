@@ -16,6 +16,7 @@ from checkpoint.small_servers import Servers, chain, local, restored, server_of
 from contracts.tables import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith import filesystem
 from monolith.checkpoint import (
@@ -122,7 +123,7 @@ CHANGES = st.tuples(st.lists(KEYS, max_size=6), st.lists(KEYS, max_size=4), st.i
     changes=st.lists(CHANGES, min_size=4, max_size=4),
     readers=st.integers(1, 5),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=tries(8), deadline=None)
 def test_whatever_happened_and_whoever_wrote_it_all_is_found_again(
     layouts: Sequence[int], changes: Sequence[tuple[list[int], list[int], int]], readers: int
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith.compat.feature_sharding import SHARED_BIT, ShardedFeature, ShardedFids, shard_features
 from monolith.errors import FeatureError
@@ -48,7 +49,7 @@ def followed(found: ShardedFids, version: int, shards: int) -> list[int]:
     return ids
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=tries(20), deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(-9, 9), max_size=3), min_size=3, max_size=3),
     version=st.sampled_from([1, 2, 3, 4]),

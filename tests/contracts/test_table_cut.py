@@ -13,6 +13,7 @@ import torch
 from contracts.tables import ids, rows, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith.errors import CorruptFileError, RestoreError, TableArgumentError
 from monolith.table import (
@@ -187,7 +188,7 @@ def test_changes_of_a_cut_that_was_not_saved_are_told_again(table: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 def test_base_and_changes_make_the_table_whatever_happened(data: st.DataObject) -> None:
     """The same operations on every kind of table, saved by a base and increments, some of which fail."""
     steps = data.draw(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith.data import Chunk, Position, Records, RecordWriter, Share, Source, share_out
 from monolith.data.files.discovery import Watch
@@ -129,7 +130,7 @@ def check_every_record_once(make: Make, whole: list[int], runs: list[list[int]],
 
 
 @pytest.mark.parametrize("stages", STAGES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=tries(8), deadline=None)
 @given(
     files=some_files(),
     options=source_settings(),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 from store.fleets import CONFIGS, Wire, dense, keys, serve
 
 from monolith.store import LocalStore, ParameterServerStore, ServerGroup
@@ -64,7 +65,7 @@ def train(steps: list[Step], servers: list[str]) -> None:
             store.lookup(keys(*step.ids))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(6), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mine=STEPS, theirs=STEPS, count=st.sampled_from([1, 2]))
 def test_pushes_of_two_workers_over_wires_that_break_are_each_applied_once(
     mine: list[Step], theirs: list[Step], count: int

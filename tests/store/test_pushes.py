@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith.errors import ClusterError, RequestError, TableArgumentError
 from monolith.store.pushes import REMEMBERED, AppliedPushes
@@ -112,7 +113,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(applied._senders["a"].missing) <= REMEMBERED
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=tries(40), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40)), max_size=60))
 def test_in_whatever_order_numbers_come_each_is_applied_once(
     came: list[tuple[str, int]],

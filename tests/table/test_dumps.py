@@ -16,6 +16,7 @@ from contracts.tables import ids, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import warm
+from services.properties import tries
 
 from monolith import filesystem
 from monolith.errors import (
@@ -106,7 +107,7 @@ def test_many_blocks_in_one_shard(cls: Any, base: str) -> None:
     assert torch.equal(other.lookup(torch.arange(40)), table.lookup(torch.arange(40)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=tries(12), deadline=None)
 @given(
     keys=st.sets(st.integers(-(2**63), 2**63 - 1), max_size=30),
     num_shards=st.integers(1, 5),

@@ -12,6 +12,7 @@ import torch
 from contracts.tables import ids, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 from torch import Tensor
 from vectors.case import Case, differences, load
 from vectors.runner import run
@@ -439,7 +440,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[Segment, ...]], int, list[list[
     return segments, shards, draw(calls)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=tries(50), deadline=None)
 @given(layout=layouts(), seed=st.integers(0, 2**32 - 1), dedup=st.booleans(), timed=st.booleans())
 def test_a_fused_call_is_one_plain_call_per_table(layout: Any, seed: int, dedup: bool, timed: bool) -> None:
     segments, shards, calls = layout

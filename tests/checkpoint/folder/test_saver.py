@@ -18,6 +18,7 @@ from contracts.savers import FakeClock, names, put, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from services import warm
+from services.properties import tries
 
 from monolith import filesystem
 from monolith.checkpoint.folder.saver import MANIFEST, Saver, checkpoint_exists, require_checkpoint
@@ -155,7 +156,7 @@ def test_killed_at_any_moment_a_run_ends_as_if_it_had_not_been(tmp_path: Path) -
         assert whole(folder) == expected, f"killed at change {operation} of the disk"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=tries(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 60), max_size=12))
 def test_killed_again_and_again_it_still_does(kills: list[int]) -> None:
     with TemporaryDirectory() as tmp_path:

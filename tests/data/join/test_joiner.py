@@ -15,6 +15,7 @@ import pytest
 from data.lists import ListSource, records, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from services.properties import tries
 
 from monolith import filesystem
 from monolith.data import Records
@@ -361,7 +362,7 @@ def plain_join(config: JoinerConfig, all_pushes: list[Push]) -> list[tuple[Any, 
     return out
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=tries(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1 << 32),
     limit=st.sampled_from([None, 0, 3, 10]),
@@ -388,7 +389,7 @@ def test_memory_and_disk_give_what_plain_dicts_give(tmp_path, seed, limit, laten
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=tries(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 1 << 32),
     limit=st.sampled_from([None, 0, 5]),
