@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from faults.network import ON_ANOTHER_HOST, Network
 from services import warm
+from services.warm_server import SHOW_STACKS
 from train.fleets import Tallied, read_model
 
 TESTS = Path(__file__).parents[1]
@@ -107,8 +108,19 @@ class FleetProcesses:
     def wait_for(self, found: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + LIMIT
         while not found():
-            assert time.monotonic() < deadline, f"waited {LIMIT:g} s for {what}:\n{self.output[-5000:]}"
+            if time.monotonic() >= deadline:
+                raise AssertionError(f"waited {LIMIT:g} s for {what}:\n{self._output_with_stacks()}")
             time.sleep(0.05)
+
+    def _output_with_stacks(self) -> str:
+        """Return what they said last, and where each thread of them is."""
+        said = self.output[-5000:]
+        length = len(self.output)
+        for place in MEMBERS:
+            if (pid := self.pid(place)) is not None:
+                os.kill(pid, SHOW_STACKS)
+                time.sleep(0.5)
+        return f"{said}\n{self.output[length:]}"
 
     def check_every_record_was_trained_once(self) -> None:
         model = read_model(Tallied(batches=self.batches), self.model_dir)

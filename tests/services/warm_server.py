@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -33,6 +34,8 @@ from typing import Any
 
 LIBRARIES = ("numpy.random", "pyarrow.flight", "pyarrow.parquet", "rich.progress", "torch._dynamo", "tyro")
 ROOMS = ("checkpoint", "data", "data.service", "model", "store", "train", "train.hooks")
+SHOW_STACKS = signal.SIGRTMIN + 1
+"""Has a process write what each of its threads is at to its standard error."""
 COMMANDS = ("train", "evaluate", "data dispatcher", "data worker")
 
 
@@ -174,6 +177,7 @@ def become(request: Request, interpreter: str) -> None:
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb", closefd=False))  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = opened(1, written_through)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = opened(2, written_through, errors="backslashreplace")  # type: ignore[misc]
+    faulthandler.register(SHOW_STACKS, sys.stderr)
     sys.executable = interpreter
     show_command([interpreter, *request.words])
     if threads := os.environ.get("OMP_NUM_THREADS"):
