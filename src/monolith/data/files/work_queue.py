@@ -158,6 +158,9 @@ class FileQueue(Protocol):
     def release(self, worker: str) -> None:
         """Take back all leases of a worker that is known to have died or stopped."""
 
+    def readers(self) -> list[str]:
+        """Return the names of the workers that have leases."""
+
     def others_hold(self, worker: str) -> bool:
         """Whether other workers are reading files, so that some may come back yet."""
 
@@ -314,6 +317,10 @@ class _Queue(ABC):
     def release(self, worker: str) -> None:
         with self._ledger() as ledger:
             ledger.release(worker)
+
+    def readers(self) -> list[str]:
+        with self._ledger() as ledger:
+            return sorted({lease.worker for lease in ledger.leases.values()})
 
     def others_hold(self, worker: str) -> bool:
         with self._ledger() as ledger:
