@@ -161,6 +161,8 @@ class LoopedFleet(FleetProcesses):
         self.exits: dict[Place, list[int]] = {place: [] for place in MEMBERS}
         self.away: set[Place] = set()
         """Who is not started again."""
+        self.returning: set[Place] = set()
+        """Who is started again though it exited with 0."""
         self._threads = [threading.Thread(target=self._loop, args=(place,)) for place in MEMBERS]
         for thread in self._threads:
             thread.start()
@@ -182,7 +184,8 @@ class LoopedFleet(FleetProcesses):
                 if self._closing.wait(0.1):
                     process.kill()
             self.exits[place].append(process.wait())
-            if self.exits[place][-1] == 0 or place in self.away:
+            done = self.exits[place][-1] == 0 and place not in self.returning
+            if done or place in self.away:
                 return
 
     def finish(self) -> None:

@@ -183,6 +183,24 @@ def test_a_fleet_that_keeps_going_is_hit_again_and_again(tmp_path: Path, seed: i
         check_lost_no_more_than_said(fleet)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("keeps_going", [False, True])
+def test_a_worker_leaves_is_killed_and_comes_again_and_again(tmp_path: Path, keeps_going: bool) -> None:
+    """20 blows each: worker 1 of data that hands out work is told to stop or killed, and comes back."""
+    chance, place = random.Random(21), ("worker", 1)
+    flags = ("--failover.max-retries", "100", *KEEP_GOING * keeps_going)
+    with QueuedFleet(tmp_path, 5000, *flags) as fleet:
+        fleet.returning.add(place)
+        for _ in range(BLOWS):
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(place, chance.choice([signal.SIGTERM, signal.SIGKILL]))
+        fleet.returning.clear()
+        fleet.finish()
+        times = fleet.times_trained()
+        assert times.keys() == set(range(fleet.data.records))
+        assert keeps_going or set(times.values()) == {1.0}
+
+
 def hit(fleet: FleetProcesses, seed: int) -> None:
     """Hit a fleet as its schedule says, each time when it has saved after the blow before."""
     for blow in schedule(seed, BLOWS, wired=isinstance(fleet, WiredFleet)):

@@ -103,11 +103,6 @@ class ClusterConfig(Checked):
             yield Problem(("port",), f"must be from 0 to 65535, got {self.port}")
 
     @property
-    def most_workers(self) -> int:
-        """The most workers there may be."""
-        return self.max_workers or self.num_workers
-
-    @property
     def num_spares(self) -> int:
         """Parameter servers that start without a share."""
         return self.num_redundant_ps + self.num_extra_ps

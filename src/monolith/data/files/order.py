@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
@@ -585,27 +585,18 @@ class Queued:
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         """Tell the queue what the positions hold, and have it hand out the rest."""
         named = {name for name in self._queue.readers() if name.startswith(_WORKER)}
-        for reader in {str(one.position.get("reader")) for one in old} | named:
-            self._queue.release(reader)  # before any is taken: one may have what was another's
-        for one in old:
-            self._tell(one.position, one.spot)
+        self._settle({str(one.position.get("reader")) for one in old} | named, old)
         return [[] for _ in old]
 
-    def give_back(self, position: Position, spot: Spot) -> None:
+    def give_back(self, old: OldWorker) -> None:
         """Take what a reader has that is no more, and have the queue hand out what is left after a position
         of it."""
-        self._queue.release(str(position.get("reader")))
-        self._tell(position, spot)
+        self._settle({str(old.position.get("reader"))}, [old])
 
-    def _tell(self, position: Position, spot: Spot) -> None:
-        """Tell the queue what a position of a reader without leases holds."""
-        reader = str(position.get("reader"))
-        for number in position.get("finished", ()):
-            if (lease := self._queue.take(reader, number)) is not None:
-                self._queue.finish(lease)
-        if spot.file is not None and (lease := self._queue.take(reader, spot.round)) is not None:
-            self._queue.report(lease, spot.progress())
-            self._queue.give_back(lease)
+    def _settle(self, readers: Collection[str], old: Sequence[OldWorker]) -> None:
+        finished = [number for one in old for number in one.position.get("finished", ())]
+        reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
+        self._queue.settle(readers, finished, reached)
 
     def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
         return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}

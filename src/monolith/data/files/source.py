@@ -238,7 +238,7 @@ class FileSource:
         included."""
         self._settle()
         spot = self._checked(position, share=False)
-        self._queued.give_back(position, spot)
+        self._queued.give_back(OldWorker(_share_of(position), position, spot))
         return {**position, **_numbers_of(Spot(good=spot.good, bad=spot.bad)), "finished": []}
 
     def entrust(self) -> None:

@@ -275,7 +275,11 @@ class FleetPeers:
 
     def note_saved(self, position: Position) -> None:
         if self.leads:
-            for halt, state in [item for item in self._halts.items() if item[1].position is position]:
+            # Of several at which this process had come no further, the first: the others may not be on disk.
+            halts = [halt for halt, state in self._halts.items() if state.position is position]
+            if halts:
+                halt = min(halts)
+                state = self._halts[halt]
                 self._forget_halts(halt)
                 self._fleet.note_saved(halt, state)
 
