@@ -302,6 +302,47 @@ def test_exactly_those_who_are_left_go_back_and_on_without_who_was_lost(tmp_path
     check_once(task, tmp_path)
 
 
+# The chief, and server 0
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_chief_that_is_lost_comes_back_to_workers_that_went_on(tmp_path: Path, kind: str) -> None:
+    with (
+        handed_out(kind, tmp_path / "data") as task,
+        LosingFleet(elastic(tmp_path), num_workers=2, task=task) as fleet,
+    ):
+        steps = Steps()
+        first = fleet.train(0, [Held(1, lambda: steps.taken), Vanish(fleet, 0, 3)])
+        other = fleet.train(1, [steps, Held(2, lambda: first.found)])
+        first.join(PATIENT)
+        assert isinstance(first.found, Killed)
+        report = fleet.train(0).report()
+        assert other.report().finished
+    assert report.finished
+    check_at_least_once(task, tmp_path, again=8 * 3)
+
+
+def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Path) -> None:
+    with (
+        handed_out("queue", tmp_path / "data", batches=21) as task,
+        LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task) as fleet,
+    ):
+        stays, leaves = Steps(), Steps(2, lambda: left.trainer.stop("SIGTERM"))
+        left, other = fleet.train(1, [leaves]), fleet.train(2, [stays])
+
+        def lose() -> None:
+            left.join(PATIENT)
+            fleet.replace_server(0)
+
+        held = Held(1, lambda: stays.taken and leaves.taken >= 2)
+        report = fleet.train(0, [held, Steps(3, lose)]).report()
+        assert (left.report().departed, other.report().finished) == (True, True)
+    assert report.finished
+    tally = read_model(task, tmp_path).tally
+    assert {record for record in tally if record % 2} == set(range(1, task.records, 2)), "what server 1 knows"
+    assert set(tally.values()) == {1.0}
+
+
 # All of it
 
 
