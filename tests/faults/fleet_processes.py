@@ -19,7 +19,7 @@ from typing import Any, Self
 from faults.network import ON_ANOTHER_HOST, Network
 from services import warm
 from services.warm_server import SHOW_STACKS
-from train.fleets import Tallied, read_model
+from train.fleets import Tallied, TalliedQueue, read_model
 
 TESTS = Path(__file__).parents[1]
 LIMIT = 180.0
@@ -39,9 +39,13 @@ class FleetProcesses:
         self._flags = flags
         self._output = (folder / "output.txt").open("a")
 
+    @property
+    def task(self) -> list[str]:
+        return ["train.fleets:Tallied"]
+
     def command(self, *more: str) -> list[str]:
         return [
-            *("-m", "monolith", "train", "train.fleets:Tallied"),
+            *("-m", "monolith", "train", *self.task),
             *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
             *(
                 "--num-ps",
@@ -167,6 +171,10 @@ class LoopedFleet(FleetProcesses):
         super().__init__(folder, batches, *found, "--cluster.port", "0", *flags)
         self._closing = threading.Event()
         self.exits: dict[Place, list[int]] = {place: [] for place in MEMBERS}
+        self.away: set[Place] = set()
+        """Who is not started again."""
+        self.returning: set[Place] = set()
+        """Who is started again though it exited with 0."""
         self._threads = [threading.Thread(target=self._loop, args=(place,)) for place in MEMBERS]
         for thread in self._threads:
             thread.start()
@@ -188,14 +196,15 @@ class LoopedFleet(FleetProcesses):
                 if self._closing.wait(0.1):
                     process.kill()
             self.exits[place].append(process.wait())
-            if self.exits[place][-1] == 0:
+            done = self.exits[place][-1] == 0 and place not in self.returning
+            if done or place in self.away:
                 return
 
     def finish(self) -> None:
-        """Wait until every process has exited with 0."""
+        """Wait until every process has exited with 0, but for those who stay away."""
         for thread in self._threads:
             thread.join(LIMIT)
-        done = [place for place, exits in self.exits.items() if exits[-1:] == [0]]
+        done = [place for place, exits in self.exits.items() if exits[-1:] == [0] or place in self.away]
         assert done == MEMBERS, f"{self.exits}\n{self.output[-5000:]}"
 
     def close(self) -> None:
@@ -203,6 +212,25 @@ class LoopedFleet(FleetProcesses):
         for thread in self._threads:
             thread.join()
         super().close()
+
+
+class QueuedFleet(LoopedFleet):
+    """Whose data hands out work: a queue of files."""
+
+    def __init__(self, folder: Path, batches: int, *flags: str) -> None:
+        files = folder / "data"
+        files.mkdir()
+        self.data = TalliedQueue(batches=batches, folder=str(files))
+        self.data.write()
+        super().__init__(folder, batches, *flags)
+
+    @property
+    def task(self) -> list[str]:
+        return ["train.fleets:TalliedQueue", "--set", f"folder={self.data.folder}"]
+
+    def times_trained(self) -> dict[int, float]:
+        """Return how often each record was trained."""
+        return read_model(self.data, self.model_dir).tally
 
 
 class WiredFleet(LoopedFleet):

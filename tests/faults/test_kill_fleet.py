@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from faults.fleet_processes import MEMBERS, FleetProcesses, LaunchedFleet, LoopedFleet, Place, WiredFleet
+from faults.fleet_processes import (
+    LIMIT,
+    MEMBERS,
+    FleetProcesses,
+    LaunchedFleet,
+    LoopedFleet,
+    Place,
+    QueuedFleet,
+    WiredFleet,
+)
 from faults.network import why_no_network
 from train.fleets import Tallied, read_model
 
@@ -65,6 +74,39 @@ def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> 
         fleet.finish()
         assert fleet.exits == {key: [-signal.SIGKILL, 0] for key in MEMBERS}
         assert check_lost_no_more_than_said(fleet) == 2
+
+
+# Workers that come and go
+
+
+def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_comes(tmp_path: Path) -> None:
+    with QueuedFleet(tmp_path, 120, "--cluster.max-workers", "3") as fleet:
+        fleet.wait_for_another_checkpoint()
+        fleet.hit(("worker", 1), signal.SIGTERM)
+        newcomer = fleet.start(fleet.member(("worker", 2)))
+        fleet.finish()
+        assert newcomer.wait(LIMIT) == 0
+        assert fleet.exits == {place: [0] for place in MEMBERS}
+        assert "SIGTERM; the others go on with what it had not trained" in fleet.output
+        assert fleet.times_trained() == dict.fromkeys(range(fleet.data.records), 1.0)
+
+
+@pytest.mark.parametrize("keeps_going", [False, True])
+def test_a_worker_that_is_killed_for_good_has_its_work_done_by_the_others(
+    tmp_path: Path, keeps_going: bool
+) -> None:
+    with QueuedFleet(tmp_path, 120, *KEEP_GOING * keeps_going) as fleet:
+        fleet.wait_for_another_checkpoint()
+        fleet.away.add(("worker", 1))
+        fleet.hit(("worker", 1))
+        fleet.finish()
+        times = fleet.times_trained()
+        assert times.keys() == set(range(fleet.data.records))
+        if keeps_going:
+            assert "worker 1 was lost, and its work was given back after" in fleet.output
+            assert max(times.values()) <= 2
+        else:
+            assert set(times.values()) == {1.0}, "all went back to the last checkpoint"
 
 
 def check_lost_no_more_than_said(fleet: FleetProcesses) -> int:
@@ -139,6 +181,24 @@ def test_a_fleet_that_keeps_going_is_hit_again_and_again(tmp_path: Path, seed: i
         hit(fleet, seed)
         fleet.finish()
         check_lost_no_more_than_said(fleet)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("keeps_going", [False, True])
+def test_a_worker_leaves_is_killed_and_comes_again_and_again(tmp_path: Path, keeps_going: bool) -> None:
+    """20 blows each: worker 1 of data that hands out work is told to stop or killed, and comes back."""
+    chance, place = random.Random(21), ("worker", 1)
+    flags = ("--failover.max-retries", "100", *KEEP_GOING * keeps_going)
+    with QueuedFleet(tmp_path, 5000, *flags) as fleet:
+        fleet.returning.add(place)
+        for _ in range(BLOWS):
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(place, chance.choice([signal.SIGTERM, signal.SIGKILL]))
+        fleet.returning.clear()
+        fleet.finish()
+        times = fleet.times_trained()
+        assert times.keys() == set(range(fleet.data.records))
+        assert keeps_going or set(times.values()) == {1.0}
 
 
 def hit(fleet: FleetProcesses, seed: int) -> None:

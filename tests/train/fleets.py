@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from monolith.checkpoint import Checkpointer, Saver
 from monolith.cluster import MemoryDiscovery
 from monolith.data import DriftConfig, DriftingStream, FileSource, Pipeline, Records, ShuffleConfig, Stream
+from monolith.data.files.work_queue import SharedFileQueue
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.records import BatchSpec
+from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
 from monolith.data.synthetic.drift import FEATURES, SPEC, TIME
 from monolith.feature import ADDN, Batch, Layout
 from monolith.model import DeepFM, EmbeddingCollection, Feature, UpdateConfig
@@ -158,6 +161,46 @@ class TalliedFiles(Tallied):
         shuffle = ShuffleConfig(buffer=20)
         source = FileSource(self.write(), ParquetFormat(), batch_size=5, shuffle=shuffle)
         return Pipeline(source).rebatch(8).to_batches(TALLIED)
+
+
+@dataclass(frozen=True)
+class TalliedQueue(TalliedFiles):
+    """The same files, from a queue; each batch is of one file or two."""
+
+    def queue(self) -> SharedFileQueue:
+        found = SharedFileQueue(f"{self.folder}/queue", pause=lambda _: time.sleep(0.02))
+        found.add(self.write())
+        return found
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        shuffle = ShuffleConfig(buffer=5)
+        source = FileSource(self.queue(), ParquetFormat(), batch_size=8, shuffle=shuffle)
+        return Pipeline(source).to_batches(TALLIED)
+
+
+@dataclass(frozen=True)
+class TalliedService(TalliedFiles):
+    """The same files, from a data service at an address."""
+
+    address: str = ""
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        source = DataServiceSource(self.address, "fleet", prefetch=2)
+        return Pipeline(source).to_batches(TALLIED)
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[TalliedService]:
+        """The same task while there is a dispatcher, and a data worker that cuts chunks of 8."""
+        config = DataJobConfig(splits=tuple(self.write()))
+
+        def split(path: str) -> FileSource:
+            return FileSource([path], ParquetFormat(), batch_size=8)
+
+        with (
+            Dispatcher(config, folder=f"{self.folder}/job") as dispatcher,
+            DataWorker(dispatcher.address, split, readers=1, buffer_chunks=4, chunk_records=8),
+        ):
+            yield replace(self, address=dispatcher.address)
 
 
 @dataclass

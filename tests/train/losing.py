@@ -76,6 +76,7 @@ class LosingFleet:
     config: TrainConfig
     num_ps: int = 2
     num_workers: int = 1
+    max_workers: int | None = None
     task: Tallied = field(default_factory=Tallied)
     keeps_going: bool = True
     discovery: MemoryDiscovery = field(default_factory=MemoryDiscovery)
@@ -101,7 +102,12 @@ class LosingFleet:
     def start_server(self, index: int) -> None:
         """Serve a place, in a process that has nothing of what was there before."""
         share = BreakingShare(
-            self.task, self.config, index=index, num_ps=self.num_ps, num_workers=self.num_workers
+            self.task,
+            self.config,
+            index=index,
+            num_ps=self.num_ps,
+            num_workers=self.num_workers,
+            max_workers=self.max_workers,
         )
         share.breaks = self.breaks.setdefault(index, set())
         share.lose = lambda: self.replace_server(index)
@@ -119,6 +125,21 @@ class LosingFleet:
     def replace_server(self, index: int) -> None:
         self.lose_server(index)
         self.start_server(index)
+
+    def miss(self, worker: int) -> None:
+        """Have the meeting notice that a worker is gone, as if it had been silent for long enough."""
+        meeting = self.shares[0]._meeting
+
+        def noticed() -> bool:
+            with meeting._changed:
+                assert meeting._run is not None
+                run = meeting._run
+                if run.failure or worker in run.lost or worker in run.gone:
+                    return True
+                run.heard[worker] = -float("inf")
+                return False
+
+        wait_for(noticed, f"worker {worker} to be missed")
 
     def take_over(self, place: int) -> str | None:
         """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
@@ -148,6 +169,7 @@ class LosingFleet:
             group,
             index,
             self.num_workers,
+            max_workers=self.max_workers,
             start_timeout=timedelta(seconds=PATIENT),
             finish_timeout=timedelta(seconds=PATIENT),
             news_every=SOON,

@@ -240,3 +240,36 @@ def test_an_interrupted_lane_that_still_has_items_is_not_exhausted() -> None:
         while not lane._ended and time.monotonic() < deadline:
             time.sleep(0.001)
         assert not lane.exhausted
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_who_has_something_else_to_do_waits_no_more_and_misses_nothing(ahead: int) -> None:
+    more, looked_up = threading.Event(), []
+
+    def read() -> Iterator[int]:
+        yield 0
+        assert more.wait(10)
+        yield from (1, 2, 3)
+
+    def look_up(item: int) -> int:
+        looked_up.append(item)
+        return item
+
+    lane = Lane(
+        read(),
+        look_up,
+        ahead=ahead,
+        behind=False,
+        patience=0.01,
+        idle=lambda: not more.is_set(),
+        threaded=True,
+    )
+    with lane:
+        assert lane.next() == (0, 0)
+        assert [lane.next() for _ in range(3)] == [None] * 3
+        assert not lane.exhausted
+        lane.push(more.set)  # which is done although the source keeps the lane waiting
+        assert [lane.next() for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
+        assert looked_up == [0, 1, 2, 3]
+        assert lane.next() is None
+        assert lane.exhausted

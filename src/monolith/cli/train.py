@@ -3,7 +3,8 @@
 SIGINT and SIGTERM end a run after its current step. It saves, says what it did, and exits with
 130 or 143, so that whoever started it can tell that there was more to do. A second one aborts.
 Of several processes none exits with 0 unless the run is finished; those that were not asked to stop
-themselves exit with 75, and go on when they are started again.
+themselves exit with 75, and go on when they are started again. Only a worker that left its work to the
+others, where the data hands it out, exits with 0 while they go on.
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ def serve(
             index=run.cluster.index,
             num_ps=run.cluster.num_ps,
             num_workers=run.cluster.num_workers,
+            max_workers=run.cluster.max_workers or None,
             num_spares=run.cluster.num_spares,
             host=host,
             port=port,
@@ -267,7 +269,10 @@ def train(
     if chief:
         write_report(to_json(report, task, config), options, environ)
     else:
-        say(f"worker {run.cluster.index} ended at step {report.step:,}: {report.stop_reason}")
+        left = "; the others go on with what it had not trained" if report.departed else ""
+        say(f"worker {run.cluster.index} ended at step {report.step:,}: {report.stop_reason}{left}")
+    if report.departed:
+        return 0
     return signals.status(report.stop_reason) or (0 if report.finished else os.EX_TEMPFAIL)
 
 
@@ -281,6 +286,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         index=cluster.index,
         num_ps=cluster.num_ps,
         num_workers=cluster.num_workers,
+        max_workers=cluster.max_workers or None,
         model_dir=run.train.model_dir,
         run_id=run.job.id,
         num_redundant_ps=cluster.num_redundant_ps,

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from monolith.data.bad_values import BadValues
 from monolith.data.format import BadRecord
+from monolith.data.handing import HandsOut, handing
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
@@ -132,6 +133,11 @@ class Pipeline:
     def restore(self, position: Position) -> None:
         self._source.restore(position)
 
+    @property
+    def hands_out(self) -> HandsOut | None:
+        """What gives back work of the source; see `handing`."""
+        return handing(self._source)
+
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Have the source redistribute positions; see `Redistributable`."""
         return redistributed(self._source, positions, workers)
@@ -178,6 +184,11 @@ class Batches:
     def restore(self, position: Position) -> None:
         self._batches.restore(position)
 
+    @property
+    def hands_out(self) -> HandsOut | None:
+        """What gives back work of the source; see `handing`."""
+        return handing(self._batches)
+
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Have the source redistribute positions; see `Redistributable`."""
         return redistributed(self._batches, positions, workers)
@@ -208,6 +219,10 @@ class _Passing:
 
     def restore(self, position: Position) -> None:
         self._source.restore(position)
+
+    @property
+    def hands_out(self) -> HandsOut | None:
+        return handing(self._source)
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         return redistributed(self._source, positions, workers)
@@ -358,6 +373,10 @@ class _Ahead(Generic[Item]):
         self._stop()
         self._source.restore(position)
         self._position = None
+
+    @property
+    def hands_out(self) -> HandsOut | None:
+        return handing(self._source)
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         self._stop()

@@ -52,7 +52,10 @@ class ClusterConfig(Checked):
     num_ps: int = 0
     """Parameter servers that training uses; with 0 the tables live in the worker."""
     num_workers: int = 1
-    """Workers, the chief included."""
+    """Workers that the run is started with, the chief included."""
+    max_workers: int = 0
+    """The most workers there may be at a time, where the data hands out work: those beyond num_workers come
+    when they like. 0 allows num_workers."""
     num_redundant_ps: int = 0
     """Parameter servers started in addition to those that are used: the run begins with those that register
     first, and the others are spares."""
@@ -76,8 +79,13 @@ class ClusterConfig(Checked):
     """The port that this process listens on; 0 takes a free one."""
 
     def problems(self) -> Iterator[Problem]:
-        yield from not_negative(self, "index", "num_ps", "num_redundant_ps", "num_extra_ps", "measure_ps")
+        yield from not_negative(
+            self, "index", "num_ps", "num_redundant_ps", "num_extra_ps", "measure_ps", "max_workers"
+        )
         yield from at_least(1, self, "num_workers")
+        if self.max_workers and self.max_workers < self.num_workers:
+            said = f"is {self.max_workers}, fewer than the {self.num_workers} that the run is started with"
+            yield Problem(("max_workers", "num_workers"), said)
         if self.use_ps and len(self.use_ps) < self.num_ps:
             said = f"names {len(self.use_ps)} servers, and num_ps is {self.num_ps}"
             yield Problem(("use_ps", "num_ps"), said)
@@ -100,7 +108,7 @@ class ClusterConfig(Checked):
         return self.num_redundant_ps + self.num_extra_ps
 
     def _index_problems(self) -> Iterator[Problem]:
-        names: tuple[str, ...] = ("num_workers",)
+        names: tuple[str, ...] = ("max_workers",) if self.max_workers else ("num_workers",)
         if self.role == "ps":
             names = ("num_ps", "num_redundant_ps", "num_extra_ps") if self.num_spares else ("num_ps",)
         limit = sum(getattr(self, name) for name in names)

@@ -171,6 +171,13 @@ class Keeper:
         saver.recover()
         return saver
 
+    def look(self, run: Run) -> None:
+        """Save if it is time to, or somebody waits for it, where no step is taken that would."""
+        assert self.save is not None
+        self.commit()
+        self.save.look(run, wanted=self._session.save_wanted and not self.save.is_writing)
+        self.commit()
+
     def commit(self) -> None:
         """Tell the source what is safe by now."""
         with self._lock:

@@ -42,10 +42,12 @@ class Lane(Generic[Item, Rows]):
     Args:
         items: What to read. A generator is closed by `close`.
         prepare: Looks the rows of an item up.
-        ahead: Items that are looked up ahead; 0 looks up when asked, without a thread.
+        ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
         patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
-        idle: Called by the thread that waits for an item, every `patience` seconds.
+        idle: Called by the thread that waits for an item, every `patience` seconds; where it returns True,
+            that thread waits no more for now.
+        threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class Lane(Generic[Item, Rows]):
         ahead: int = 1,
         behind: bool = True,
         patience: float | None = None,
-        idle: Work | None = None,
+        idle: Callable[[], bool] | None = None,
+        threaded: bool = False,
     ) -> None:
         self._items = items
         self._prepare = prepare
@@ -75,10 +78,13 @@ class Lane(Generic[Item, Rows]):
         self._error: BaseException | None = None
         self._update_failed = False
         self._begun = False
-        self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if ahead else None
+        self._asked = False
+        threaded = threaded or ahead > 0
+        self._thread = threading.Thread(target=self._run, name="lane", daemon=True) if threaded else None
 
     def next(self) -> tuple[Item, Rows] | None:
-        """Return the next item and its rows; None at the end, or where it would wait after an `interrupt`.
+        """Return the next item and its rows; None at the end, where it would wait after an `interrupt`, and
+        where `idle` has something else to do.
 
         Raises:
             Exception: What reading, looking up or updating raised, once.
@@ -88,15 +94,18 @@ class Lane(Generic[Item, Rows]):
             self._ended = item is None
             return None if item is None else (item, self._prepare(item))
         with self._changed:
-            self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
+            if not self._asked:  # otherwise what was asked for before is still on its way
+                self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
+            self._asked = True
             if not self._begun:
                 self._begun = True
                 self._thread.start()
             self._changed.notify_all()
             while not self._changed.wait_for(self._has_news, self._patience):
                 self._overtake()
-                if self._idle is not None:
-                    self._idle()
+                if self._idle is not None and self._idle():
+                    return None
+            self._asked = False
             self._raise()
             if not self._ready:
                 return None
@@ -125,7 +134,10 @@ class Lane(Generic[Item, Rows]):
             self._todo.append(work)
             self._changed.notify_all()
             if not self._behind:
-                self._changed.wait_for(lambda: self._error is not None or self._is_done(work))
+                while not self._changed.wait_for(
+                    lambda: self._error is not None or self._is_done(work), self._patience
+                ):
+                    self._overtake()  # the lane waits for its source
                 self._raise()
 
     def drain(self) -> None:

@@ -34,16 +34,25 @@ class LostServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostWorker:
-    """A worker was lost, and another process took its place."""
+    """A worker was lost, and another process took its place; or the others have its work."""
 
     worker: int
     records: int
     """Records that it had trained since its last saved position, as far as it had said, which it does every
     second: they are trained again."""
     seconds: float
-    """From the moment it was missed until it joined again; 0 where it was back before."""
+    """From the moment it was missed until it joined again, or others could have its work; 0 where it was back
+    before."""
+    by_others: bool = False
+    """Whether others train them, since the data hands out work."""
 
     def describe(self) -> str:
+        if self.by_others:
+            return (
+                f"worker {self.worker} was lost, and its work given back after {self.seconds:.1f} s. The "
+                f"others train the records since its last saved position again: {self.records:,} as far as "
+                "it had said"
+            )
         return (
             f"worker {self.worker} is back after {self.seconds:.1f} s. It trains the records since its last "
             f"saved position again: {self.records:,} as far as it had said"

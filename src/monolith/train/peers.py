@@ -6,11 +6,13 @@ several ranks. It tells its peers where it stands, and they tell it what to do a
     begin        everything is about to be made or restored
     go_to        the model is at a step now: new, or restored
     open         go on from a step and a place in the data; or the run is over
-    meet         between steps, and while there is no data: stand still where all do, hear who was lost
+    meet         between steps, and while there is no data: stand still where all do, hear who was lost, give
+                 back the work of who is gone where the data hands it out
     refresh      before a step that came after a wait: take the newest weights
     count        which step of the model this one was
     halted       the others are held back, and have said where they stand, while a moment is cut
     note_saved   that moment is on disk, so every source may forget what came before it
+    wait_for_more  the data has ended here: others may be lost, or leave, and leave work to this process
     gather       this process has no more to do: wait for the others
     leave        the clean end; or fail, the other one
 
@@ -72,6 +74,8 @@ class Start:
     """How this process stood when the last checkpoint was cut, where it comes back to a run that goes on."""
     others: tuple[WorkerState, ...] = ()
     """How the others stood then, where this one leads and comes back."""
+    hands_out: bool = False
+    """Whether the data hands out work: everybody begins with nothing, and workers may come and go."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +122,9 @@ class Participant(Protocol):
     def drain(self) -> None:
         """Return when all updates of this process are done."""
 
+    def give_back(self, position: Position) -> Position:
+        """Have the data hand out what one of the others has not done; see `HandsOut`."""
+
     def state(self) -> WorkerState:
         """Return what a checkpoint keeps of this process."""
 
@@ -132,6 +139,23 @@ class Peers(Protocol):
     @property
     def share(self) -> Share:
         """Which share of the data this process reads."""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether processes may come and go where the data hands out work."""
+
+    @property
+    def more_may_come(self) -> bool:
+        """Whether there may be more of them than there are at first."""
+
+    @property
+    def departed(self) -> bool:
+        """Whether this process has left a run that goes on without it."""
+
+    @property
+    def save_wanted(self) -> bool:
+        """Whether somebody has left whose work can be given back only when its last steps are saved, where
+        this process leads."""
 
     @property
     def finished(self) -> bool:
@@ -185,8 +209,12 @@ class Peers(Protocol):
 
     # Beginning
 
-    def begin(self) -> None:
-        """Make ready for a restore, with a model as it was made."""
+    def begin(self, *, hands_out: bool = False) -> None:
+        """Make ready for a restore, with a model as it was made.
+
+        Args:
+            hands_out: Whether the data hands out work, and processes may come and go.
+        """
 
     def go_to(self, step: int) -> None:
         """Have everybody count on from a step, as the one that leads."""
@@ -233,6 +261,17 @@ class Peers(Protocol):
 
     # Ending
 
+    def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:
+        """Wait, as the one that leads and has read all data there is, until the others have no more to do;
+        return at once, with True, when there is more to read here.
+
+        Args:
+            look: Called every second meanwhile: it may be time to save.
+        """
+
+    def leaves_work(self, run: Run) -> bool:
+        """Whether this process is told to stop, and the others are to go on with what it has not done."""
+
     def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:
         """Wait, as the one that leads, until the others have no more to do; None where another leads.
 
@@ -256,6 +295,10 @@ class Alone:
     """Nobody else: one process, with everything in it."""
 
     leads = True
+    may_change = False
+    more_may_come = False
+    departed = False
+    save_wanted = False
     finished = True
     resumed = False
     others = None
@@ -296,7 +339,7 @@ class Alone:
     def outlives(self, error: Exception) -> bool:  # noqa: ARG002
         return False
 
-    def begin(self) -> None:
+    def begin(self, *, hands_out: bool = False) -> None:
         """Do nothing: there is nobody to make ready."""
 
     def go_to(self, step: int) -> None:
@@ -328,6 +371,12 @@ class Alone:
 
     def safe(self) -> Position | None:
         return None
+
+    def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:  # noqa: ARG002
+        return False
+
+    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+        return False
 
     def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         return Gathered(step=me.step)

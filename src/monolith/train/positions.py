@@ -17,6 +17,11 @@ def joined_positions(positions: Sequence[Position]) -> Position:
     return positions[0] if len(positions) == 1 else {WORKERS: list(positions)}
 
 
+def positions_of(position: Position) -> list[Position]:
+    """Return the positions of all workers that saved one."""
+    return list(position[WORKERS]) if set(position) == {WORKERS} else [position]
+
+
 def split_position(
     position: Position, workers: int, data: object, *, resumed: bool = False
 ) -> list[Position]:
@@ -30,8 +35,7 @@ def split_position(
     Raises:
         RestoreError: They are of another number of workers, and the data cannot be redistributed.
     """
-    several = set(position) == {WORKERS}
-    found: list[Position] = list(position[WORKERS]) if several else [position]
+    found = positions_of(position)
     if len(found) == workers:
         return found
     if resumed:

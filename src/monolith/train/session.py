@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Share, Stream, share_out
+from monolith.data.handing import HandsOut, handing
+from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
 from monolith.errors import ConfigError, DataError, DivergedError, NonFiniteError, NotShareableError
 from monolith.feature import Batch
@@ -27,7 +29,7 @@ from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
 from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Start, WorkerState
-from monolith.train.positions import joined_positions, split_position
+from monolith.train.positions import joined_positions, positions_of, split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
 from monolith.wire.traffic import Traffic
@@ -70,6 +72,22 @@ def open_data(task: Task, share: Share) -> Stream[Batch]:
     return data
 
 
+def _handing(stream: Stream[Batch], peers: Peers, config: TrainConfig) -> HandsOut | None:
+    """Return what gives back the work of workers that come and go; None where they do not.
+
+    Raises:
+        ConfigError: More may come than there are shares of the data.
+    """
+    found = handing(stream) if peers.may_change and config.model_dir else None
+    if found is None and peers.more_may_come:
+        raise ConfigError(
+            "cluster.max_workers: workers can come to a run only where its data hands out work and it has a "
+            "model_dir: a FileSource on a queue, or the data service, without rebatch, shuffle and take of a "
+            "pipeline on top of it. Set it to num_workers."
+        )
+    return found
+
+
 class Session:
     """A model, the data it trains on and how far it has come. Used by one thread.
 
@@ -108,6 +126,12 @@ class Session:
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self._lane: _Lane | None = None
+        self._handing = _handing(stream, peers, config)
+        self._paused = False
+        """Whether the last step was not taken, for a save that somebody waits for."""
+        self._handed_back = False
+        """Whether work was given back since the data was last read from where it stands: it may have ended
+        before."""
         self._interrupted = False
         self._skipping = Skipping(config.max_skipped_in_a_row)
         self._step = 0
@@ -174,17 +198,24 @@ class Session:
 
     def begin(self) -> None:
         """Make ready for a restore."""
-        self._peers.begin()
+        self._peers.begin(hands_out=self._handing is not None)
         self.go_on_from(0)
 
     def ready(self) -> str | None:
         """Go on, now that everything is made or restored; return why not."""
-        start = self._peers.open(Start(step=self._step, positions=tuple(self._starts)), self)
+        if self._handing is not None:
+            self._handing.entrust()
+            if self._peers.leads and not self._starts and not self._peers.resumed:
+                self._share_out_anew([])
+        found = Start(step=self._step, positions=tuple(self._starts), hands_out=self._handing is not None)
+        start = self._peers.open(found, self)
         if start is None:
             return RUN_IS_OVER
         self._be_at(start.step)
         if self._peers.leads:
             self._count_on(start)
+            if self._handing is not None and self._peers.resumed:
+                self._read_from(start.positions[0] if start.back is None else start.back.position)
         elif start.back is not None:
             self._read_from(start.back.position)
             self.examples, self._skipping.batches = start.back.examples, start.back.skipped
@@ -213,6 +244,34 @@ class Session:
         self._meetings += 1
         return self._peers.meet(self)
 
+    @property
+    def save_wanted(self) -> bool:
+        """Whether somebody waits for a save, where this process leads."""
+        return self._peers.save_wanted
+
+    def give_back(self, position: Position) -> Position:
+        """Have the data hand out what another worker has not done."""
+        assert self._handing is not None, "the data does not hand out work"
+        self._handed_back = True
+        return self._handing.give_back(position)
+
+    def wait_for_more(self, run: Run, look: Callable[[], None]) -> bool:
+        """Do what is to be done where a step found nothing; return whether another may.
+
+        Args:
+            look: Saves if it is time to, or somebody waits for it.
+        """
+        if run.stop_reason is not None or self._interrupted:
+            return False
+        if self._paused:
+            self._paused = False
+            look()
+            return True
+        if not self._handed_back and not self._peers.wait_for_more(self, look):
+            return False
+        self._close_lane()  # its source goes on where it has ended
+        return True
+
     def outlives(self, error: Exception) -> bool:
         """Whether training goes on although a save failed with this: somebody was lost, and will be back."""
         return self._peers.outlives(error)
@@ -240,7 +299,10 @@ class Session:
             self._take_in(gathered)
 
     def leave(self, run: Run) -> None:
-        """End this process's part, when all is done and saved."""
+        """End this process's part, when all is done and saved; or where others go on with it."""
+        if self._handing is not None and self._peers.leaves_work(run):
+            self._handing.interrupt()
+            self._close_lane()
         if self._peers.leave(run, self.state()):
             self._close_lane()  # nothing more is read, and the rows may be gone
             commit_to(self.data, self._position)
@@ -277,6 +339,8 @@ class Session:
         outputs: Outputs | None = None
         while outputs is None:
             found = lane.next()
+            if found is None and self._paused:
+                return None
             if found is None:
                 if lane.exhausted:
                     self._position = (
@@ -381,13 +445,16 @@ class Session:
     def _open_lane(self) -> _Lane:
         if self._lane is None:
             config = self.config
+            self._handed_back = False
+            waits = config.deterministic and self._handing is None
             self._lane = Lane(
                 self._read(),
                 lambda read: self.model.prepare(read.batch),
                 ahead=config.prefetch,
                 behind=config.async_push,
-                patience=None if config.deterministic else config.idle_after.total_seconds(),
+                patience=None if waits else config.idle_after.total_seconds(),
                 idle=self._idle,
+                threaded=self._handing is not None,  # it may wait for what another worker has
             )
             if self._interrupted:
                 self._lane.interrupt()
@@ -406,10 +473,12 @@ class Session:
             share.worker,
         )
 
-    def _idle(self) -> None:
-        """Called again and again while the data has nothing to say."""
+    def _idle(self) -> bool:
+        """Called again and again while the data has nothing to say; return whether to stop waiting."""
         if self._meet() is not None:
             self.interrupt()
+        self._paused = self._peers.save_wanted
+        return self._paused
 
     def _read(self) -> Iterator[_Read]:
         for batch in self.data:
@@ -437,8 +506,17 @@ class Session:
             share = self._peers.share
             self._close_lane()  # it may read the data
             resumed = self._peers.resumed
-            self._starts = split_position(position, share.workers, self.data, resumed=resumed)
-            self._read_from(self._starts[share.worker])
+            if self._handing is None:
+                self._starts = split_position(position, share.workers, self.data, resumed=resumed)
+                self._read_from(self._starts[share.worker])
+            elif not resumed:  # otherwise the others have what they have
+                self._share_out_anew(positions_of(position))
+
+    def _share_out_anew(self, positions: Sequence[Position]) -> None:
+        """Have data that hands out work take everything back, but for what these positions hold."""
+        share = self._peers.share
+        self._starts = redistributed(self.data, positions, share.workers)
+        self._read_from(self._starts[share.worker])
 
     def _read_from(self, position: Position) -> None:
         self._close_lane()  # what was read ahead is not what follows

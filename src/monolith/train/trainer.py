@@ -97,6 +97,8 @@ class TrainReport:
     """By table: ids refused because the table is full, in this process; a server logs its own."""
     overdue: Mapping[str, int] = field(default_factory=dict)
     """By table: expired rows that were kept, because too many expired at once."""
+    departed: bool = False
+    """Whether this worker was told to stop and has left the rest of its work to the others, who go on."""
     lost: Lost = field(default_factory=Lost)
     """What was lost with other processes while the run kept going."""
 
@@ -243,7 +245,16 @@ class Trainer:
                     write_run_manifest(model_dir, self.task, config, run.step, self._clock())
                 self._check_limits(run)
 
+            def look() -> None:
+                if keeper is not None:
+                    keeper.look(run)
+
             def step() -> StepResult | None:
+                while (result := try_step()) is None and session.wait_for_more(run, look):
+                    pass
+                return result
+
+            def try_step() -> StepResult | None:
                 try:
                     return session.take_step()
                 except DivergedError as error:
@@ -273,6 +284,7 @@ class Trainer:
                 checkpoint=None if keeper is None else keeper.newest,
                 refused=_refused(session),
                 overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
+                departed=peers.departed,
                 lost=peers.lost,
             )
 
@@ -393,7 +405,7 @@ class Trainer:
         if keeper is not None:
             kept = keeper.hooks(self._metrics)
             run.save = keeper.save
-        hooks.append(_PeersHook(run.session, run.save))
+        hooks.append(_PeersHook(run.session, keeper))
         hooks = [*self._asked_hooks(run, hooks), *hooks]
         if keeper is not None:
             hooks += self._summary_hooks(run)
@@ -482,19 +494,21 @@ class _SessionHook(Hook):
 class _PeersHook(Hook):
     """Keeps this process together with the others that train the model; before the hook that saves."""
 
-    def __init__(self, session: Session, save: SaveHook | None) -> None:
+    def __init__(self, session: Session, keeper: Keeper | None) -> None:
         self._session = session
-        self._save = save
+        self._keeper = keeper
 
     def before_step(self, run: Run) -> None:
         self._session.meet(run)
+        if self._session.save_wanted:
+            self._look(run)
 
     def end(self, run: Run) -> None:
-        def look() -> None:
-            if self._save is not None:
-                self._save.look(run)
+        self._session.gather(run, lambda: self._look(run))
 
-        self._session.gather(run, look)
+    def _look(self, run: Run) -> None:
+        if self._keeper is not None:
+            self._keeper.look(run)
 
 
 class _LeaveHook(Hook):

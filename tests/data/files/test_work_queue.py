@@ -220,6 +220,20 @@ def test_all_leases_of_a_worker_can_be_taken_back(make: MakeQueue) -> None:
     assert [path_of(queue) for _ in range(3)] == ["a", "c", None]
 
 
+def test_what_a_worker_had_done_is_settled_as_its_leases_are_taken_back(make: MakeQueue) -> None:
+    queue = make(["a", "b", "c", "d"])
+    leases = [queue.take("one") for _ in range(3)]
+    other = queue.take("two")
+    assert None not in leases
+    assert other is not None
+    assert queue.readers() == ["one", "two"]
+    queue.settle(["one"], finished=[0, other.number], reached={1: {"place": 5}, 9: {"place": 1}})
+    assert queue.readers() == ["two"], "what another has is its business"
+    handed = [queue.take("two") for _ in range(3)]
+    assert [(one.path, one.progress) for one in handed if one is not None] == [("b", {"place": 5}), ("c", {})]
+    assert queue.finish(other)
+
+
 def test_a_worker_can_ask_for_the_file_it_had(make: MakeQueue) -> None:
     queue = make(["a", "b"])
     lease = queue.take("w")

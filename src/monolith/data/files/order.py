@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
@@ -421,6 +421,10 @@ def _reader_of(path: str, share: Share) -> Share:
     return Share(zlib.crc32(path.encode()) % share.workers, share.workers)
 
 
+_WORKER = "worker "
+"""What the name of a reader begins with, before its number, that was given one."""
+
+
 class Queued:
     """Files that this worker gets from a queue.
 
@@ -437,7 +441,8 @@ class Queued:
         if worker is not None:
             self._call(worker)
         self._begun = False
-        self._auto_commit = auto_commit
+        self.auto_commit = auto_commit
+        self._entrusted = self._interrupted = False
         self._lock = threading.RLock()  # guards all below: who reads is not always who commits
         self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
         self._reported: tuple[int, int] | None = None
@@ -448,10 +453,12 @@ class Queued:
             self._call(share.worker)
 
     def _call(self, worker: int) -> None:
-        self._named, self._worker = True, f"worker {worker}"
+        self._named, self._worker = True, f"{_WORKER}{worker}"
 
     def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
         with self._lock:
+            if self._interrupted:
+                return Step.END
             lease = self._queue.take(self._worker)
             if lease is None:
                 # Workers that wait for each other's files would wait for ever.
@@ -493,7 +500,7 @@ class Queued:
         with self._lock:
             self._ended = ended
             here = (spot.round, spot.place)
-            if self._auto_commit and (ended or here != self._reported):
+            if self.auto_commit and (ended or here != self._reported):
                 self._commit(self._finished(spot), spot)
                 self._reported = here
 
@@ -564,21 +571,32 @@ class Queued:
 
     def close(self) -> None:
         with self._lock:
-            self._queue.release(self._worker)
+            if not self._entrusted:
+                self._queue.release(self._worker)
             self._held = {}
+
+    def entrust(self) -> None:
+        self._entrusted = True
+
+    def interrupt(self) -> None:
+        with self._lock:
+            self._interrupted = True
 
     def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
         """Tell the queue what the positions hold, and have it hand out the rest."""
-        for one in old:
-            reader = str(one.position.get("reader"))
-            self._queue.release(reader)
-            for number in one.position.get("finished", ()):
-                if (lease := self._queue.take(reader, number)) is not None:
-                    self._queue.finish(lease)
-            if one.spot.file is not None and (lease := self._queue.take(reader, one.spot.round)) is not None:
-                self._queue.report(lease, one.spot.progress())
-                self._queue.give_back(lease)
+        named = {name for name in self._queue.readers() if name.startswith(_WORKER)}
+        self._settle({str(one.position.get("reader")) for one in old} | named, old)
         return [[] for _ in old]
 
+    def give_back(self, old: OldWorker) -> None:
+        """Take what a reader has that is no more, and have the queue hand out what is left after a position
+        of it."""
+        self._settle({str(old.position.get("reader"))}, [old])
+
+    def _settle(self, readers: Collection[str], old: Sequence[OldWorker]) -> None:
+        finished = [number for one in old for number in one.position.get("finished", ())]
+        reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
+        self._queue.settle(readers, finished, reached)
+
     def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
-        return {"finished": [], "reader": None if share.workers == 1 else f"worker {share.worker}"}
+        return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}

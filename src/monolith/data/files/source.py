@@ -24,6 +24,7 @@ from monolith.data.files.discovery import Watch
 from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Queued, Spot, Step, Watched
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
+from monolith.data.handing import HandsOut
 from monolith.data.iteration import closed_after
 from monolith.data.records import Records, known_columns
 from monolith.data.share import Share, ShareChoice
@@ -208,7 +209,8 @@ class FileSource:
         if share.workers != workers:
             raise RestoreError(f"the file source has num_workers {share.workers}, this run has {workers}")
         old = [OldWorker(_share_of(one), one, self._checked(one, share=False)) for one in positions]
-        if [one.share for one in old] != [Share(number, len(old)) for number in range(len(old))]:
+        shares = [Share(number, len(old)) for number in range(len(old))]
+        if not isinstance(self._files, Queued) and [one.share for one in old] != shares:
             raise RestoreError(
                 f"the positions are of shares {', '.join(str(list(one.share)) for one in old)} of the files, "
                 "which are not all"
@@ -225,6 +227,30 @@ class FileSource:
             begin = self._files.begin(old, left, Share(worker, workers))
             found.append({**self._settings, "shard": [worker, workers], **_numbers_of(spot), **begin})
         return found
+
+    @property
+    def hands_out(self) -> HandsOut | None:
+        """Who gives back work: this source, where it reads a queue that hears what was saved."""
+        return self if isinstance(self._files, Queued) and not self._files.auto_commit else None
+
+    def give_back(self, position: Position) -> Position:
+        """Have the queue hand out what a worker has not done, see `HandsOut`; a place in the middle of a file
+        included."""
+        self._settle()
+        spot = self._checked(position, share=False)
+        self._queued.give_back(OldWorker(_share_of(position), position, spot))
+        return {**position, **_numbers_of(Spot(good=spot.good, bad=spot.bad)), "finished": []}
+
+    def entrust(self) -> None:
+        self._queued.entrust()
+
+    def interrupt(self) -> None:
+        self._queued.interrupt()
+
+    @property
+    def _queued(self) -> Queued:
+        assert isinstance(self._files, Queued), "ask hands_out first"
+        return self._files
 
     def adopt(self, position: Position, end: Position | None = None) -> Position:  # noqa: ARG002
         """Return a position from which this source reads the files that were another worker's, in its order.

@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -158,6 +158,20 @@ class FileQueue(Protocol):
     def release(self, worker: str) -> None:
         """Take back all leases of a worker that is known to have died or stopped."""
 
+    def settle(
+        self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
+    ) -> None:
+        """Take back all leases of workers that are no more, and note what they had done, in one go: nobody is
+        handed a file of theirs at the place that was reported before.
+
+        Args:
+            finished: Files of which all records count.
+            reached: Others, and how far their records count.
+        """
+
+    def readers(self) -> list[str]:
+        """Return the names of the workers that have leases."""
+
     def others_hold(self, worker: str) -> bool:
         """Whether other workers are reading files, so that some may come back yet."""
 
@@ -222,6 +236,18 @@ class _Ledger:
     def release(self, worker: str) -> None:
         for lease in [lease for lease in self.leases.values() if lease.worker == worker]:
             self.put_back(lease)
+
+    def settle(
+        self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
+    ) -> None:
+        for worker in workers:
+            self.release(worker)
+        for number in finished:
+            self.waiting.pop(number, None)
+        for number, progress in reached.items():
+            if number in self.waiting:
+                path, _ = self.waiting[number]
+                self.waiting[number] = (path, progress)
 
     def put_back(self, lease: Lease) -> None:
         del self.leases[lease.number]
@@ -314,6 +340,16 @@ class _Queue(ABC):
     def release(self, worker: str) -> None:
         with self._ledger() as ledger:
             ledger.release(worker)
+
+    def settle(
+        self, workers: Collection[str], finished: Collection[int], reached: Mapping[int, Progress]
+    ) -> None:
+        with self._ledger() as ledger:
+            ledger.settle(workers, finished, reached)
+
+    def readers(self) -> list[str]:
+        with self._ledger() as ledger:
+            return sorted({lease.worker for lease in ledger.leases.values()})
 
     def others_hold(self, worker: str) -> bool:
         with self._ledger() as ledger:

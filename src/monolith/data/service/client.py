@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from monolith.data.handing import HandsOut
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
 from monolith.data.service.flight import (
@@ -82,6 +83,7 @@ class DataServiceSource:
         )
         self._job: str | None = None
         self._turn = 0
+        self._interrupted = threading.Event()
 
     def read_share(self, share: Share) -> None:
         """Be one of several trainers, who together are given all chunks."""
@@ -89,7 +91,7 @@ class DataServiceSource:
 
     def __iter__(self) -> Iterator[Records]:
         self._settle()
-        share = _Share(self._settings, self._job, self._turn)
+        share = _Share(self._settings, self._job, self._turn, self._interrupted)
         try:
             self._job = share.job
             for records in share:
@@ -140,6 +142,32 @@ class DataServiceSource:
         turns = {name: known[name]["turns"] if name in known else 0 for name in names}
         job = min(jobs, default=None)
         return [{"kind": _KIND, "job": job, "trainer": name, "turn": turns[name]} for name in names]
+
+    @property
+    def hands_out(self) -> HandsOut:
+        """Who gives back work: this source."""
+        return self
+
+    def give_back(self, position: Position) -> Position:
+        """Have the dispatcher hand out what comes after a trainer's position; see `HandsOut`.
+
+        Raises:
+            DataError: The dispatcher does not answer.
+        """
+        _check(position)
+        caller = self._settings.caller(self._settings.address, None, self._settings.patience)
+        try:
+            with caller:
+                caller.call("release", **{name: position[name] for name in ("trainer", "job", "turn")})
+        except UnreachableError as cause:
+            raise DataError(f"data service: the dispatcher takes nothing back: {cause}") from cause
+        return position  # it is given what comes after it, which is nothing
+
+    def entrust(self) -> None:
+        """Do nothing: a trainer that closes its source has what it had."""
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
 
     def _is_ours(self, trainer: str) -> bool:
         """Whether a trainer is this one, or one of those that share its name."""
@@ -208,8 +236,9 @@ def _check(position: Position) -> None:
 class _Share:
     """One iteration: a thread that fetches ahead, and what it has fetched."""
 
-    def __init__(self, settings: _Settings, job: str | None, turn: int) -> None:
+    def __init__(self, settings: _Settings, job: str | None, turn: int, interrupted: threading.Event) -> None:
         self._settings = settings
+        self._interrupted = interrupted
         self._trainer = settings.trainer
         self._turn = turn
         self._prefetch = settings.prefetch
@@ -230,7 +259,13 @@ class _Share:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Records]:
-        while (one := self._ready.get()) is not None:
+        while not self._interrupted.is_set():
+            try:
+                one = self._ready.get(timeout=POLL)
+            except queue.Empty:
+                continue
+            if one is None:
+                return
             if isinstance(one, Exception):
                 raise one
             yield one

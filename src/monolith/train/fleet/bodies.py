@@ -36,11 +36,23 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """A worker of a run whose data hands out work is no more; the chief is to give back what it had."""
+
+    number: Count
+    """No two of a run have the same."""
+    state: WorkerState | None = None
+    """How it stood when it left, all its updates done; None where it was lost, with what it had not saved."""
+
+
+@dataclass(frozen=True, slots=True)
 class BeginMeeting:
     """A run begins; or a meeting takes over one that goes on, whose server 0 was lost."""
 
     run: Name
     num_workers: Count
+    max_workers: Count = 0
+    """The most there may be; 0 for no more than there are."""
     keep_going: bool = False
     """Whether a worker that is lost does not end the run for the others."""
     halts: Count = 0
@@ -50,6 +62,12 @@ class BeginMeeting:
     unfinished: bool = False
     safe: dict[str, WorkerState] = field(default_factory=dict)
     servers: dict[str, Served] = field(default_factory=dict)
+    present: tuple[Count, ...] = ()
+    """Workers that were there, where they may come and go."""
+    departing: dict[str, Departure] = field(default_factory=dict)
+    departures: Count = 0
+    """The last there was."""
+    gone: dict[str, WorkerState] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,10 @@ class MeetingResumed:
     safe: dict[str, WorkerState] = field(default_factory=dict)
     """By worker: what it said of itself when the last checkpoint was cut."""
     servers: dict[str, Served] = field(default_factory=dict)
+    start: Start | None = None
+    """What workers are told that join."""
+    gone: dict[str, WorkerState] = field(default_factory=dict)
+    """By worker: what is left of those whose work was given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +146,27 @@ class AllLostUpdates:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A worker was lost and came back."""
+    """A worker was lost and came back, or its work was given back."""
 
     worker: Count
     records: Count
     """Those it had trained since its last saved position, as far as it had said: they are trained again."""
     seconds: Seconds
-    """From when it was missed to when it joined again."""
+    """From when it was missed to when it joined again, or others could have its work."""
+    by_others: bool = False
+    """Whether others train them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The work of a worker that departed is with the others."""
+
+    run: Name
+    worker: Count
+    number: Count
+    """Of its departure."""
+    state: WorkerState
+    """What is left of it: what it has trained, and where another in its place begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +238,10 @@ class News:
     servers: dict[str, Served] = field(default_factory=dict)
     """By place: those that were replaced since the run began."""
     returned: tuple[Returned, ...] = ()
+    present: tuple[Count, ...] = ()
+    """Workers that are there, where they may come and go."""
+    departing: dict[str, Departure] = field(default_factory=dict)
+    """By worker: those whose work the chief is to give back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +257,7 @@ class Arrive:
     worker: Count
     halt: Count
     state: WorkerState
+    member: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +282,8 @@ class GatheredStates:
     failure: Text | None
     in_force: bool = True
     """Whether the halt that was meant is the one in force."""
+    departing: dict[str, Departure] = field(default_factory=dict)
+    """By worker: those among them that are to be given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +319,9 @@ class Leave:
     final: bool = False
     lost: bool = False
     """Whether the failure was not its own: it lost others, and will join again."""
+    gives_back: bool = False
+    """Whether it leaves work to the others, who go on."""
+    member: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,6 +529,7 @@ CALLS: Mapping[str, type] = {
     "meeting.saved": HaltSaved,
     "meeting.over": SayOver,
     "meeting.leave": Leave,
+    "meeting.given_back": GivenBack,
     "meeting.stop": Stop,
     "server.assign": AssignShare,
     "server.reserve": Nothing,

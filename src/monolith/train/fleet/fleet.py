@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 from monolith.checkpoint import RestoreOptions, SavedPart
+from monolith.data.source import Position
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, RetryableError, UnavailableError
 from monolith.store import ParameterServerStore, ServerGroup, Store
 from monolith.table import SlotThresholds, TableConfig
@@ -36,9 +37,11 @@ from monolith.train.fleet.bodies import (
     AskGathered,
     BeginMeeting,
     BeginServer,
+    Departure,
     EndRun,
     Farewell,
     GatheredStates,
+    GivenBack,
     HaltNumber,
     HaltSaved,
     Join,
@@ -57,6 +60,7 @@ from monolith.train.fleet.bodies import (
 )
 from monolith.train.fleet.calls import POLL, ask, tell
 from monolith.train.fleet.choosing import Spares
+from monolith.train.fleet.departures import Departures
 from monolith.train.fleet.keep_going import LOOK_EVERY, KeepGoing
 from monolith.train.fleet.news import FleetNews, Mending
 from monolith.train.fleet.pushes import PushCounts
@@ -89,8 +93,8 @@ class Halt(NamedTuple):
     """Nobody but the chief trains."""
 
     number: int
-    states: list[WorkerState]
-    """Of workers 1, 2, ..."""
+    states: dict[int, WorkerState]
+    """Of the others, by worker and in order."""
 
 
 class Fleet:
@@ -107,6 +111,7 @@ class Fleet:
         index: int,
         num_workers: int,
         *,
+        max_workers: int | None = None,
         spares: Spares | None = None,
         start_timeout: timedelta = timedelta(hours=2),
         finish_timeout: timedelta = timedelta(minutes=30),
@@ -114,8 +119,9 @@ class Fleet:
         keep_going: KeepGoing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 <= index < num_workers:
-            raise ConfigError(f"there is no worker {index} of {num_workers}")
+        self.max_workers = num_workers if max_workers is None else max_workers
+        if not 0 <= index < self.max_workers:
+            raise ConfigError(f"there is no worker {index} of {self.max_workers}")
         self.group = group
         self.index = index
         self.num_workers = num_workers
@@ -133,11 +139,12 @@ class Fleet:
         self._halts: dict[int, int] = {}
         """Step -> the halt at which it was cut, as the chief."""
         self._last_halt = 0
-        self._stood: dict[int, list[WorkerState]] = {}
+        self._stood: dict[int, dict[int, WorkerState]] = {}
         """Halt -> how the others stood, as the chief, until it is saved."""
         self._safe: dict[str, WorkerState] = {}
         """By worker: how it stood at the last halt that was saved, as the chief."""
         self._start = Start(step=0)
+        self._departures = Departures()
         self._replaced: dict[int, Served] = {}
         """Servers to be restored that others are still to hear of, as a chief that came back."""
         self.fresh: tuple[int, ...] = tuple(range(len(group)))
@@ -174,7 +181,17 @@ class Fleet:
     @property
     def safe(self) -> list[WorkerState | None]:
         """How each worker stood when the last checkpoint was cut, where that is known, as the chief."""
-        return [self._safe.get(str(worker)) for worker in range(self.num_workers)]
+        return [self._safe.get(str(worker)) for worker in range(self.max_workers)]
+
+    @property
+    def start(self) -> Start:
+        """What everybody began with."""
+        return self._start
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether the data hands out work, so that workers may come and go."""
+        return self._start.hands_out
 
     @property
     def losses(self) -> int:
@@ -214,22 +231,26 @@ class Fleet:
 
     # Beginning
 
-    def begin(self) -> None:
+    def begin(self, *, hands_out: bool = False) -> None:
         """Start a run, as its chief: what an earlier one left on the servers no longer counts.
 
         Where the fleet keeps going and some servers still hold a run, take that one on instead: `fresh` says
         which servers do not.
+
+        Args:
+            hands_out: Whether the data hands out work. Then a run whose server 0 was lost with its chief is
+                not taken on: nobody knows where its workers began.
         """
         if self.spares is not None:
             self.spares.keep()
-        if self._how is None or not self._resume():
+        if self._how is None or not self._resume(hands_out=hands_out):
             self._run = secrets.token_hex(8)
             self._tell_servers("server.begin", BeginServer(self._run))
             self.group.expect(self._run)
             self._begin_meeting(self.group, {})
         self._listen()
 
-    def _resume(self) -> bool:
+    def _resume(self, *, hands_out: bool) -> bool:
         """Take on the run that servers still hold, if there is one that goes on."""
         found = on_each(
             range(len(self.group)), lambda one: self._ask("server.standing", Nothing(), ServerStanding, one)
@@ -238,6 +259,8 @@ class Fleet:
         if len(runs) != 1:
             return False
         (run,) = runs
+        if found[0].run != run and hands_out:
+            return False
         served: dict[str, Served] = {}
         saved = 0
         if found[0].run == run:
@@ -245,6 +268,8 @@ class Fleet:
             if not meeting.goes_on or not meeting.opened:
                 return False
             served, saved, self._safe = dict(meeting.servers), meeting.saved, dict(meeting.safe)
+            self._start = meeting.start or self._start
+            self._departures.gone = dict(meeting.gone)
         meant = {
             place: served[str(place)].incarnation if str(place) in served else run for place in self._places
         }
@@ -276,9 +301,12 @@ class Fleet:
     def _begin_meeting(self, server: ServerGroup, servers: Mapping[int, Served]) -> None:
         """Have server 0 keep the meeting: of a new run, or of one that goes on."""
         listener = self._listener
+        present = () if listener is None else listener.present
+        departing = dict(self._departing())
         body = BeginMeeting(
             self._run,
             self.num_workers,
+            self.max_workers,
             keep_going=self.keeps_going,
             halts=self._last_halt,
             saved=0 if listener is None else listener.saved,
@@ -286,6 +314,10 @@ class Fleet:
             unfinished=False if listener is None else listener.unfinished,
             safe=self._safe,
             servers={str(place): served for place, served in servers.items()},
+            present=present,
+            departing={str(worker): one for worker, one in departing.items()},
+            departures=self._departures.last,
+            gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
         )
         tell(server, 0, "meeting.begin", body)
 
@@ -313,9 +345,8 @@ class Fleet:
                 member=self._member,
                 patience=self._start_timeout,
             )
-        member = self._member if self._how is not None else None
         self._listener = FleetNews(
-            self.group, self._run, self.index, self._news_every, member=member, mending=mending
+            self.group, self._run, self.index, self._news_every, member=self._member, mending=mending
         )
         if self.is_chief:
             self._listener.attend()
@@ -374,6 +405,7 @@ class Fleet:
                     self.group.replace(int(place), served.address, served.incarnation)
                 self._listen()
                 assert answer.start is not None
+                self._start = answer.start
                 return replace(answer.start, back=answer.state)
             if answer.over:
                 self.finished = not answer.unfinished
@@ -423,7 +455,7 @@ class Fleet:
         if halt is None:
             return 0
         self._pushes.mark(halt)
-        self._surely("meeting.arrive", Arrive(self._run, self.index, halt, state))
+        self._surely("meeting.arrive", Arrive(self._run, self.index, halt, state, self._member))
         listener.wait_for_release(halt)
         return halt
 
@@ -443,8 +475,10 @@ class Fleet:
             self._recovery.wait_until_whole(self._start_timeout.total_seconds())
         number = self._halt()
         try:
-            states = self._gather(number, stopped)
+            gathered = self._gather(number, stopped)
+            states = self._by_worker(gathered)
             self._stood[number] = states
+            self._departures.note_cut(number, gathered.departing.values())
             yield Halt(number, states)
         finally:
             if not self._held:
@@ -477,7 +511,9 @@ class Fleet:
             state: How the chief stood then.
         """
         if (stood := self._stood.get(halt)) is not None:
-            self._safe = {str(worker): one for worker, one in enumerate(stood, 1)}
+            known = {str(worker): one for worker, one in stood.items()}
+            self._safe |= self._departures.still_said(known, halt)
+        self._departures.note_saved(halt)
         if state is not None:
             self._safe["0"] = state
         self._stood = {number: states for number, states in self._stood.items() if number > halt}
@@ -514,11 +550,64 @@ class Fleet:
 
     # Ending
 
-    def leave(self, state: WorkerState) -> None:
-        """Say that this worker is done, all its updates too."""
+    def leave(self, state: WorkerState, *, gives_back: bool = False) -> None:
+        """Say that this worker is done, all its updates too.
+
+        Args:
+            gives_back: Whether it leaves the rest of its work to the others, who go on.
+        """
         if self._return is not None:
             self._return.left = state
-        self._surely("meeting.leave", Leave(self._run, self.index, state))
+        gone = Leave(self._run, self.index, state, gives_back=gives_back, member=self._member)
+        self._surely("meeting.leave", gone)
+
+    # Workers that come and go
+
+    @property
+    def save_wanted(self) -> bool:
+        """Whether a worker has left whose last steps are in no checkpoint yet, as the chief."""
+        return any(
+            one.state is not None and self._ready(worker, one) is None for worker, one in self._departing()
+        )
+
+    def give_back(self, give_back: Callable[[Position], Position]) -> bool:
+        """Have the others get the work of those who departed, as far as what they did is saved, as the chief;
+        return whether there was any.
+
+        Args:
+            give_back: That of the data; see `HandsOut`.
+        """
+        found = [(worker, one, self._ready(worker, one)) for worker, one in self._departing()]
+        for worker, departure, state in found:
+            if state is None:
+                continue
+            _log.info("worker %d is gone; what it has not trained goes to the others", worker)
+            left = replace(state, position=give_back(state.position), event_time=None)
+            self._safe[str(worker)] = left
+            self._departures.note_given(worker, left, self._last_halt)
+            self._surely("meeting.given_back", GivenBack(self._run, worker, departure.number, left))
+        return any(state is not None for _, _, state in found)
+
+    def _departing(self) -> list[tuple[int, Departure]]:
+        """Return who departed, with work that was not given back yet."""
+        if self._listener is not None:
+            self._departures.note_heard(self._listener.departing)
+        return self._departures.due
+
+    def _ready(self, worker: int, departure: Departure) -> WorkerState | None:
+        """Return how a worker stood that departed, in what is saved; None where its last steps are not."""
+        safe = self._safe.get(str(worker))
+        if safe is None and worker < len(self._start.positions):
+            position = self._start.positions[worker]
+            safe = WorkerState(position=position, examples=0, skipped=0, event_time=None)
+        if departure.state is None or (safe is not None and departure.state.examples == safe.examples):
+            return safe
+        return departure.state if self._departures.is_saved(departure.number) else None
+
+    @property
+    def has_departing(self) -> bool:
+        """Whether work of others is still to be given back, as the chief."""
+        return bool(self._departing())
 
     def fail(self, why: str, *, final: bool, lost: bool = False) -> None:
         """Say that this worker cannot go on, which ends the run; if anybody hears it.
@@ -532,10 +621,16 @@ class Fleet:
             return
         with contextlib.suppress(ClusterError, ConfigError):
             final = final and self.is_chief
-            gone = Leave(self._run, self.index, failure=why, final=final, lost=lost)
+            gone = Leave(self._run, self.index, failure=why, final=final, lost=lost, member=self._member)
             self._tell("meeting.leave", gone)
 
-    def wait_for_others(self, idle: Callable[[], None], *, stopping: bool = False) -> list[WorkerState]:
+    def wait_for_others(
+        self,
+        idle: Callable[[], None],
+        *,
+        stopping: bool = False,
+        until: Callable[[], bool] = lambda: False,
+    ) -> dict[int, WorkerState]:
         """Wait, as the chief, until all others have left; return their last states, in order.
 
         After `finish_timeout` they are asked to stop where they are.
@@ -543,6 +638,7 @@ class Fleet:
         Args:
             idle: Called every second meanwhile.
             stopping: Whether the run is to stop before its end: who has not joined it yet never will.
+            until: Ends the wait; looked at every second, after `idle`.
 
         Raises:
             UnavailableError: One was lost, or never came.
@@ -555,6 +651,8 @@ class Fleet:
             if stopping:
                 self._check_joined(began)
             idle()
+            if until():
+                break
             now, who = self._clock(), ", ".join(map(str, missing))
             if asked_at is None and now >= limit:
                 _log.warning("workers %s are still training; asking them to stop", who)
@@ -576,7 +674,11 @@ class Fleet:
                 raise
             self.check()
             self._how.sleep(LOOK_EVERY)
-            return list(range(1, self.num_workers))
+            return list(self._listener.present if self.hands_out and self._listener else self._all_others)
+
+    @property
+    def _all_others(self) -> range:
+        return range(1, self.num_workers)
 
     def wait_for_end(self) -> None:
         """Wait, having left, until the chief has saved and said that the run is over.
@@ -655,7 +757,7 @@ class Fleet:
     def _release(self) -> None:
         self._surely("meeting.release", OfRun(self._run))
 
-    def _gather(self, halt: int, stopped: Callable[[], bool]) -> list[WorkerState]:
+    def _gather(self, halt: int, stopped: Callable[[], bool]) -> GatheredStates:
         """Wait until all others stand still; one that has not come yet is waited for as at the start."""
         began = said = self._clock()
         while missing := self._missing(halt=halt, wait=1.0):
@@ -671,7 +773,7 @@ class Fleet:
                 said = now
                 who = ", ".join(map(str, missing))
                 _log.warning("waiting for workers %s to halt before saving; see their logs", who)
-        return self._states(halt)
+        return self._gathered(AskGathered(self._run, halt=halt))
 
     def _check_joined(self, since: float) -> None:
         """Wait no longer for workers who never came, when the run is to stop."""
@@ -681,9 +783,13 @@ class Fleet:
                 "checkpoint cannot be saved; the next start resumes from it"
             )
 
-    def _states(self, halt: int | None = None) -> list[WorkerState]:
-        answer = self._gathered(AskGathered(self._run, halt=halt))
-        return [answer.states[str(worker)] for worker in range(1, self.num_workers)]
+    def _states(self) -> dict[int, WorkerState]:
+        return self._by_worker(self._gathered(AskGathered(self._run)))
+
+    def _by_worker(self, gathered: GatheredStates) -> dict[int, WorkerState]:
+        """Return the states of the others: of all there are, or where they come and go, ever were."""
+        found = {int(worker): state for worker, state in gathered.states.items()}
+        return {worker: found[worker] for worker in (sorted(found) if self.hands_out else self._all_others)}
 
     def _missing(self, *, halt: int | None = None, wait: float) -> list[int]:
         """Return who does not stand still yet at a halt, or without one, who has not left."""
@@ -692,6 +798,7 @@ class Fleet:
         if answer.failure:
             raise UnavailableError(answer.failure)
         self._absent = list(answer.absent)
+        self._departures.note_heard({int(worker): one for worker, one in answer.departing.items()})
         return list(answer.missing)
 
     def _gathered(self, asked: AskGathered) -> GatheredStates:

@@ -33,6 +33,7 @@ def join_fleet(
     index: int,
     num_ps: int,
     num_workers: int,
+    max_workers: int | None = None,
     guard: Guard | None = None,
     model_dir: str = "",
     run_id: str = "",
@@ -57,6 +58,7 @@ def join_fleet(
     """Wait for the servers of a run to answer, and return this worker's place among its processes.
 
     Args:
+        max_workers: The most workers there may be, where the data hands out work; None for no more.
         guard: What to present to the servers.
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
         num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
@@ -150,6 +152,7 @@ def join_fleet(
             group,
             index,
             num_workers,
+            max_workers=max_workers,
             spares=spares,
             start_timeout=start_timeout,
             finish_timeout=finish_timeout,

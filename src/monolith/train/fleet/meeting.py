@@ -30,6 +30,14 @@ the chief has another meeting take over the run, and workers come back to it:
     served     the chief says who serves a place that was lost; everybody hears it as news
     lost       each worker says what it had pushed to the lost server in vain
 
+Where the data hands out work, workers come and go. Nobody waits for one that is not there, and one that comes
+begins with nothing. One that leaves, or is lost where the run keeps going, departs: it stands at halts where
+it stood last, or was last saved, until the chief has given its work back to the others.
+
+    unknown ──join──► present ──leave, gives_back; or lost──► departing ──given_back──► gone ──join──► present
+
+Who was lost is shut out from then on, should it only have been slow: it joins again, as any other.
+
 What is said, and how it is checked where it comes from a network, is in `bodies`. No call waits longer
 than it was told to.
 """
@@ -53,9 +61,11 @@ from monolith.train.fleet.bodies import (
     AskNews,
     BeginMeeting,
     ComeBack,
+    Departure,
     FailedRun,
     Farewell,
     GatheredStates,
+    GivenBack,
     HaltNumber,
     HaltSaved,
     Join,
@@ -95,6 +105,10 @@ STOPPED_FOR = 5.0
 _LOOK_EVERY = 0.2
 """Seconds after which whoever waits for news looks whether its caller is gone; and between two looks for the
 lost, whoever makes them."""
+
+
+_NOBODY = ""
+"""Who stands in for a worker whose process has no part in the run any more."""
 
 
 class _OfRun(Protocol):
@@ -151,8 +165,26 @@ class _Run:
     updates: dict[str, dict[int, int]] = field(default_factory=dict)
     """Incarnation -> what each worker had pushed in vain to what it replaced."""
     returned: list[Returned] = field(default_factory=list)
+    departing: dict[int, Departure] = field(default_factory=dict)
+    """Worker -> what it left with, until its work was given back."""
+    departures: int = 0
+    """Those there ever were."""
+    gone: dict[int, WorkerState] = field(default_factory=dict)
+    """Worker -> what is left of it, since its work was given back."""
+    given: dict[int, int] = field(default_factory=dict)
+    """Worker -> the last halt before its work was given back: what it said at those counts no more."""
     version: int = 0
     """Counts changes that workers want to hear of."""
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether workers may come and go."""
+        return self.start is not None and self.start.hands_out
+
+    @property
+    def others(self) -> set[int]:
+        """The workers that there are, or should be back soon, beside the chief."""
+        return self.heard.keys() - {0}
 
 
 class Meeting:
@@ -160,6 +192,7 @@ class Meeting:
 
     Args:
         num_workers: The chief included, who is worker 0.
+        max_workers: The most there may be, where the data hands out work; None for no more.
         lost_after: How long a worker may be silent.
         raise_step: Told the steps that workers have heard of, where this meeting takes over a run.
         clock: Seconds that only grow.
@@ -169,6 +202,7 @@ class Meeting:
         self,
         num_workers: int,
         *,
+        max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
         raise_step: Callable[[int], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -176,6 +210,7 @@ class Meeting:
         if num_workers < 1:
             raise ConfigError(f"meeting: num_workers must be at least 1, got {num_workers}")
         self._num_workers = num_workers
+        self._max_workers = num_workers if max_workers is None else max_workers
         self._lost_after = lost_after.total_seconds()
         self._raise_step = raise_step
         self._clock = clock
@@ -203,6 +238,7 @@ class Meeting:
             "meeting.saved": self._saved,
             "meeting.over": self._over,
             "meeting.leave": self._leave,
+            "meeting.given_back": self._given_back,
             "meeting.stop": self._stop,
         }
 
@@ -219,6 +255,11 @@ class Meeting:
                 f"the chief counts {body.num_workers} workers and server 0 {self._num_workers}; "
                 "start all processes with the same cluster.num_workers"
             )
+        if (most := body.max_workers or body.num_workers) != self._max_workers:
+            raise ConfigError(
+                f"the chief allows {most} workers and server 0 {self._max_workers}; start all processes with "
+                "the same cluster.max_workers"
+            )
         with self._changed:
             self._halts = max(self._halts, body.halts)
             self._run = _Run(
@@ -229,6 +270,10 @@ class Meeting:
                 unfinished=body.unfinished,
                 safe=_by_number(body.safe),
                 servers=_by_number(body.servers),
+                heard=dict.fromkeys(body.present, self._clock()),
+                departing=_by_number(body.departing),
+                departures=body.departures,
+                gone=_by_number(body.gone),
             )
             self._note(self._run)
 
@@ -252,6 +297,8 @@ class Meeting:
                 stop=run.stop,
                 safe=_by_text(run.safe),
                 servers=_by_text(run.servers),
+                start=run.start,
+                gone=_by_text(run.gone),
             )
 
     def _open(self, body: OpenMeeting) -> None:
@@ -274,8 +321,8 @@ class Meeting:
             said = run.updates.setdefault(body.incarnation, {})
 
             def missing() -> list[int]:
-                here = run.members.keys() - run.left.keys() - run.lost.keys() - {0}
-                return sorted(here - said.keys())
+                here = {worker for worker, member in run.members.items() if worker and member != _NOBODY}
+                return sorted(here - run.left.keys() - run.lost.keys() - run.departing.keys() - said.keys())
 
             self._wait(lambda: self._run is not run or not missing(), body.wait)
             return AllLostUpdates(sum(said.values()), tuple(missing()))
@@ -291,13 +338,16 @@ class Meeting:
             return HaltNumber(run.halt)
 
     def _gathered(self, body: AskGathered) -> GatheredStates:
-        """Wait until every other worker has arrived or left; say who has not, and who never joined."""
+        """Wait until every other worker has arrived or left; say who has not, and who never joined.
+
+        Where workers come and go, those are all who are there."""
         with self._changed:
             run = self._of(body)
 
             def missing() -> list[int]:
-                here = run.left.keys() if body.left else self._standing(run).keys()
-                return [worker for worker in range(1, self._num_workers) if worker not in here]
+                here = run.left.keys() | run.departing if body.left else self._standing(run).keys()
+                wanted = run.others if run.hands_out else set(range(1, self._num_workers))
+                return sorted(wanted - here)
 
             def in_force() -> bool:
                 return body.halt is None or run.halt == body.halt
@@ -312,12 +362,14 @@ class Meeting:
                 states=_by_text(self._standing(run)),
                 failure=run.failure,
                 in_force=in_force(),
+                departing=_by_text(run.departing),
             )
 
     def _standing(self, run: _Run) -> dict[int, WorkerState]:
         """Return the states of all who stand still. Who was lost stands where it was last saved."""
         lost = {worker: run.safe[worker] for worker in run.lost if worker in run.safe}
-        return {**lost, **run.arrived, **run.left}
+        departed = {worker: one.state for worker, one in run.departing.items() if one.state is not None}
+        return {**run.gone, **lost, **run.arrived, **run.left, **departed}
 
     def _release(self, body: OfRun) -> None:
         with self._changed:
@@ -332,7 +384,10 @@ class Meeting:
         with self._changed:
             run = self._of(body)
             run.saved = max(run.saved, body.halt)
-            run.safe |= self._standing(run) if run.halt == body.halt else run.stood.get(body.halt, {})
+            stood = self._standing(run) if run.halt == body.halt else run.stood.get(body.halt, {})
+            run.safe |= {
+                worker: state for worker, state in stood.items() if body.halt > run.given.get(worker, 0)
+            }
             if body.state is not None:
                 run.safe[0] = body.state
             run.stood = {halt: stood for halt, stood in run.stood.items() if halt > body.halt}
@@ -350,7 +405,9 @@ class Meeting:
             return Farewell(tuple(self._untold(run)), run.unfinished)
 
     def _untold(self, run: _Run) -> list[int]:
-        return sorted(run.members.keys() - {0} - run.told - run.parted.keys() - run.lost.keys())
+        here = {worker for worker, member in run.members.items() if worker and member != _NOBODY}
+        away = run.parted.keys() | run.lost.keys() | run.departing.keys()
+        return sorted(here - run.told - away)
 
     # Every worker's
 
@@ -369,7 +426,12 @@ class Meeting:
             if run.failure is not None:
                 return run.name != known
             # Who restarted when all its work was done has nothing to do but hear how it ended.
-            return run.over or (run.start is not None and worker not in run.left)
+            return run.over or (run.start is not None and worker not in run.left and may_come(run))
+
+        def may_come(run: _Run) -> bool:
+            """Whether the place is free; and nobody who is not waited for comes while a moment is cut."""
+            waited_for = not run.hands_out and worker not in self._standing(run)
+            return worker not in run.departing and (run.halt is None or waited_for)
 
         with self._changed:
             self._wait(has_news, body.wait)
@@ -379,16 +441,25 @@ class Meeting:
             if run.over:
                 run.told.add(worker)
                 return Joined(over=True, unfinished=run.unfinished)
-            if run.failure is None and run.members.get(worker, member) != member:
-                if run.keep_going:
-                    self._take_back(run, worker)
-                else:
+            if run.failure is None and run.members.get(worker, member) not in (member, _NOBODY):
+                if not run.keep_going:
                     self._fail(run, f"worker {worker} restarted")
+                elif run.hands_out:
+                    self._lose(run, worker, f"worker {worker} restarted.")
+                    return Joined()  # when the others have what it had
+                else:
+                    self._take_back(run, worker)
             if run.failure is not None:
                 ago = self._clock() - run.failed_at
                 return Joined(failed=FailedRun(run.name, run.failure, run.final, ago))
+            if run.hands_out:
+                self._begin_with_nothing(run, worker)
             run.members[worker] = member
             run.heard[worker] = self._clock()
+            run.parted.pop(worker, None)
+            run.answered.pop(worker, None)
+            if run.hands_out:
+                self._note(run)
             return Joined(run.name, run.start, state=run.safe.get(worker), servers=_by_text(run.servers))
 
     def _back(self, body: ComeBack) -> Joined:
@@ -398,7 +469,9 @@ class Meeting:
             run = self._run
             if run is None or run.start is None:
                 return Joined()
-            if run.name != body.run or run.members.get(body.worker, body.member) != body.member:
+            unknown = run.hands_out and body.worker not in run.heard
+            other = run.members.get(body.worker, body.member) != body.member
+            if run.name != body.run or other or unknown:
                 failed = FailedRun(body.run, "the run was begun again without this worker", False, 0.0)
                 return Joined(failed=failed)
             run.members[body.worker] = body.member
@@ -406,6 +479,7 @@ class Meeting:
             run.parted.pop(body.worker, None)
             run.answered.pop(body.worker, None)
             run.lost.pop(body.worker, None)
+            run.gone.pop(body.worker, None)
             if body.left is not None:
                 run.left[body.worker] = body.left
             self._raise_step(body.step)
@@ -420,8 +494,7 @@ class Meeting:
     def _news(self, body: AskNews, gone: Gone) -> News | None:
         with self._changed:
             run, worker = self._of(body), body.worker
-            if body.member is not None and run.members.get(worker, body.member) != body.member:
-                raise UnavailableError(f"another process has taken the place of worker {worker}")
+            self._check_member(run, worker, body.member)
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
             run.answered.pop(worker, None)
@@ -435,6 +508,7 @@ class Meeting:
                     return None
                 self._look_for_lost(run)
             run = self._of(body)
+            self._check_member(run, worker, body.member)
             run.heard[worker] = run.answered[worker] = self._clock()
             if run.over:
                 run.told.add(worker)
@@ -449,12 +523,15 @@ class Meeting:
                 over=run.over,
                 servers=_by_text(run.servers),
                 returned=tuple(run.returned),
+                present=tuple(sorted(run.others)) if run.hands_out else (),
+                departing=_by_text(run.departing),
             )
 
     def _arrive(self, body: Arrive) -> None:
         self._check_worker(body.worker)
         with self._changed:
             run = self._of(body)
+            self._check_member(run, body.worker, body.member)
             if run.halt == body.halt:  # otherwise it was released meanwhile
                 run.arrived[body.worker] = body.state
                 self._changed.notify_all()
@@ -463,15 +540,36 @@ class Meeting:
         self._check_worker(body.worker)
         with self._changed:
             run, worker = self._of(body), body.worker
+            self._check_member(run, worker, body.member)
             if body.failure and run.keep_going and body.lost:
                 self._lose(run, worker, f"worker {worker} lost others: {body.failure}")
             elif body.failure:
                 self._fail(run, f"worker {worker} failed: {body.failure}", final=body.final)
             elif body.state is None:
                 raise RequestError("state: it is missing; only a worker that failed may leave without one")
+            elif body.gives_back and run.hands_out and worker:
+                if worker not in run.departing:  # it may say so twice
+                    self._depart(run, worker, body.state)
             else:
                 run.left[worker] = body.state
                 self._note(run)
+
+    def _given_back(self, body: GivenBack) -> None:
+        with self._changed:
+            run, worker = self._of(body), body.worker
+            departure = run.departing.get(worker)
+            if departure is None or departure.number != body.number:
+                return  # it was said before
+            if departure.state is None:
+                self._count_returned(run, worker, by_others=True)
+            del run.departing[worker]
+            run.gone[worker] = run.safe[worker] = body.state
+            run.given[worker] = self._halts
+            run.members[worker] = _NOBODY
+            run.trained[worker] = body.state.examples
+            for known in (run.lost, run.heard, run.parted, run.arrived):
+                known.pop(worker, None)
+            self._note(run)
 
     def _stop(self, body: Stop) -> None:
         with self._changed:
@@ -495,7 +593,7 @@ class Meeting:
             run.parted = dict.fromkeys(run.parted, now)
             run.answered = dict.fromkeys(run.answered, now)
         for worker, heard in run.heard.items():
-            if worker in run.left or worker in run.lost or run.over:
+            if worker in run.left or worker in run.lost or worker in run.departing or run.over:
                 continue
             who = "worker 0, the chief," if worker == 0 else f"worker {worker}"
             if now - run.parted.get(worker, now) > RETURN_WITHIN:
@@ -515,25 +613,50 @@ class Meeting:
             _log.warning("%s The others keep going.", why)
             run.lost[worker] = self._clock()
             self._changed.notify_all()
+            if run.hands_out and worker:
+                self._depart(run, worker, None)
+
+    def _depart(self, run: _Run, worker: int, state: WorkerState | None) -> None:
+        """Have the chief give back what a worker had, who has no part in the run from now on."""
+        run.departures += 1
+        run.departing[worker] = Departure(run.departures, state)
+        run.arrived.pop(worker, None)
+        if state is None:
+            run.members[worker] = _NOBODY
+        self._note(run)
+
+    def _begin_with_nothing(self, run: _Run, worker: int) -> None:
+        """Note where a worker begins that comes to data which hands out work."""
+        assert run.start is not None
+        run.gone.pop(worker, None)
+        if worker < len(run.start.positions):
+            began = WorkerState(position=run.start.positions[worker], examples=0, skipped=0, event_time=None)
+            run.safe.setdefault(worker, began)
 
     def _take_back(self, run: _Run, worker: int) -> None:
         """Note that another process takes the place of a worker, and what it will train again."""
+        self._count_returned(run, worker)
+        run.parted.pop(worker, None)
+        run.arrived.pop(worker, None)
+        run.trained[worker] = run.safe[worker].examples if worker in run.safe else 0
+        self._note(run)
+
+    def _count_returned(self, run: _Run, worker: int, *, by_others: bool = False) -> None:
+        """Note what is trained again since a worker was lost, and by whom."""
         saved = run.safe[worker].examples if worker in run.safe else 0
         records = max(run.trained.pop(worker, 0) - saved, 0)
         now = self._clock()
         seconds = now - run.lost.pop(worker, now)
-        run.returned.append(Returned(worker, records, seconds))
-        run.parted.pop(worker, None)
-        run.answered.pop(worker, None)
-        run.arrived.pop(worker, None)
-        run.trained[worker] = saved
+        run.returned.append(Returned(worker, records, seconds, by_others))
+        who = "its work was given back" if by_others else "it is back"
         _log.warning(
-            "worker %d is back after %.1f s; it trains the records since its last saved position again, %s",
+            "worker %d was lost, and %s after %.1f s; the records since its last saved position are trained "
+            "again, %s",
             worker,
+            who,
             seconds,
             f"{records:,} as far as it had said",
         )
-        self._note(run)
 
     def _fail(self, run: _Run, why: str, *, final: bool = False) -> None:
         if run.failure is None:
@@ -549,11 +672,16 @@ class Meeting:
         return self._run
 
     def _check_worker(self, worker: int) -> None:
-        if not 0 <= worker < self._num_workers:
+        if not 0 <= worker < self._max_workers:
             raise ConfigError(
-                f"there is no worker {worker} of {self._num_workers}; start all processes with the "
-                "same cluster.num_workers"
+                f"there is no worker {worker} of {self._max_workers}; start all processes with the "
+                "same cluster.num_workers and cluster.max_workers"
             )
+
+    def _check_member(self, run: _Run, worker: int, member: str | None) -> None:
+        """Refuse a process whose place another has, or nobody."""
+        if member is not None and run.members.get(worker, member) != member:
+            raise UnavailableError(f"worker {worker} was taken for lost, or another has taken its place")
 
     def _note(self, run: _Run) -> None:
         run.version += 1

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from monolith.errors import DeadlineExceededError, MonolithError, RetryableError, UnavailableError
 from monolith.store import ServerGroup
-from monolith.train.fleet.bodies import AskNews, Attend, Attended, News, Returned, Served
+from monolith.train.fleet.bodies import AskNews, Attend, Attended, Departure, News, Returned, Served
 from monolith.train.fleet.calls import ask
 
 _RETRY_AFTER = 0.1
@@ -58,7 +58,7 @@ class FleetNews:
         worker: int,
         every: float,
         *,
-        member: str | None = None,
+        member: str,
         mending: Mending | None = None,
     ) -> None:
         self._group = group
@@ -72,6 +72,10 @@ class FleetNews:
         self._changed = threading.Condition()  # guards what follows
         self.halt: int | None = None
         self.stop_reason: str | None = None
+        self.present: tuple[int, ...] = ()
+        """Other workers that are there, where they may come and go."""
+        self.departing: dict[int, Departure] = {}
+        """Worker -> what it left with, where the chief is to give its work back."""
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
@@ -178,5 +182,7 @@ class FleetNews:
             if news is not None:
                 self.halt, self.stop_reason = news.halt, news.stop or self.stop_reason
                 self.saved, self._over = news.saved, news.over
+                self.present = news.present
+                self.departing = {int(worker): one for worker, one in news.departing.items()}
                 self._finished = not news.unfinished
             self._changed.notify_all()

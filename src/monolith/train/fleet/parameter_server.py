@@ -100,6 +100,7 @@ def serve_parameters(
     index: int,
     num_ps: int,
     num_workers: int,
+    max_workers: int | None = None,
     num_spares: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -118,6 +119,7 @@ def serve_parameters(
     Args:
         index: Which of the servers this is. The first `num_ps` have the share of their number; the
             `num_spares` after them have none until the chief assigns one, see `ServedShare`.
+        max_workers: The most workers there may be, where the data hands out work; None for no more.
         host: Where to listen; it is also how the others reach it.
         guard: What callers must present.
         limits: What one of them may ask for.
@@ -136,7 +138,13 @@ def serve_parameters(
     if not 0 <= index < num_ps + num_spares:
         raise ConfigError(f"there is no parameter server {index} of {num_ps + num_spares}")
     share = ServedShare(
-        task, config, index=index, num_ps=num_ps, num_workers=num_workers, lost_after=lost_after
+        task,
+        config,
+        index=index,
+        num_ps=num_ps,
+        num_workers=num_workers,
+        max_workers=max_workers,
+        lost_after=lost_after,
     )
     stop = threading.Event() if stop is None else stop
     with share.serve(host, port, guard, limits) as server:
@@ -202,6 +210,7 @@ class ServedShare:
         index: int,
         num_ps: int,
         num_workers: int,
+        max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -210,7 +219,13 @@ class ServedShare:
         self._index = index
         self._clock = clock
         # Who has share 0 keeps the meeting; that may become any of them.
-        self._meeting = Meeting(num_workers, lost_after=lost_after, raise_step=self._raise_step, clock=clock)
+        self._meeting = Meeting(
+            num_workers,
+            max_workers=max_workers,
+            lost_after=lost_after,
+            raise_step=self._raise_step,
+            clock=clock,
+        )
         work: dict[str, Answer] = {
             "tables.write": self._write,
             "tables.restore": self._restore,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from monolith.train.config import TrainConfig
 from monolith.train.fleet.barrier import FleetBarrier
 from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
+from monolith.train.fleet.keep_going import LOOK_EVERY
 from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
@@ -56,6 +58,7 @@ class FleetPeers:
         self._store: ParameterServerStore | None = None
         self._halts: dict[int, WorkerState] = {}
         """Halt -> how this worker stood then, until it is on disk."""
+        self._departed = False
 
     @property
     def leads(self) -> bool:
@@ -63,7 +66,23 @@ class FleetPeers:
 
     @property
     def share(self) -> Share:
-        return Share(self._fleet.index, self._fleet.num_workers)
+        return Share(self._fleet.index, self._fleet.max_workers)
+
+    @property
+    def may_change(self) -> bool:
+        return self._fleet.max_workers > 1
+
+    @property
+    def more_may_come(self) -> bool:
+        return self._fleet.max_workers > self._fleet.num_workers
+
+    @property
+    def departed(self) -> bool:
+        return self._departed
+
+    @property
+    def save_wanted(self) -> bool:
+        return self.leads and self._fleet.save_wanted
 
     @property
     def finished(self) -> bool:
@@ -141,9 +160,9 @@ class FleetPeers:
 
     # Beginning
 
-    def begin(self) -> None:
+    def begin(self, *, hands_out: bool = False) -> None:
         if self.leads:
-            self._fleet.begin()
+            self._fleet.begin(hands_out=hands_out)
             if not self._fleet.resumed:
                 self._dense().send()
 
@@ -160,6 +179,8 @@ class FleetPeers:
         assert self._buffers is not None
         if self.leads:
             self._buffers.begin()
+            if self._fleet.resumed and start.hands_out:
+                found = start = replace(start, positions=self._fleet.start.positions)
             self._fleet.open(start)
             if self._fleet.resumed:
                 me_then, *others = self._fleet.safe
@@ -185,7 +206,32 @@ class FleetPeers:
             self._lay_down(state)
             if halt := self._fleet.wait_at_halt(state):
                 self._halts[halt] = state
+        if self.leads and self._fleet.hands_out:
+            self._fleet.give_back(me.give_back)
         return self._fleet.stop_reason
+
+    def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:
+        if not self.leads or not self._fleet.hands_out:
+            return False
+        self._settle()
+        more = False
+
+        def idle() -> None:
+            nonlocal more
+            look()
+            more = self._fleet.give_back(me.give_back) or more
+
+        def ended() -> bool:
+            return more or me.interrupted or self._fleet.stop_reason is not None
+
+        idle()
+        while not ended():
+            self._fleet.wait_for_others(idle, until=ended)
+            idle()  # who left work behind is not waited for
+            if not self._fleet.has_departing:
+                break
+            time.sleep(LOOK_EVERY)  # what it did last is being saved
+        return more and not me.interrupted and self._fleet.stop_reason is None
 
     def count(self, step: int) -> int:  # noqa: ARG002
         cache = self._cache  # server 0 said it when it took the gradients of the weights, or will
@@ -229,7 +275,11 @@ class FleetPeers:
 
     def note_saved(self, position: Position) -> None:
         if self.leads:
-            for halt, state in [item for item in self._halts.items() if item[1].position is position]:
+            # Of several at which this process had come no further, the first: the others may not be on disk.
+            halts = [halt for halt, state in self._halts.items() if state.position is position]
+            if halts:
+                halt = min(halts)
+                state = self._halts[halt]
                 self._forget_halts(halt)
                 self._fleet.note_saved(halt, state)
 
@@ -244,8 +294,8 @@ class FleetPeers:
     def _forget_halts(self, last: int) -> None:
         self._halts = {number: held for number, held in self._halts.items() if number > last}
 
-    def _gathered(self, states: list[WorkerState]) -> Gathered:
-        return Gathered(step=self._fleet.group.read_step(), others=tuple(states))
+    def _gathered(self, states: Mapping[int, WorkerState]) -> Gathered:
+        return Gathered(step=self._fleet.group.read_step(), others=tuple(states.values()))
 
     # Ending
 
@@ -260,11 +310,18 @@ class FleetPeers:
 
     def leave(self, run: Run, state: WorkerState) -> bool:
         """As the chief, who has saved by now, tell everybody that the run is over. As another worker, wait to
-        hear it: what it trained last is safe only then."""
+        hear it: what it trained last is safe only then. One that is told to stop leaves the rest of its work
+        to the others where the data hands out work, and is gone; else it stops everybody."""
         if self.leads:
             self._fleet.end()
             return False
         if not self._fleet.joined:
+            return False
+        if self.leaves_work(run):
+            self._settle()
+            self._lay_down(state)
+            self._fleet.leave(state, gives_back=True)
+            self._departed = True
             return False
         if run.interrupted:  # its share of the data is not done, so the run cannot be either
             self._fleet.stop(f"worker {self._fleet.index}: {run.stop_reason}", unfinished=True)
@@ -273,6 +330,11 @@ class FleetPeers:
         self._fleet.leave(state)
         self._fleet.wait_for_end()
         return True
+
+    def leaves_work(self, run: Run) -> bool:
+        if self.leads or not run.interrupted or not self._fleet.joined or not self._fleet.hands_out:
+            return False
+        return self._fleet.stop_reason is None  # otherwise all stop
 
     def fail(self, error: BaseException | None) -> None:
         self._fleet.fail(

@@ -198,7 +198,13 @@ class ServerRecovery:
         with self._changed:
             new = returned[len(self._lost_workers) :]
             self._lost_workers += tuple(
-                LostWorker(worker=one.worker, records=one.records, seconds=one.seconds) for one in new
+                LostWorker(
+                    worker=one.worker,
+                    records=one.records,
+                    seconds=one.seconds,
+                    by_others=one.by_others,
+                )
+                for one in new
             )
         for one in new:
             self._count_workers.inc()

@@ -259,6 +259,12 @@ class SaveHook(Hook):
         with self._lock:
             return self._saved_at
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is being written beside the training."""
+        with self._turn:
+            return self._is_writing()
+
     # The life of a run
 
     def begin(self, run: Run) -> None:  # noqa: ARG002
@@ -287,13 +293,13 @@ class SaveHook(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         self.look(run)
 
-    def look(self, run: Run) -> None:
-        """Save if it is time to; for a training thread that has no steps to take, too."""
+    def look(self, run: Run, *, wanted: bool = False) -> None:
+        """Save if it is time to, or `wanted`; for a training thread that has no steps to take, too."""
         with self._turn:
             self._look_back(run.step)
             writing = self._is_writing()
             self._raise_late()
-            if not self.timer.should_trigger(run.step):
+            if not wanted and not self.timer.should_trigger(run.step):
                 return
             if writing:
                 self._postpone(run.step)

@@ -1,0 +1,191 @@
+"""Where the data hands out work, the meeting lets workers come and go."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from train.fleet.test_meeting import NOT_YET, Caller, Clock, state
+
+from monolith.errors import ConfigError, UnavailableError
+from monolith.train.fleet.bodies import Departure
+from monolith.train.fleet.departures import Departures
+from monolith.train.fleet.meeting import Meeting
+from monolith.train.peers import Start, WorkerState
+from monolith.wire.bodies import write_body
+
+BEGUN = tuple({"next": 0, "worker": worker} for worker in range(4))
+START = write_body(Start(step=7, positions=BEGUN, hands_out=True))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=[False, True], ids=["exact", "keep going"])
+def call(request: pytest.FixtureRequest, clock: Clock) -> Caller:
+    call = Caller(Meeting(2, max_workers=4, lost_after=timedelta(seconds=10), clock=clock))
+    call("begin", run="r", num_workers=2, max_workers=4, keep_going=request.param)
+    call("open", run="r", start=START)
+    return call
+
+
+def keeps_going(clock: Clock) -> Caller:
+    call = Caller(Meeting(2, max_workers=4, lost_after=timedelta(seconds=10), clock=clock))
+    call("begin", run="r", num_workers=2, max_workers=4, keep_going=True)
+    call("open", run="r", start=START)
+    return call
+
+
+def gathered(call: Caller, **more: Any) -> dict[str, Any]:
+    return call("gathered", run="r", **more)
+
+
+def leave(call: Caller, worker: int, number: int) -> None:
+    call("leave", run="r", worker=worker, state=state(number), gives_back=True, member="process")
+
+
+def test_nobody_waits_for_a_worker_that_is_not_there(call: Caller) -> None:
+    call("halt", run="r")
+    assert gathered(call)["missing"] == []
+    assert gathered(call, left=True)["missing"] == []
+
+
+def test_a_worker_beyond_those_that_began_joins_and_is_waited_for(call: Caller) -> None:
+    joined = call.join(3)
+    assert (joined["run"], joined["start"]["step"]) == ("r", 7)
+    assert joined["state"]["position"] == BEGUN[3]
+    call("halt", run="r")
+    assert gathered(call)["missing"] == [3]
+    with pytest.raises(ConfigError, match="there is no worker 4 of 4"):
+        call.join(4)
+
+
+def test_nobody_comes_while_a_moment_is_cut(call: Caller) -> None:
+    call("halt", run="r")
+    assert call.join(1) == NOT_YET
+    call("release", run="r")
+    assert call.join(1)["run"] == "r"
+
+
+def test_who_leaves_work_stands_still_until_it_is_given_back_and_is_forgotten_then(call: Caller) -> None:
+    call.join(1)
+    leave(call, 1, 5)
+    leave(call, 1, 5)  # said twice
+    assert call.news(0)["departing"] == {"1": {"number": 1, "state": state(5)}}
+    assert call.join(1, member="next") == NOT_YET, "its work is not the others' yet"
+    call("halt", run="r")
+    assert gathered(call)["missing"] == []
+    assert gathered(call)["states"] == {"1": state(5)}
+    call("release", run="r")
+    left = {**state(5), "position": {"next": None}}
+    call("given_back", run="r", worker=1, number=1, state=left)
+    assert call.news(0)["departing"] == {}
+    call("halt", run="r")
+    assert gathered(call)["states"] == {"1": left}, "what it has trained still counts"
+    call("release", run="r")
+    assert call.join(1, member="next")["state"] == left
+    call("given_back", run="r", worker=1, number=1, state=state(9))
+    assert call.news(0)["present"] == [1], "old news change nothing"
+
+
+def test_a_worker_whose_work_was_given_back_does_not_count_as_there_when_it_says_something(
+    call: Caller,
+) -> None:
+    call.join(1)
+    leave(call, 1, 5)
+    call("given_back", run="r", worker=1, number=1, state=state(5))
+    with pytest.raises(UnavailableError):
+        call("news", run="r", worker=1, seen=-1, member="process")
+    assert call.news(0)["present"] == []
+
+
+def test_who_is_lost_departs_with_what_it_had_saved_and_is_shut_out(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    call("news", run="r", worker=1, seen=-1, member="process", examples=30)
+    call("leave", run="r", worker=1, member="process", failure="server 1 is gone", lost=True)
+    assert call.news(0)["departing"] == {"1": {"number": 1, "state": None}}
+    for name, more in {
+        "news": {"seen": -1},
+        "arrive": {"halt": 1, "state": state()},
+        "leave": {"failure": "it was only slow"},
+    }.items():
+        with pytest.raises(UnavailableError, match="worker 1 was taken for lost"):
+            call(name, run="r", worker=1, member="process", **more)
+    clock.now += 4
+    call("given_back", run="r", worker=1, number=1, state=state(0))
+    (returned,) = call.news(0)["returned"]
+    assert returned == {"worker": 1, "records": 30, "seconds": 4.0, "by_others": True}
+    assert call.news(0)["failure"] is None
+
+
+def test_a_worker_that_restarts_before_it_is_missed_waits_until_its_work_is_given_back(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    assert call.join(1, member="next") == NOT_YET
+    assert call.news(0)["departing"] == {"1": {"number": 1, "state": None}}
+    call("given_back", run="r", worker=1, number=1, state=state(0))
+    assert call.join(1, member="next")["run"] == "r"
+
+
+def test_what_was_said_before_work_was_given_back_is_not_saved_after(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    halt = call("halt", run="r")["halt"]
+    call("arrive", run="r", worker=1, halt=halt, state=state(8))
+    call("release", run="r")
+    call.join(1, member="next")  # so it is lost while the checkpoint is written
+    blank = state(0)
+    call("given_back", run="r", worker=1, number=1, state=blank)
+    call("saved", run="r", halt=halt, state=state(1))
+    assert call.join(1, member="next")["state"] == blank
+
+
+def test_a_meeting_that_takes_over_waits_for_those_who_were_there_and_for_nobody_else(clock: Clock) -> None:
+    call = Caller(Meeting(2, max_workers=4, lost_after=timedelta(seconds=10), clock=clock))
+    departing = {"2": {"number": 6, "state": state(2)}}
+    about = {"present": [1], "departing": departing, "departures": 6, "gone": {"3": state(3)}}
+    call("begin", run="r", num_workers=2, max_workers=4, keep_going=True, halts=4, **about)
+    call("open", run="r", start=START)
+    call("halt", run="r")
+    assert gathered(call)["missing"] == [1]
+    assert gathered(call)["states"] == {"2": state(2), "3": state(3)}
+    stranger = call("back", run="r", worker=3, member="process", step=9)
+    assert stranger["failed"]["why"] == "the run was begun again without this worker"
+    assert call("back", run="r", worker=1, member="process", step=9)["run"] == "r"
+
+
+# What the chief knows of them
+
+
+def worker_state(examples: int) -> WorkerState:
+    return WorkerState(position={"next": examples}, examples=examples, skipped=0, event_time=None)
+
+
+def test_a_departure_is_saved_with_the_moment_that_was_cut_after_it() -> None:
+    known = Departures()
+    left = Departure(1, worker_state(5))
+    known.note_cut(1, [])
+    known.note_heard({2: left})
+    known.note_cut(2, [left])
+    known.note_saved(1)
+    assert not known.is_saved(1)
+    known.note_saved(2)
+    assert known.is_saved(1)
+    assert known.due == [(2, left)]
+
+
+def test_old_news_of_a_departure_are_passed_over() -> None:
+    known = Departures()
+    lost = Departure(1)
+    known.note_heard({2: lost})
+    known.note_given(2, worker_state(0), halt=3)
+    known.note_heard({2: lost})
+    assert known.due == []
+    assert known.still_said({"1": worker_state(1), "2": worker_state(2)}, 3) == {"1": worker_state(1)}
+    assert known.still_said({"2": worker_state(2)}, 4) == {"2": worker_state(2)}
+    known.note_heard({2: Departure(2)})
+    assert known.due == [(2, Departure(2))]
