@@ -118,6 +118,7 @@ class Keeper:
             self,
             replace(config.save, asynchronous=config.saves_beside),
             memory=memory,
+            resumed=lambda: self._session.resumed,
             together=self._session.together,
             outlives=self._session.outlives,
             on_saved=self._note,

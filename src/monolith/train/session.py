@@ -245,6 +245,11 @@ class Session:
         return self._peers.meet(self)
 
     @property
+    def resumed(self) -> bool:
+        """Whether this process, which leads, came back to others who went on without it."""
+        return self._peers.resumed
+
+    @property
     def save_wanted(self) -> bool:
         """Whether somebody waits for a save, where this process leads."""
         return self._peers.save_wanted

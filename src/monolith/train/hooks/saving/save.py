@@ -187,6 +187,8 @@ class SaveHook(Hook):
             and not at the end.
         no_first_save: Do not save what was just made or restored.
         always_final: Save at the end even if no step was taken; a step that is on disk is not written again.
+        resumed: Whether others have trained on before this process came back to them: then the step it begins
+            with may be in no checkpoint, and the end saves it.
         together: Holds back whoever else trains, from before the step is read until the state is cut.
         outlives: Whether training goes on although a save failed with an error: the checkpoint is dropped,
             with a warning, and the next one is made as usual. The last one of a run is tried again.
@@ -208,6 +210,7 @@ class SaveHook(Hook):
         dense_only: bool = False,
         no_first_save: bool = True,
         always_final: bool = False,
+        resumed: Callable[[], bool] = lambda: False,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         outlives: Callable[[Exception], bool] = lambda _: False,
         on_saved: Callable[[int, str | None], None] | None = None,
@@ -224,6 +227,7 @@ class SaveHook(Hook):
         self._dense_only = dense_only
         self._no_first_save = no_first_save
         self._always_final = always_final
+        self._resumed = resumed
         self._together = together
         self._outlives = outlives
         self._on_saved = on_saved
@@ -278,7 +282,7 @@ class SaveHook(Hook):
             self._run = run
             self._trainer = threading.get_ident()
             if self._no_first_save:
-                self._first_step = run.step
+                self._first_step = None if self._resumed() else run.step
                 self.timer.stamp(run.step)
             else:
                 self._save(run, timed=True)
