@@ -59,7 +59,7 @@ def problems(file: Path | None = None, *flags: str, environ: dict[str, str] | No
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    "job": ("cli/train.py", "cli/task_config.py", "run/runtime.py", "run/reading.py"),
+    "job": ("cli/train.py", "cli/task_config.py", "run/runtime.py", "run/reading.py", "run/task_settings.py"),
     "train": ("train/*.py", "train/*/*.py", "train/hooks/*/*.py", "cli/train.py"),
     "train.restore": ("train/*.py", "train/*/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
     "task": ("cli/task_config.py",),
@@ -359,7 +359,6 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     ("flags", "says"),
     [
         (["--enable_sync_training"], "not built yet: ranks that step together"),
-        (["--enable_gpu_training"], "a module computes where the task has moved it to"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),
@@ -516,3 +515,37 @@ def test_the_parent_of_a_launch_does_not_import_torch() -> None:
 def test_the_command_line_is_named_where_a_short_flag_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"threads\.intra_op \(from the command line\): must be at least 1"):
         run_of(TrainOptions(threads=0), {})
+
+
+# Accelerators, and the modes of the original's runners
+
+
+def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> None:
+    assert "use `monolith evaluate` or `monolith predict`" in problems(None, "--job.mode", "eval")
+    said = problems(None, "--mode=train_and_eval")
+    assert "'train_and_eval' is not supported" in said
+    assert "run `monolith evaluate` beside it" in said
+
+
+def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
+    assert "torch_xla is not installed" in problems(None, "--train.accelerator", "xla")
+    flags = ["--train.accelerator=xla", "--num_ps=1", "--train.model_dir=m"]
+    assert "not supported with parameter servers" in problems(None, *flags)
+
+
+def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:
+    flags = ["--cpu_test=true", "--num_ps=2", "--num_workers=3", "--train.accelerator=xla"]
+    training = load_training(TrainOptions(task=TASK, run_flags=tuple(flags), set=("batch_size=512",)), {})
+    assert not training.run.distributed
+    assert training.config.accelerator == "cpu"
+    task: Any = training.task
+    assert task.batch_size == 128
+    assert "is not training" in problems(None, "--cpu_test=true", "--job.mode=eval")
+
+
+def test_a_test_on_a_cpu_trains_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-dir", str(tmp_path), "--cpu_test=true", "--set", "batches=4", "--json", "--quiet"]
+    assert main(["train", TASK, *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["examples"]) == (4, 256)
+    assert (tmp_path / "checkpoint").exists()

@@ -15,7 +15,9 @@ from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOpt
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
+from monolith.run.task_settings import with_job, with_task
 from monolith.train import Task, TrainConfig, load_task
+from monolith.train.accelerator import accelerator_of
 
 Options = TrainOptions | EvaluateOptions | PredictOptions
 
@@ -44,8 +46,11 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
     """
     run = run_of(options, os.environ if environ is None else environ)
     check_run(run)
+    if run.cluster.role == "worker":
+        accelerator_of(run.train.accelerator)  # or an error, before anything is made
     _set_threads(run.threads)
-    return Training(task=_task(options, run), run=run)
+    task = with_job(_task(options, run), run.job, say)
+    return Training(task=task, run=with_task(run, task))
 
 
 def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, TrainConfig]:

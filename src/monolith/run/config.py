@@ -54,7 +54,8 @@ class RunConfig(Checked):
     @property
     def distributed(self) -> bool:
         """Whether there is more than this process."""
-        return not self.job.local and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
+        alone = self.job.local or self.job.cpu_test
+        return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
 
     @property
     def inputs(self) -> dict[str, object]:

@@ -18,9 +18,9 @@ class JobConfig(Checked):
 
     task: str | None = None
     """The task: module:Class, or a Python file."""
-    mode: Literal["train", "eval", "infer"] = "train"
-    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses the
-    other two."""
+    mode: Literal["train", "eval", "infer", "train_and_eval"] = "train"
+    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses all but
+    the first, and says what to use instead."""
     name: str | None = None
     """The name of the job, the same for all its processes: in ZooKeeper, in metrics."""
     model_name: str = ""
@@ -30,6 +30,12 @@ class JobConfig(Checked):
     folders."""
     local: bool = False
     """Whether everything runs in this process, without discovery."""
+    end_date: str | None = None
+    """The day, as 20240131, that replaces the end date of the task's data: its setting end_date, and the
+    end_date of every setting of type DataConfig that has a start_date."""
+    cpu_test: bool = False
+    """Whether the task is tried on a CPU: one process trains it for real, whatever train.accelerator and the
+    cluster say, and its setting batch_size is at most 128."""
     dump_features: bool = False
     """Whether the features are written to the model_dir, and nothing is trained."""
     submitted_at: int | None = None
@@ -37,6 +43,8 @@ class JobConfig(Checked):
 
     def problems(self) -> Iterator[Problem]:
         yield from not_negative(self, "submitted_at")
+        if self.end_date is not None and (len(self.end_date) != 8 or not self.end_date.isdigit()):
+            yield Problem(("end_date",), f"must be a day such as 20240131, got {self.end_date!r}")
         if "/" in self.id:
             yield Problem(("id",), f"becomes part of file names, so it must have no slash, got {self.id!r}")
 
