@@ -65,7 +65,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "task": ("cli/task_config.py",),
     "data": ("data/config.py",),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
-    "data_service": ("data/config.py",),
+    "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),
     "admission": ("store/local.py",),
     "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
@@ -277,7 +277,9 @@ def reads(tmp_path: Path) -> str:
 
 
 def test_old_names_of_kafka_reach_the_source_of_a_task(reads: str) -> None:
-    options = TrainOptions(task=f"{reads}:Live", run_flags=(*KAFKA, "--use_dataservice"))
+    options = TrainOptions(
+        task=f"{reads}:Live", run_flags=(*KAFKA, "--use_dataservice", "--data_service_dispatcher=h:2")
+    )
     task: Any = load_training(options, {"MONOLITH_KAFKA__POLL_BATCH": "16"}).task
     assert task.stream == KafkaConfig(servers=("h:1",), topics=("a", "b"), group="g", poll_batch=16)
     assert task.source().config is task.stream
@@ -318,12 +320,16 @@ def test_old_names_of_files_and_filters_are_what_a_task_trains_on(
     [
         (KAFKA, "the run has a group kafka, but the task has no setting of type KafkaConfig; declare one"),
         (["--input_path", "x"], "the run has a group data, but the task has no setting of type DataConfig"),
-        (["--use_dataservice"], "no setting of type DataServiceConfig"),
         (["--filter_capacity", "500"], "such as `admission: AdmissionConfig | None = None`"),
     ],
 )
 def test_a_group_that_the_task_has_no_setting_for_is_an_error(flags: tuple[str, ...], says: str) -> None:
     assert says in problems(None, *flags)
+
+
+def test_a_task_that_reads_no_files_cannot_be_read_by_a_data_service(capsys: Any) -> None:
+    assert main(["train", TASK, "--use_dataservice", "--data_service_dispatcher=127.0.0.1:1"]) == 2
+    assert "cannot be read by a data service: its dataset() makes nothing" in capsys.readouterr().err
 
 
 def test_evaluating_hands_over_the_same_groups(

@@ -137,6 +137,13 @@ class OwnStatus:
             return None
         return max(grown["model"] / grown["steps"] - 1, 0.0)
 
+    # A dispatcher or data worker
+
+    def watch_reader(self, address: str, state: str) -> None:
+        """Say from now on where this process of the data service listens, and that it is at work."""
+        with self._lock:
+            self._look = lambda status: replace(status, address=address, state=state)
+
     # A server
 
     def watch_server(self, share: ServedShare, address: str) -> None:

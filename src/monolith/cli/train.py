@@ -20,6 +20,7 @@ from typing import TextIO
 
 from monolith import filesystem
 from monolith.cli.control import ControlPlace, control_place, profiled_on_demand
+from monolith.cli.data_roles import read_for_others, secured, served_task
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
@@ -27,7 +28,6 @@ from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.run_token import run_security, shared_security
 from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
@@ -91,6 +91,10 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
         if run.cluster.role != "worker" or run.cluster.index:
             open_things.enter_context(profiled_on_demand(control, run, status))
             control = None
+        if run.cluster.reads_for_others:
+            return read_for_others(training.task, secured(run, environ), environ, status)
+        task = open_things.enter_context(served_task(options, training.task, run, environ))
+        training = replace(training, task=task)
         if not run.distributed:
             return train(
                 options,
@@ -122,19 +126,6 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
-
-
-def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Return a run whose processes share a secret, whoever started them.
-
-    Raises:
-        ConfigError: Others can reach where this process listens, and nobody gave the run a secret; or the one
-            in its model_dir is not to be trusted.
-    """
-    security = run_security(run.security, environ)
-    if run.cluster.role == "ps":
-        guard_listener(listen_address(run, environ)[0], security)
-    return replace(run, security=shared_security(security, run.train.model_dir))
 
 
 def dump_features(training: Training) -> int:

@@ -58,6 +58,12 @@ class RunConfig(Checked):
         return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
 
     @property
+    def has_data_service(self) -> bool:
+        """Whether the run has a data service of its own, whose dispatcher its processes find."""
+        service = self.data_service
+        return service is not None and service.enabled and service.dispatcher is None and not self.job.local
+
+    @property
     def inputs(self) -> dict[str, object]:
         """What the run says of the task's data and rows, by group: for settings of the task of that type."""
         groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}

@@ -208,9 +208,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "items_input_kafka_dump_prefix": Unsupported(_ITEMS),
     "device_fn": Dropped("a module computes where the task has moved it to"),
     "use_dataservice": Renamed("data_service.enabled"),
-    "num_extra_dsworker_on_gpu_worker": Unsupported(
-        "not built yet: data workers that a GPU worker starts; start them with `monolith data worker`"
-    ),
+    "num_extra_dsworker_on_gpu_worker": Renamed("data_service.extra_workers"),
     "save_summary_steps": Renamed("train.summary_every_steps"),
     "log_step_count_steps": Unsupported(_LOG, default=100),
     # DistributedCpuTrainingConfig
@@ -363,7 +361,6 @@ _GONE = {
     "checkpoint.count_fids": "enable_model_ckpt_info",
     "data.tasks_per_worker": "max_task_num_per_worker",
     "data.reorder_fids": "reorder_fids_in_data_pipeline",
-    "data_service.extra_workers": "num_extra_dsworker_on_gpu_worker",
     "sync": "base_name",
     "serving": "warmup_file",
     "serving.dump_model": "enable_model_dump",

@@ -53,8 +53,9 @@ class JobConfig(Checked):
 class ClusterConfig(Checked):
     """The processes of a run and the place of this one among them."""
 
-    role: Literal["worker", "ps"] = "worker"
-    """What this process is: a worker, or a parameter server."""
+    role: Literal["worker", "ps", "dispatcher", "data_worker"] = "worker"
+    """What this process is: a worker, a parameter server; or, of the data service of the run, the dispatcher
+    or a data worker."""
     index: int = 0
     """The number of this process within its role; worker 0 is the chief."""
     num_ps: int = 0
@@ -107,7 +108,14 @@ class ClusterConfig(Checked):
         """Parameter servers that start without a share."""
         return self.num_redundant_ps + self.num_extra_ps
 
+    @property
+    def reads_for_others(self) -> bool:
+        """Whether this process is part of the data service."""
+        return self.role in ("dispatcher", "data_worker")
+
     def _index_problems(self) -> Iterator[Problem]:
+        if self.reads_for_others:  # any number of them may come and go
+            return
         names: tuple[str, ...] = ("num_workers",)
         if self.role == "ps":
             names = ("num_ps", "num_redundant_ps", "num_extra_ps") if self.num_spares else ("num_ps",)

@@ -69,6 +69,11 @@ def refused(run: RunConfig) -> Iterator[str]:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"
     if run.job.dump_features and not run.train.model_dir:
         yield "job.dump_features: features are written to the model_dir; set --model-dir"
+    if not run.train.model_dir and (run.has_data_service or run.cluster.reads_for_others):
+        yield (
+            "data_service.enabled: processes of a run with a data service of its own share its model_dir; "
+            "set --model-dir, or data_service.dispatcher for a service that others started"
+        )
     if run.metrics.port is not None:
         try:
             guard_listener(run.metrics.host, run.security)
