@@ -65,7 +65,7 @@ class MlpJob:
     def __init__(self, folder: Path, files: Path) -> None:
         self.folder = folder
         self._files = files
-        self._names = [("worker", 0), ("dispatcher", 0), ("dsworker", 0), ("dsworker", 1)]
+        self._names = [("worker", 0), ("dispatcher", 0), ("dsworker", 0)]
         self._ports = {name: free_port() for name in self._names}
         self.running: dict[tuple[str, int], warm.Popen] = {}
 
@@ -123,17 +123,22 @@ def job(tmp_path: Path, files: Path) -> Iterator[MlpJob]:
 
 
 def test_every_process_that_mlp_starts_finds_its_place_and_all_records_are_trained_once(job: MlpJob) -> None:
-    slowly = ("--set", "seconds=0.05")
-    for role, index in (("dsworker", 0), ("dsworker", 1), ("dispatcher", 0), ("worker", 0)):
-        job.start(role, index, *slowly)
-    # One that reads is killed while all train: others read what it had.
-    wait_until(lambda: "listens on" in job.said("dsworker", 0), "the data worker reads", SECONDS)
+    job.start("dispatcher")
+    worker = job.start("worker", 0, "--set", "seconds=0.1", "--num_extra_dsworker_on_gpu_worker=1")
+
+    def ready(role: str, says: str) -> bool:
+        return says in job.said(role) or worker.poll() is not None
+
+    wait_until(lambda: ready("worker", "data worker 1 listens on"), "the extra one reads", SECONDS)
+    # Another one that reads is killed while the worker trains: the first reads what it had.
+    job.start("dsworker")
+    wait_until(lambda: ready("dsworker", "listens on 127"), "the data worker reads", SECONDS)
     job.running["dsworker", 0].kill()
     assert job.running["worker", 0].wait(SECONDS) == 0, job.said("worker")
     assert job.report()["examples"] == FILES * BATCHES * BATCH
-    # Who read for it has nothing more to do.
-    for name in (("dispatcher", 0), ("dsworker", 1)):
-        assert job.running[name].wait(SECONDS) == 0, job.said(*name)
+    assert "[data_worker 1] data worker 1 ended" in job.said("worker")
+    # Who dispatched for it has nothing more to do.
+    assert job.running["dispatcher", 0].wait(SECONDS) == 0, job.said("dispatcher")
 
 
 def test_a_misspelled_role_ends_with_what_it_may_have_meant(job: MlpJob) -> None:
@@ -192,14 +197,14 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         discovery=DiscoveryConfig(kind="mlp"),
         data_service=DataServiceConfig(enabled=True, extra_workers=2),
     )
-    options = TrainOptions(words=("train", "tasks:Mine"))
+    options = TrainOptions(words=("train", "tasks:Mine", "--discovery_type", "mlp", "--index=1"))
     members = extra_members(options, run, environ, lambda: "d:5")
     # Two ranks have 2000 and 2001, the first's extra data workers 2002 and 2003.
     ports = [member.command[member.command.index("--cluster.port") + 1] for member in members]
     assert ports == ["2004", "2005"]
     assert [member.name for member in members] == ["data_worker 5", "data_worker 6"]
     for member in members:
-        assert member.command[3:5] == ("train", "tasks:Mine")
+        assert member.command[3:6] == ("train", "tasks:Mine", "--cluster.role")  # said once
         assert member.command[member.command.index("--data_service.dispatcher") + 1] == "d:5"
         assert member.command[member.command.index("--cluster.role") + 1] == "data_worker"
         assert not any(member.environment[name] for name in environ)  # no rank, and none of MLP's

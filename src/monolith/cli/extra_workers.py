@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from monolith.cli.launching import without_flags
 from monolith.cli.task_config import say
 from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member
@@ -25,6 +26,11 @@ from monolith.run.runtime import listen_address
 if TYPE_CHECKING:
     from monolith.cli.options.train import TrainOptions
 
+_DECIDED = (
+    *("cluster.role", "server_type", "cluster.index", "index", "cluster.listen", "cluster.port"),
+    *("discovery.kind", "discovery_type", "data_service.dispatcher", "data_service_dispatcher"),
+)
+"""Flags of a worker that are others for its data workers, by new names and old."""
 GRACE = timedelta(seconds=20)
 
 
@@ -77,6 +83,7 @@ def extra_members(
     silent = [
         name for name in environ if name.startswith("MLP_") or name in (*MPI_VARIABLES, *TORCHRUN_VARIABLES)
     ]
+    words = without_flags(options.words, *_DECIDED)
     members = []
     for number, port in enumerate(ports):
         index = first + run.cluster.index * count + number
@@ -87,15 +94,14 @@ def extra_members(
             "cluster.port": port,
             "discovery.kind": "consul",
             "data_service.dispatcher": dispatcher(),
-            "data_service.extra_workers": 0,
-            **({} if run.metrics.port is None else {"metrics.port": 0}),
+            **({} if run.metrics.port is None else {"metrics-port": 0}),
         }
         given = [word for path, value in flags.items() for word in (f"--{path}", str(value))]
         members.append(
             Member(
                 role="data_worker",
                 index=index,
-                command=(sys.executable, "-m", "monolith", *options.words, *given),
+                command=(sys.executable, "-m", "monolith", *words, *given),
                 environment=dict.fromkeys(silent, ""),
             )
         )
