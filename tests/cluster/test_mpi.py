@@ -1,9 +1,18 @@
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from services.mpi import mpirun, need_mpirun
 
-from monolith.cluster.mpi import World, abort_on_exception, world_from_environment, world_or_alone
+from monolith.cluster.mpi import (
+    World,
+    abort_on_exception,
+    end_rank,
+    world_from_environment,
+    world_or_alone,
+)
 from monolith.errors import ConfigError
 
 MPI = {
@@ -79,3 +88,52 @@ def test_importing_installs_no_hook_and_none_is_installed_elsewhere_than_among_r
     abort_on_exception(TORCHRUN)
     abort_on_exception({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
     assert sys.excepthook is before
+
+
+def test_a_command_that_failed_ends_all_ranks_of_mpi_and_nobody_else():
+    ended: list[int] = []
+    end_rank({}, 2, ended.append)
+    end_rank(TORCHRUN, 2, ended.append)
+    end_rank({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, 2, ended.append)
+    end_rank(MPI, 0, ended.append)
+    assert ended == []
+    end_rank(MPI, 2, ended.append)
+    assert ended == [2]
+
+
+ONE_FAILS = """
+import os
+import threading
+import time
+from pathlib import Path
+
+from monolith.errors import ConfigError
+
+
+class Bug(BaseException): ...
+
+
+def task():
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    Path(f"{rank}.pid").write_text(str(os.getpid()))
+    if rank == "1":
+        while not Path("0.pid").exists():
+            time.sleep(0.01)
+        # As one that waits for other ranks: an interpreter that ends waits for it.
+        threading.Thread(target=threading.Event().wait).start()
+        raise %s("boom")
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"), [("ConfigError", 2, "monolith: boom"), ("Bug", 1, "Bug")]
+)
+def test_one_rank_that_fails_ends_mpirun_and_all_its_ranks(error, status, said, tmp_path: Path):
+    need_mpirun()
+    (tmp_path / "tasks.py").write_text(ONE_FAILS % error)
+    assert (ended := mpirun(2, ["-m", "monolith", "train", "tasks.py:task"], cwd=tmp_path))[0] == status
+    assert said in ended[1]
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"{rank}.pid").read_text()), 0)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from monolith.run import RunConfig, load_run_config, runtime
 from monolith.run.runtime import (
     Role,
     discovery_defaults,
+    dispatcher_address,
     listen_address,
     open_discovery,
     place,
@@ -116,10 +118,45 @@ def test_discovery_by_mlp_says_who_this_is():
     assert (placed.cluster.num_ps, placed.cluster.num_workers) == (1, 2)
 
 
-def test_a_process_that_mlp_started_to_read_data_does_not_train():
-    environ = {**MLP, "MLP_ROLE": "dispatcher", "MLP_DISPATCHER_NUM": "1", "MLP_ROLE_INDEX": "0"}
-    with pytest.raises(ConfigError, match="monolith data dispatcher"):
-        place(load(discovery_type="mlp"), environ)
+@pytest.mark.parametrize(("role", "placed"), [("dispatcher", "dispatcher"), ("DSWORKER", "data_worker")])
+def test_a_process_that_mlp_started_to_read_data_does_so(role, placed):
+    environ = {**MLP, "MLP_ROLE": role, f"MLP_{role.upper()}_NUM": "3", "MLP_ROLE_INDEX": "2"}
+    cluster = place(load(discovery_type="mlp", model_dir="m"), environ).cluster
+    assert (cluster.role, cluster.index) == (placed, 2)
+
+
+def test_a_role_that_a_run_does_not_have_is_refused_with_the_nearest():
+    environ = {**MLP, "MLP_ROLE": "dispacher", "MLP_DISPACHER_NUM": "1"}
+    with pytest.raises(ConfigError, match="did you mean dispatcher"):
+        place(load(discovery_type="mlp", model_dir="m"), environ)
+
+
+def test_the_dispatcher_is_where_the_config_or_mlp_says():
+    service = load(discovery_type="mlp", model_dir="m", use_dataservice=True)
+    found = {"MLP_DISPATCHER_0_PRIMARY_HOST": "d", "MLP_DISPATCHER_0_PORT": "5"}
+    assert dispatcher_address(service, {**MLP, **found}) == "d:5"
+    named = replace(service, data_service=replace(service.data_service, dispatcher="e:6"))
+    assert dispatcher_address(named, {**MLP, **found}) == "e:6"
+    assert dispatcher_address(load(), {}) is None  # a registry may know
+
+
+def test_a_misspelled_variable_of_the_dispatcher_is_named_beside_the_one_that_is_missing():
+    service = load(discovery_type="mlp", model_dir="m", use_dataservice=True)
+    wrong = {"MLP_DISPACHER_0_PRIMARY_HOST": "d", "MLP_DISPATCHER_0_PORT": "5"}
+    with pytest.raises(
+        ConfigError, match=r"no MLP_DISPATCHER_0_PRIMARY_HOST.*it has MLP_DISPACHER_0_PRIMARY_HOST"
+    ):
+        dispatcher_address(service, {**MLP, **wrong})
+
+
+def test_a_process_without_an_entry_of_its_own_listens_on_mlp_port():
+    environ = {"MLP_ROLE": "worker", "MLP_WORKER_NUM": "1", "MLP_PORT": "2000", "YARN_INET_ADDR": "10.0.0.9"}
+    assert listen_address(load(discovery_type="mlp"), environ) == ("10.0.0.9", 2000)
+
+
+def test_an_mlp_port_that_contradicts_what_others_are_told_is_refused():
+    with pytest.raises(ConfigError, match=r"worker 1, listens on port 2001, and others are told w:2000"):
+        listen_address(load(discovery_type="mlp"), {**MLP, "MLP_PORT": "2001"})
 
 
 def test_flags_say_who_this_is_with_every_other_registry():

@@ -50,7 +50,8 @@ class Server:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
         self.address = str(self._folder / "socket")
-        interpreter = self._folder / "python"
+        self.interpreter = interpreter = self._folder / "python"
+        """Stands in for `sys.executable`, for others who start programs."""
         interpreter.write_text(
             _INTERPRETER.format(
                 python=sys.executable, services=str(Path(__file__).parent), socket=self.address

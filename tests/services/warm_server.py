@@ -26,7 +26,6 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -238,7 +237,8 @@ class Exit:
                 sys.stderr.write(f"{stop.code}\n")
             self._status = stop.code & 0xFF if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException as error:
-            traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
+            error = error.with_traceback(own_frames(error.__traceback__))
+            sys.excepthook(type(error), error, error.__traceback__)  # perhaps the program's own
             self._status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
     def _leave(self) -> None:

@@ -42,6 +42,7 @@ from monolith.cli.options.data_files import (
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cli.options.insight import InsightOptions
+from monolith.cli.options.profile import ProfileOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
@@ -76,6 +77,7 @@ COMMANDS = {
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
+    "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.bench.checkpoint"),

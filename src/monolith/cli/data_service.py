@@ -17,11 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.security import guard_of, limits_of
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
+
+if TYPE_CHECKING:
+    from monolith.data.service import Dispatcher
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +38,6 @@ def dispatcher(options: DataDispatcherOptions) -> int:
     from monolith import filesystem
     from monolith.cluster import DATA_DISPATCHER, concat_ip_and_port, open_discovery_url
     from monolith.data.service import DataJobConfig, Dispatcher
-    from monolith.observe import progress
 
     splits: list[str] = []
     for split in options.splits:
@@ -69,14 +71,21 @@ def dispatcher(options: DataDispatcherOptions) -> int:
             # Opened last and so closed first: nobody is sent to a dispatcher that has stopped.
             discovery = open_things.enter_context(open_discovery_url(options.discovery, os.environ))
             discovery.register(DATA_DISPATCHER, 0, address)
-        bar = open_things.enter_context(progress("Data dispatched", unit="records"))
         say(f"dispatcher {address}")
-        known = 0
+        show_dispatched(running, stop)
+    return 0
+
+
+def show_dispatched(running: Dispatcher, stop: threading.Event) -> None:
+    """Show how many records were dispatched, until told to stop."""
+    from monolith.observe import progress
+
+    known = 0
+    with progress("Data dispatched", unit="records") as bar:
         while not stop.wait(1.0):
             records = running.status()["records"]
             bar.advance(records - known)
             known = records
-    return 0
 
 
 def worker(options: DataWorkerOptions) -> int:

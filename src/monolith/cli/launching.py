@@ -138,7 +138,7 @@ def members_of(
 ) -> Iterator[Sequence[Member]]:
     """Give the processes to start; the folder in which those on this machine meet is gone after the block."""
     cluster, job = run.cluster, run.job
-    words = _without(options.words, "launch", "ray_address")
+    words = without_flags(options.words, "launch", "ray_address")
     shared = ["--cluster.port", "0"]
     # By a variable, since everybody on the machine can read command lines.
     environment = {MARK: mark, RUN_TOKEN: secrets.token_hex(32)}
@@ -170,7 +170,7 @@ def members_of(
         yield _with_ports(members, run)
 
 
-def _without(words: Sequence[str], *flags: str) -> list[str]:
+def without_flags(words: Sequence[str], *flags: str) -> list[str]:
     """Return a command line without some flags and the value of each."""
     left: list[str] = []
     rest = iter(words)

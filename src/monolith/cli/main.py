@@ -30,12 +30,21 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
+    """Run one command and return its exit status. A rank of mpirun that failed ends here, and all others.
 
     Args:
         argv: The arguments after the program's name; by default those of this process.
     """
-    words = sys.argv[1:] if argv is None else argv
+    status = answer(sys.argv[1:] if argv is None else argv)
+    if status and os.environ.get("OMPI_COMM_WORLD_RANK"):
+        from monolith.cluster.mpi import end_rank
+
+        end_rank(os.environ, status)
+    return status
+
+
+def answer(words: Sequence[str]) -> int:
+    """Run one command, and say in one line what kept it from being done."""
     try:
         return run(words)
     except SystemExit as stop:  # argparse and tyro have printed their help or complaint

@@ -63,6 +63,8 @@ class OwnStatus:
         )
         self._lock = threading.Lock()  # guards what follows; held while somebody looks
         self._look: Look = lambda status: status
+        self.control: Callable[[], str] = lambda: ""
+        """Says where this process is controlled; empty while it is not."""
         self._writer: StatusWriter | None = None
         self._failovers = 0
         self.page = StatusPage(self._board, self._now, clock=clock)
@@ -81,7 +83,8 @@ class OwnStatus:
     def status(self) -> ProcessStatus:
         """Return how this process stands now."""
         with self._lock:
-            return self._look(replace(self._start, time=self._clock(), failovers=self._failovers))
+            now = replace(self._start, time=self._clock(), failovers=self._failovers, control=self.control())
+            return self._look(now)
 
     def _now(self) -> ProcessStatus:
         return self.status() if self._writer is None else self._writer.now()
@@ -133,6 +136,13 @@ class OwnStatus:
         if not self._distributed or not grown.get("steps"):
             return None
         return max(grown["model"] / grown["steps"] - 1, 0.0)
+
+    # A dispatcher or data worker
+
+    def watch_reader(self, address: str, state: str) -> None:
+        """Say from now on where this process of the data service listens, and that it is at work."""
+        with self._lock:
+            self._look = lambda status: replace(status, address=address, state=state)
 
     # A server
 

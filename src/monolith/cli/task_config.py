@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOpt
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
+from monolith.run.task_settings import with_job, with_task
 from monolith.train import Task, TrainConfig, load_task
+from monolith.train.accelerator import accelerator_of
 
 Options = TrainOptions | EvaluateOptions | PredictOptions
 
@@ -44,8 +46,11 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
     """
     run = run_of(options, os.environ if environ is None else environ)
     check_run(run)
+    if run.cluster.role == "worker":
+        accelerator_of(run.train.accelerator)  # or an error, before anything is made
     _set_threads(run.threads)
-    return Training(task=_task(options, run), run=run)
+    task = with_job(_task(options, run), run.job, say)
+    return Training(task=task, run=with_task(run, task))
 
 
 def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, TrainConfig]:
@@ -59,7 +64,8 @@ def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, Train
         **({} if options.model_dir is None else {"train.model_dir": options.model_dir}),
         **({} if options.threads is None else {"threads.intra_op": options.threads}),
     }
-    run = read_run(options.config, os.environ, code=code)
+    # What a data service hands out is for who trains.
+    run = replace(read_run(options.config, os.environ, code=code), data_service=None)
     _set_threads(run.threads)
     task = _task(options, run)
     if not run.train.model_dir:
@@ -80,7 +86,14 @@ def _task(options: Options, run: RunConfig) -> Task:
             "name the task: package.module:Name or path/to/file.py:Name, or job.task in the config"
         )
     source = f"[task] of {options.config}" if options.config else "task"
-    return load_task(run.job.task, _nested(run.task), texts=options.set, source=source, inputs=run.inputs)
+    return load_task(
+        run.job.task,
+        _nested(run.task),
+        texts=options.set,
+        source=source,
+        inputs=run.inputs,
+        optional=("data_service",),  # a task that reads files by its DataConfig need not know of it
+    )
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

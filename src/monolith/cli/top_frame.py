@@ -64,7 +64,11 @@ def members(job: JobStatus) -> list[ProcessStatus]:
         for index in range(min(count, MOST_PROCESSES))
         if (role, index) not in known
     ]
-    there = [one for one in job.processes if one.index < counts[one.role] or not one.is_silent(now)]
+    there = [
+        one
+        for one in job.processes
+        if one.index < counts.get(one.role, MOST_PROCESSES) or not one.is_silent(now)
+    ]
     return [*there, *absent]
 
 
@@ -155,7 +159,13 @@ def totals(job: JobStatus) -> str:
     processes, now = members(job), job.time
     heard = [one for one in processes if severity(one, now) < 2]
     counts = []
-    for role, word in (("worker", "workers"), ("ps", "servers")):
+    words = {
+        "worker": "workers",
+        "ps": "servers",
+        "dispatcher": "dispatchers",
+        "data_worker": "data workers",
+    }
+    for role, word in words.items():
         of_role = [one for one in processes if one.role == role]
         if of_role:
             well = sum(severity(one, now) < 2 for one in of_role)

@@ -20,6 +20,8 @@ from datetime import timedelta
 from typing import TextIO
 
 from monolith import filesystem
+from monolith.cli.control import ControlPlace, control_place, profiled_on_demand
+from monolith.cli.data_roles import read_for_others, secured, served_task
 from monolith.cli.failover import Failover
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
@@ -27,8 +29,7 @@ from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.run_token import run_security, shared_security
-from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener, ssl_context
+from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, RetryableError
@@ -86,9 +87,26 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             say(f"metrics on {served.url}")
         if run.job.dump_features:
             return dump_features(training)
+        control = control_place(run, environ, status, asked=options.control)
         open_things.enter_context(status.written())
+        if run.cluster.role != "worker" or run.cluster.index:
+            open_things.enter_context(profiled_on_demand(control, run, status))
+            control = None
+        if run.cluster.reads_for_others:
+            return read_for_others(training.task, secured(run, environ), environ, status)
+        task = open_things.enter_context(served_task(options, training.task, run, environ))
+        training = replace(training, task=task)
         if not run.distributed:
-            return train(options, training, run, metrics, environ, shown=served is not None, status=status)
+            return train(
+                options,
+                training,
+                run,
+                metrics,
+                environ,
+                shown=served is not None,
+                status=status,
+                control=control,
+            )
         run = secured(run, environ)
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
@@ -103,24 +121,12 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                     environ,
                     shown=served is not None,
                     status=status,
+                    control=control,
                     discovery=discovery,
                 )
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
-
-
-def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
-    """Return a run whose processes share a secret, whoever started them.
-
-    Raises:
-        ConfigError: Others can reach where this process listens, and nobody gave the run a secret; or the one
-            in its model_dir is not to be trusted.
-    """
-    security = run_security(run.security, environ)
-    if run.cluster.role == "ps":
-        guard_listener(listen_address(run, environ)[0], security)
-    return replace(run, security=shared_security(security, run.train.model_dir))
 
 
 def dump_features(training: Training) -> int:
@@ -225,6 +231,7 @@ def train(
     *,
     shown: bool,
     status: OwnStatus,
+    control: ControlPlace | None = None,
     discovery: Discovery | None = None,
 ) -> int:
     """Train, and write the report; among others only the chief does.
@@ -233,6 +240,7 @@ def train(
         run: That of the training, with the secret that its processes share.
         shown: Whether metrics are served.
         status: Told how this worker stands.
+        control: Where the chief is controlled, if it is to be.
         discovery: Where the others are; None trains in this process alone.
     """
     task, config = training.task, training.config
@@ -248,7 +256,7 @@ def train(
 
         def hooks(local: LocalRun) -> list[Hook]:
             return [
-                *(control_hooks(local, run, training.run.security) if options.control and chief else []),
+                *(control_hooks(local, run, control, status) if control is not None else []),
                 *([ProfilerHook(profiled_steps(config, first))] if profiled else []),
                 *(line_hook(local, config, show, every) for show, every in lines),
                 status.watch_worker(local),
@@ -417,22 +425,19 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
     )
 
 
-def control_hooks(local: LocalRun, run: RunConfig, given: SecurityConfig) -> list[Hook]:
-    """Return what lets an operator halt, resume, save and stop the run.
-
-    Args:
-        given: What somebody said of security. Who gave the run a token knows it. One that was made for its
-            processes nobody knows: the control server then makes its own, and leaves it where its owner
-            finds it.
-    """
+def control_hooks(local: LocalRun, run: RunConfig, place: ControlPlace, status: OwnStatus) -> list[Hook]:
+    """Return what lets an operator halt, resume, save, stop and profile the run."""
     assert local.save is not None  # there is a model_dir
     controller = ControllerHook(local.save.trigger_save)
     server = ControlServerHook(
         local.barrier,
         local.save.trigger_save,
-        security=None if given == SecurityConfig() else run.security,
+        tracer=place.tracer,
+        address=place.address,
+        security=place.security,
         limits=run.limits,
     )
+    status.control = lambda: server.address or ""
     return [
         BarrierHook(local.barrier, idle=[local.save.before_step]),
         controller,

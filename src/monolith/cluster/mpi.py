@@ -1,9 +1,8 @@
 """MPI and torchrun: which rank this is, and what happens to the others when it fails.
 
 Ranks that step together wait for each other, so one that has died leaves the rest waiting for
-ever. `abort_on_exception` makes an exception that nobody catches the end of all of them; every
-`monolith` command installs it. An error that a command turns into one line ends its rank with a
-status that is not 0, which mpirun takes as a reason to end the others.
+ever. `abort_on_exception` makes an exception that nobody catches the end of all of them, and
+`end_rank` an error that a command has turned into one line; every `monolith` command uses both.
 """
 
 from __future__ import annotations
@@ -132,6 +131,20 @@ def abort_on_exception(
             sys.excepthook = before
 
     return undo
+
+
+def end_rank(environ: Mapping[str, str], status: int, abort: Callable[[int], object] | None = None) -> None:
+    """End all ranks of mpirun with a status that is not 0. Returns where mpirun did not start several.
+
+    A rank that failed must not wait for its own threads, as an interpreter does at its end: they may wait for
+    other ranks, which wait for this one, and mpirun hears of nothing.
+
+    Args:
+        abort: As for `abort_on_exception`.
+    """
+    if status and is_under_mpi(environ) and _number(environ, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+        sys.stderr.flush()
+        (abort or _abort)(status)
 
 
 def _abort(status: int) -> None:

@@ -53,7 +53,7 @@ FAILED = "failed"
 """The state of a process that an error has ended."""
 _LONGEST_FILE = 64 << 10
 
-Role = Literal["worker", "ps"]
+Role = Literal["worker", "ps", "dispatcher", "data_worker"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,8 @@ class ProcessStatus:
     pid: Count = 0
     address: Text = ""
     """Where it listens; empty for a process that does not."""
+    control: Text = ""
+    """Where its control server listens; empty for a process without."""
     job: Text = ""
     num_ps: Count = 0
     """Servers of the whole job."""

@@ -166,14 +166,22 @@ class DataServiceConfig(Checked):
     """Whether the task reads from the data service."""
     dispatcher: str | None = None
     """The address of the data service's dispatcher, host:port."""
+    folder: str | None = None
+    """The local folder in which the dispatcher of the run keeps how far the data was read; None is
+    data_service in the model_dir."""
+    readers: int = 2
+    """How many files a data worker of the run reads at the same time."""
+    extra_workers: int = 0
+    """How many data workers each worker starts beside itself, on the cores that it leaves idle."""
     prefetch: int = 4
     """How many chunks are fetched from the data service ahead of their use."""
     patience: timedelta = timedelta(minutes=5)
     """How long the dispatcher, or every data worker, may be away before the run fails."""
 
     def problems(self) -> Iterator[Problem]:
-        if self.prefetch < 1:
-            yield Problem(("prefetch",), f"must be at least 1, got {self.prefetch}")
+        for name, least in (("prefetch", 1), ("readers", 1), ("extra_workers", 0)):
+            if getattr(self, name) < least:
+                yield Problem((name,), f"must be at least {least}, got {getattr(self, name)}")
         if self.patience < timedelta(0):
             yield Problem(("patience",), f"must not be negative, got {self.patience}")
 

@@ -54,7 +54,14 @@ class RunConfig(Checked):
     @property
     def distributed(self) -> bool:
         """Whether there is more than this process."""
-        return not self.job.local and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
+        alone = self.job.local or self.job.cpu_test
+        return not alone and (self.cluster.num_ps > 0 or self.cluster.num_workers > 1)
+
+    @property
+    def has_data_service(self) -> bool:
+        """Whether the run has a data service of its own, whose dispatcher its processes find."""
+        service = self.data_service
+        return service is not None and service.enabled and service.dispatcher is None and not self.job.local
 
     @property
     def inputs(self) -> dict[str, object]:

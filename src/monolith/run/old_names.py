@@ -49,6 +49,14 @@ def recovery_mode(value: object) -> object:
     return "keep_going" if text in ("1", "true", "yes", "on") else value
 
 
+def cuda_or_open(value: object) -> object:
+    """Whether to train on a GPU was a switch."""
+    switch = str(value).strip().lower()
+    if switch in ("", "0", "false", "no", "off", "none"):
+        return None
+    return "cuda" if switch in ("1", "true", "yes", "on") else value
+
+
 def empty_is_open(value: object) -> object:
     """Empty text meant that nothing was chosen."""
     return None if value == "" else value
@@ -135,9 +143,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_variable_postpush": Renamed("dense.postpush"),
     "enable_sync_training": Unsupported(_RANKS),
     "enable_partial_sync_training": Unsupported(_RANKS),
-    "enable_gpu_training": Unsupported(
-        "a module computes where the task has moved it to; move it in the task's model()"
-    ),
+    "enable_gpu_training": Renamed("train.accelerator", cuda_or_open),
     "processes_per_gpu": Unsupported(_RANKS, default=1),
     "merge_sync_training_ckpt": Unsupported(
         "all processes of a run write one checkpoint; there is no other way", default=True
@@ -202,9 +208,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "items_input_kafka_dump_prefix": Unsupported(_ITEMS),
     "device_fn": Dropped("a module computes where the task has moved it to"),
     "use_dataservice": Renamed("data_service.enabled"),
-    "num_extra_dsworker_on_gpu_worker": Unsupported(
-        "not built yet: data workers that a GPU worker starts; start them with `monolith data worker`"
-    ),
+    "num_extra_dsworker_on_gpu_worker": Renamed("data_service.extra_workers"),
     "save_summary_steps": Renamed("train.summary_every_steps"),
     "log_step_count_steps": Unsupported(_LOG, default=100),
     # DistributedCpuTrainingConfig
@@ -265,7 +269,10 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
 }
 """Old name -> where the field is now, or why there is none."""
 
-_TPU = "there is no TPU runner; a task runs on CPUs and GPUs"
+_TPU = (
+    "a task runs on a TPU by train.accelerator = xla; torch_xla finds the device, and compiles what a step "
+    "computes, by itself"
+)
 
 FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dataset_use_dataservice": Renamed("data_service.enabled"),
@@ -274,7 +281,7 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "metric_prefix": Renamed("metrics.prefix"),
     "save_summary_interval": Renamed("train.summary_every_steps"),
     "root_log_interval": Unsupported(_LOG),
-    "overwrite_end_date": Renamed("data.end_date", empty_is_open),
+    "overwrite_end_date": Renamed("job.end_date", empty_is_open),
     "enable_local_profiling": Dropped("name the first step with profile.from_step"),
     "tf_version": Dropped("there is no TensorFlow"),
     "tpu": Dropped(_TPU),
@@ -285,7 +292,7 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_tpu_version_config": Dropped(_TPU),
     "host_call_every_n_steps": Dropped(_TPU),
     "enable_stopping_signals": Dropped(_TPU),
-    "cpu_test": Dropped("every task runs on a CPU"),
+    "cpu_test": Renamed("job.cpu_test"),
     "partition_strategy": Dropped("an id's shard is its remainder; there is no other way"),
     "with_horovod": Dropped("ranks are taken from the environment that MPI or torchrun sets"),
     "with_byteps": Dropped("ranks exchange gradients through torch.distributed"),
@@ -298,6 +305,7 @@ _MOVED = {
     "failover.partial_recovery": "failover.recovery",
     "job.model_dir": "train.model_dir",
     "job.params": "task",
+    "training.gpu": "train.accelerator",
     "training.intra_op_threads": "threads.intra_op",
     "training.inter_op_threads": "threads.inter_op",
     "embedding.prefetch": "train.prefetch",
@@ -340,7 +348,6 @@ _GONE = {
     "training.synchronous": "enable_sync_training",
     "training.partially_synchronous": "enable_partial_sync_training",
     "training.realtime": "enable_realtime_training",
-    "training.gpu": "enable_gpu_training",
     "training.processes_per_gpu": "processes_per_gpu",
     "training.defer_sparse_updates": "enable_async_optimize",
     "training.overlap_forward": "enable_pipelined_fwda2a",
@@ -354,7 +361,6 @@ _GONE = {
     "checkpoint.count_fids": "enable_model_ckpt_info",
     "data.tasks_per_worker": "max_task_num_per_worker",
     "data.reorder_fids": "reorder_fids_in_data_pipeline",
-    "data_service.extra_workers": "num_extra_dsworker_on_gpu_worker",
     "sync": "base_name",
     "serving": "warmup_file",
     "serving.dump_model": "enable_model_dump",

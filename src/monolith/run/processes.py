@@ -18,9 +18,9 @@ class JobConfig(Checked):
 
     task: str | None = None
     """The task: module:Class, or a Python file."""
-    mode: Literal["train", "eval", "infer"] = "train"
-    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses the
-    other two."""
+    mode: Literal["train", "eval", "infer", "train_and_eval"] = "train"
+    """The command that this config is for: `monolith train`, `evaluate` or `predict`. `train` refuses all but
+    the first, and says what to use instead."""
     name: str | None = None
     """The name of the job, the same for all its processes: in ZooKeeper, in metrics."""
     model_name: str = ""
@@ -30,6 +30,12 @@ class JobConfig(Checked):
     folders."""
     local: bool = False
     """Whether everything runs in this process, without discovery."""
+    end_date: str | None = None
+    """The day, as 20240131, that replaces the end date of the task's data: its setting end_date, and the
+    end_date of every setting of type DataConfig that has a start_date."""
+    cpu_test: bool = False
+    """Whether the task is tried on a CPU: one process trains it for real, whatever train.accelerator and the
+    cluster say, and its setting batch_size is at most 128."""
     dump_features: bool = False
     """Whether the features are written to the model_dir, and nothing is trained."""
     submitted_at: int | None = None
@@ -37,6 +43,8 @@ class JobConfig(Checked):
 
     def problems(self) -> Iterator[Problem]:
         yield from not_negative(self, "submitted_at")
+        if self.end_date is not None and (len(self.end_date) != 8 or not self.end_date.isdigit()):
+            yield Problem(("end_date",), f"must be a day such as 20240131, got {self.end_date!r}")
         if "/" in self.id:
             yield Problem(("id",), f"becomes part of file names, so it must have no slash, got {self.id!r}")
 
@@ -45,8 +53,9 @@ class JobConfig(Checked):
 class ClusterConfig(Checked):
     """The processes of a run and the place of this one among them."""
 
-    role: Literal["worker", "ps"] = "worker"
-    """What this process is: a worker, or a parameter server."""
+    role: Literal["worker", "ps", "dispatcher", "data_worker"] = "worker"
+    """What this process is: a worker, a parameter server; or, of the data service of the run, the dispatcher
+    or a data worker."""
     index: int = 0
     """The number of this process within its role; worker 0 is the chief."""
     num_ps: int = 0
@@ -107,7 +116,14 @@ class ClusterConfig(Checked):
         """Parameter servers that start without a share."""
         return self.num_redundant_ps + self.num_extra_ps
 
+    @property
+    def reads_for_others(self) -> bool:
+        """Whether this process is part of the data service."""
+        return self.role in ("dispatcher", "data_worker")
+
     def _index_problems(self) -> Iterator[Problem]:
+        if self.reads_for_others:  # any number of them may come and go
+            return
         names: tuple[str, ...] = ("max_workers",) if self.max_workers else ("num_workers",)
         if self.role == "ps":
             names = ("num_ps", "num_redundant_ps", "num_extra_ps") if self.num_spares else ("num_ps",)

@@ -12,7 +12,7 @@ from monolith.errors import ConfigError
 from monolith.run.config import RunConfig
 from monolith.run.loading import load_run_config
 from monolith.run.runtime import discovery_defaults, place
-from monolith.run.settling import settle
+from monolith.run.settling import as_cpu_test, settle
 
 _log = logging.getLogger(__name__)
 
@@ -48,17 +48,32 @@ def read_run(
         defaults=discovery_defaults(environ),
         warn=warn,
     )
-    return settle(place(run, environ))
+    return settle(place(as_cpu_test(run), environ))
 
 
 def refused(run: RunConfig) -> Iterator[str]:
     """Yield what a run asks for and `monolith train` cannot do."""
-    if run.job.mode != "train":
+    if run.job.mode == "train_and_eval":
+        yield (
+            "job.mode: 'train_and_eval' is not supported: a run that trains does not stop to evaluate. Set "
+            "the mode to train, and run `monolith evaluate` beside it, which reads its checkpoints"
+        )
+    elif run.job.mode != "train":
         yield f"job.mode: {run.job.mode!r} is not training; use `monolith evaluate` or `monolith predict`"
+    if run.distributed and run.train.accelerator == "xla":
+        yield (
+            "train.accelerator: 'xla' is not supported with parameter servers or several workers: what they "
+            "exchange each step would have to be fetched from the device. Set job.local, or cuda"
+        )
     if run.profile.from_step is not None and not run.train.model_dir:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"
     if run.job.dump_features and not run.train.model_dir:
         yield "job.dump_features: features are written to the model_dir; set --model-dir"
+    if not run.train.model_dir and (run.has_data_service or run.cluster.reads_for_others):
+        yield (
+            "data_service.enabled: processes of a run with a data service of its own share its model_dir; "
+            "set --model-dir, or data_service.dispatcher for a service that others started"
+        )
     if run.metrics.port is not None:
         try:
             guard_listener(run.metrics.host, run.security)

@@ -6,11 +6,13 @@ Nothing here waits, writes or exits: a config and an environment go in, a config
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from monolith.cluster.addresses import Address, get_local_host
+from monolith.cluster.addresses import Address, concat_ip_and_port, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
@@ -23,6 +25,14 @@ from monolith.cluster.yarn import application_master_address
 from monolith.cluster.zookeeper import ZooKeeperConfig, ZooKeeperDiscovery
 from monolith.errors import ConfigError
 from monolith.run.config import RunConfig
+
+ROLES: Mapping[str, Literal["worker", "ps", "dispatcher", "data_worker"]] = {
+    "worker": "worker",
+    "ps": "ps",
+    "dispatcher": "dispatcher",
+    "dsworker": "data_worker",
+}
+"""What schedulers call the processes of a run -> what we do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +107,16 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         role = _from_mlp(environ)
     else:
         return config
-    if role.kind not in ("worker", "ps"):
+    if role.kind not in ROLES:
+        near = difflib.get_close_matches(role.kind, ROLES, n=1)
         raise ConfigError(
-            f"{role.source} says that this process is a {role.kind}, which does not train; "
-            "`monolith data dispatcher` and `monolith data worker` start the processes that read data"
+            f"{role.source} says that this process is a {role.kind}, which a run does not have; "
+            + (f"did you mean {near[0]}? " if near else "")
+            + f"Its processes are {', '.join(ROLES)}"
         )
     placed = replace(
         cluster,
-        role="ps" if role.kind == "ps" else "worker",
+        role=ROLES[role.kind],
         index=role.index,
         num_ps=cluster.num_ps or max(0, (role.num_ps or 0) - cluster.num_spares),
         num_workers=max(1, role.num_workers or 1) if cluster.num_workers == 1 else cluster.num_workers,
@@ -161,11 +173,59 @@ def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, 
     if kind == "tf_config":
         given = _from_tf_config(config.discovery.tf_config or "", environ).address
     elif kind == "mlp":
-        given = _from_mlp(environ).address
+        given = _mlp_address(environ)
     if given is None:
         return cluster.listen or get_local_host(environ), cluster.port
     address = Address.parse(given)
     return cluster.listen or address.host, cluster.port or address.port
+
+
+def dispatcher_address(config: RunConfig, environ: Mapping[str, str]) -> str | None:
+    """Return where the dispatcher of the run's data service is, if the config or a scheduler says so.
+
+    Raises:
+        ConfigError: The scheduler is asked, and says nothing of a dispatcher.
+    """
+    service = config.data_service
+    if service is not None and service.dispatcher is not None:
+        return service.dispatcher
+    if config.discovery.kind == "tf_config":
+        found = TfConfigDiscovery.from_json(config.discovery.tf_config or "").query("dispatcher")
+        if not found:
+            raise ConfigError("data service: TF_CONFIG's cluster has no dispatcher")
+        return found[min(found)]
+    if config.discovery.kind != "mlp":
+        return None
+    address = MLPEnv(environ).dispatcher_addr()
+    if address is None:
+        wanted = ("MLP_DISPATCHER_0_PRIMARY_HOST", "MLP_DISPATCHER_0_PORT")
+        missing = next(name for name in wanted if not environ.get(name))
+        near = difflib.get_close_matches(missing, [name for name in environ if name.startswith("MLP_")], n=1)
+        raise ConfigError(
+            f"data service: MLP's environment has no {missing}, so nobody can find the dispatcher"
+            + (f"; it has {near[0]}" if near else "")
+        )
+    return address
+
+
+def _mlp_address(environ: Mapping[str, str]) -> str | None:
+    """Return where MLP wants this process to listen: its own entry, and else MLP_PORT of this host.
+
+    Raises:
+        ConfigError: The two contradict each other: others would look for it where it is not.
+    """
+    env = MLPEnv(environ)
+    named = env.get_addr()
+    if not env.port:
+        return named
+    if named is None:
+        return concat_ip_and_port(env.host, env.port)
+    if Address.parse(named).port != env.port:
+        raise ConfigError(
+            f"MLP contradicts itself: by MLP_PORT this process, {env.role.lower()} {env.index}, listens on "
+            f"port {env.port}, and others are told {named}"
+        )
+    return named
 
 
 def _from_tf_config(text: str, environ: Mapping[str, str]) -> Role:

@@ -8,6 +8,15 @@ from monolith.run.config import RunConfig
 from monolith.train.config import TrainConfig
 
 
+def as_cpu_test(config: RunConfig) -> RunConfig:
+    """Return the config of a run on one CPU, where `job.cpu_test` asks for a test of the task."""
+    if not config.job.cpu_test:
+        return config
+    return replace(
+        config, job=replace(config.job, local=True), train=replace(config.train, accelerator="cpu")
+    )
+
+
 def settle(config: RunConfig) -> RunConfig:
     """Return the config with nothing left open."""
     job, timeouts = config.job, config.timeouts

@@ -114,6 +114,9 @@ class TrainConfig:
     deterministic: bool = False
     """Whether nothing may depend on time: the same data gives the same bits, also through kills and restarts.
     Saves are then waited for, and counted in steps."""
+    accelerator: Literal["cpu", "cuda", "xla"] | None = None
+    """Where the dense half of the model computes: xla is a TPU, and needs torch_xla. None leaves it where the
+    task has put it."""
     prefetch: int = 1
     """The number of batches whose rows are looked up ahead; 0 for none."""
     async_push: bool = True

@@ -18,6 +18,7 @@ from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatc
 from monolith.observe import Resting
 from monolith.store import LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
+from monolith.train.accelerator import Accelerator, take
 from monolith.train.task import Mode, Outputs, Task
 
 SHARE = 0.1
@@ -33,15 +34,24 @@ class Model:
     Args:
         mode: Only a model that trains has optimizers.
         make_store: Where its rows live; by default in this process.
+        accelerator: Where its dense half computes; by default where the task has put it.
     """
 
     def __init__(
-        self, task: Task, mode: Mode, *, seed: int, make_store: MakeStore = LocalStore.from_configs
+        self,
+        task: Task,
+        mode: Mode,
+        *,
+        seed: int,
+        make_store: MakeStore = LocalStore.from_configs,
+        accelerator: Accelerator | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.task = task
         self._mode = mode
         self.module = task.model()
+        if accelerator is not None:
+            take(accelerator, self.module)
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
         for collection in self.collections:
             collection.bind(make_store)

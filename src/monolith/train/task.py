@@ -61,6 +61,10 @@ class Task(ABC):
         """How the task is called in logs and metrics; by default its class in snake case."""
         return to_snake_case(type(self).__name__)
 
+    save_steps: int | None = None
+    """How many steps there are between checkpoints, for a task that knows better than the run: it beats
+    train.save. None leaves it to the run."""
+
     @abstractmethod
     def dataset(self, mode: Mode) -> Stream[Batch]:
         """Return the batches to train on, or those to evaluate or predict, from their beginning."""

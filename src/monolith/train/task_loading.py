@@ -23,7 +23,7 @@ import inspect
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,6 +45,7 @@ def load_task(
     texts: Sequence[str] = (),
     source: str = "settings",
     inputs: Mapping[str, object] | None = None,
+    optional: Collection[str] = (),
 ) -> Task:
     """Return the task of that name, made with these settings.
 
@@ -55,6 +56,7 @@ def load_task(
         texts: More of them, as "key=value"; the later wins. A dot leads into a nested dataclass.
         source: Where `settings` came from, for messages.
         inputs: Configs for the task's sources and tables, by the name of their group in the run.
+        optional: Groups of them that the task need not take.
 
     Raises:
         UnknownTaskError: There is no such module, file or name, or it cannot be imported. Also a LookupError.
@@ -62,9 +64,17 @@ def load_task(
             setting takes one of the `inputs`.
     """
     found = _find(name)
+    inputs = inputs or {}
+    if optional:
+        takes = _taken(found)
+        inputs = {
+            group: given
+            for group, given in inputs.items()
+            if group not in optional or any(type(given) in members(hint) for hint in takes)
+        }
     tree = functools.reduce(overlay, map(_planted, texts), grow(settings or {}, source))
     if isinstance(found, Task):
-        return _changed(name, found, tree, inputs or {})
+        return _changed(name, found, tree, inputs)
     if isinstance(found, type) and not issubclass(found, Task):
         raise ConfigError(f"{name} is a class, but not a Task; derive it from monolith.train.Task")
     if not callable(found):
@@ -74,7 +84,7 @@ def load_task(
     if isinstance(found, type) and inspect.isabstract(found):
         missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
         raise ConfigError(f"{name} is an abstract task: it does not define {missing}")
-    made = found(**_read(name, tree, _parameters(found), inputs or {}))
+    made = found(**_read(name, tree, _parameters(found), inputs))
     if not isinstance(made, Task):
         raise ConfigError(f"{name} returned a {type(made).__name__} instead of a Task")
     return made
@@ -192,6 +202,13 @@ def _parameters(make: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
             if field.name in found and field.default_factory is not dataclasses.MISSING:
                 found[field.name] = (found[field.name][0], field.default_factory())
     return found
+
+
+def _taken(found: Any) -> list[Any]:
+    """Return the types of the settings of a task, or of what makes one."""
+    if isinstance(found, Task):
+        return list(field_hints(type(found)).values()) if dataclasses.is_dataclass(found) else []
+    return [hint for hint, _ in _parameters(found).values()] if callable(found) else []
 
 
 def _is_dataclass(make: Any) -> typing.TypeGuard[type]:

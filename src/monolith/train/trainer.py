@@ -41,6 +41,7 @@ from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.store import LocalStore
+from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
@@ -149,7 +150,7 @@ class LocalRun:
 
 
 class Trainer:
-    """Runs one task. Not thread-safe, but for `stop`.
+    """Runs one task. Not thread-safe, but for `stop`. Refuses an accelerator that this machine lacks.
 
     Args:
         hooks: Run after the trainer's own and before the task's; or a function that makes them of the run,
@@ -172,6 +173,7 @@ class Trainer:
         self.task = task
         self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
+        self._accelerator = accelerator_of(self.config.accelerator)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
         self._clock = clock
@@ -353,7 +355,13 @@ class Trainer:
         config, peers = self.config, self._peers
         peers.check(config)
         with contextlib.ExitStack() as made:
-            model = Model(self.task, Mode.TRAIN, seed=config.seed, make_store=peers.make_store)
+            model = Model(
+                self.task,
+                Mode.TRAIN,
+                seed=config.seed,
+                make_store=peers.make_store,
+                accelerator=self._accelerator,
+            )
             made.callback(model.close)
             data = open_data(self.task, peers.share)
             made.callback(data.close)
@@ -376,7 +384,7 @@ class Trainer:
             )
         own = OwnRandom(config.seed)
         with own.drawn():
-            model = Model(self.task, mode, seed=config.seed)
+            model = Model(self.task, mode, seed=config.seed, accelerator=self._accelerator)
         with contextlib.closing(model):
             custom = CustomRestore(alias_map=config.restore.alias_map, auto_alias=config.restore.auto_alias)
             options = replace(
@@ -399,6 +407,8 @@ class Trainer:
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config
         hooks: list[Hook] = [_SessionHook(run.session, config, began)]
+        if self._accelerator is not None:
+            hooks.append(AcceleratorHook(self._accelerator))
         if config.tide is not None:
             hooks.append(TideStoppingHook(config.tide, clock=self._clock))
         kept: list[Hook] = []

@@ -53,6 +53,24 @@ class GetTrainingStatusResponse(_message.Message):
     global_step: int
     def __init__(self, global_step: _Optional[int] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("steps", "seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    seconds: float
+    def __init__(self, steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("path", "steps", "seconds")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    steps: int
+    seconds: float
+    def __init__(self, path: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class ControllerHooksProto(_message.Message):
     __slots__ = ("action",)
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

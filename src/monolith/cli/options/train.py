@@ -91,7 +91,8 @@ class TrainOptions:
     profile: bool = False
     """Record a few steps with torch's profiler, for chrome://tracing, into profile/ of the model_dir."""
     control: bool = False
-    """Serve the controller, and obey the file monolith_action in the model_dir: halt, resume, save, stop."""
+    """Let the run be controlled: halt, resume, save and stop it by the controller or the file monolith_action
+    in the model_dir, and profile any of its processes with `monolith profile`."""
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port; 0 chooses a free one."""
     metrics_host: str | None = None

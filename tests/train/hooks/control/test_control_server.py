@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import stat
 import sys
@@ -21,6 +22,7 @@ from monolith.errors import (
     ConfigError,
     ListenError,
     MissingExtraError,
+    ProfilerBusyError,
     TrainingError,
 )
 from monolith.train.hooks import (
@@ -31,10 +33,21 @@ from monolith.train.hooks import (
     LocalBarrier,
     SaveHook,
 )
+from monolith.train.hooks.control.control_server import ControlServer
+from monolith.train.hooks.reports.tracing import Tracer
 from monolith.wire.limits import Limits
 
 pytest.importorskip("grpc")
 SECONDS = 10.0
+
+
+class NoTrace:
+    """Records nothing of torch."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text('{"traceEvents": []}')
 
 
 def saved() -> Future[str | None]:
@@ -123,7 +136,51 @@ def test_a_job_without_a_token_makes_one_that_only_its_user_can_read(serve, tmp_
     with pytest.raises(ConfigError, match="mode 0600"):
         ControlClient(str(tmp_path))
     hook.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [token]  # that of the other processes of the run, too
+
+
+def test_processes_of_a_run_share_the_token_that_one_of_them_has_made(serve, tmp_path):
+    serve()
+    other = ControlServer({}, tracer=Tracer(str(tmp_path / "profile"), "ps_0", make=NoTrace), grace=0.1)
+    other.start(str(tmp_path))
+    try:
+        with ControlClient(str(tmp_path), address=other.address) as job:
+            trace = job.profile(seconds=0.05)
+            with pytest.raises(TrainingError, match="UNIMPLEMENTED"):
+                job.stop_training()
+    finally:
+        other.close()
+    assert Path(trace.path).name.startswith("ps_0_")
+    assert json.loads(Path(trace.path).read_text())["traceEvents"]
+
+
+def test_a_profile_is_refused_while_another_one_is_recorded_and_ends_with_the_run(serve, tmp_path):
+    hook = serve(tracer=Tracer(str(tmp_path / "profile"), "worker_0", make=NoTrace))
+    with ControlClient(str(tmp_path)) as job, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(job.profile, seconds=100.0)
+        busy = []
+
+        def refused() -> bool:
+            try:
+                job.profile(seconds=0.01)
+            except ProfilerBusyError as error:
+                busy.append(str(error))
+            return bool(busy)
+
+        until(refused)
+        assert "worker_0 is being profiled already" in busy[0]
+        hook.close()
+        with pytest.raises(TrainingError, match="given up"):
+            first.result(SECONDS)
+
+
+def test_what_a_profile_cannot_have_is_refused_with_the_reason(serve, tmp_path):
+    serve(tracer=Tracer(str(tmp_path), "worker_0", make=NoTrace))
+    with ControlClient(str(tmp_path)) as job:
+        with pytest.raises(ConfigError, match="takes no steps"):
+            job.profile(steps=3)
+        with pytest.raises(ConfigError, match="at most 120"):
+            job.profile(seconds=1000.0)
 
 
 def test_saves_that_nobody_finishes_leave_the_others_room(serve, tmp_path):
@@ -275,7 +332,7 @@ def test_a_port_that_is_taken_is_an_error(tmp_path):
         hook = ControlServerHook(LocalBarrier(1), saved, address=f"127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ListenError, match="cannot serve the controller"):
             hook.after_create(FakeRun(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "controller_server_addr.txt").exists()
 
 
 def test_without_grpc_the_error_names_the_extra(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Self
 from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from monolith import filesystem
-from monolith.cluster.run_token import is_guarded, read_token, write_token
+from monolith.cluster.run_token import is_guarded, read_token
 from monolith.cluster.security import (
     SecurityConfig,
     add_grpc_port,
@@ -40,10 +40,12 @@ from monolith.errors import (
     ListenError,
     MissingExtraError,
     MonolithError,
+    ProfilerBusyError,
     TrainingError,
 )
 from monolith.train.hook import Hook, Run
 from monolith.train.hooks.control.barrier import Barrier, unblocked_indices
+from monolith.train.hooks.reports.tracing import MOST_SECONDS, Trace, Tracer
 from monolith.wire import controller_pb2 as wire
 from monolith.wire.limits import Limits
 
@@ -55,7 +57,7 @@ GRACE_SECONDS = 20.0
 _SERVICE = "Controller"
 _THREADS = 4
 _LONGEST_REQUEST = 64 << 10
-"""Bytes; none of the requests has anything in it."""
+"""Bytes; none of the requests has much in it."""
 _LOOK_SECONDS = 0.2
 
 _METHODS: dict[str, tuple[type[Message], type[Message]]] = {
@@ -64,66 +66,75 @@ _METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "GetBlockStatus": (wire.GetBlockStatusRequest, wire.GetBlockStatusResponse),
     "SaveCheckpoint": (wire.SaveCheckpointRequest, wire.SaveCheckpointResponse),
     "GetTrainingStatus": (wire.GetTrainingStatusRequest, wire.GetTrainingStatusResponse),
+    "Profile": (wire.ProfileRequest, wire.ProfileResponse),
 }
 
 
-class ControlServerHook(Hook):
-    """Serves `Controller` while the run lasts.
+Call = Callable[[Any, Any], Message]
+"""Answers a request; the second argument is gRPC's context of the call."""
+
+
+class ControlServer:
+    """Serves some calls of `Controller`, from `start` to `close`.
 
     Args:
-        barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
-            `SaveHook.before_step` while it waits, or a halted job cannot be saved.
-        trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
+        calls: By name, what answers them.
+        tracer: Profiles this process when asked; None refuses to.
         address: host:port to listen on; port 0 is any free one. Only this machine by default.
         security: Certificates and the token that callers must present. Without, only an address of this
-            machine is listened on, and a token is made: callers find it beside the address, in a file that
-            only this user can read.
-        limits: What one caller may ask for.
+            machine is listened on, and a token is made: callers find it in the model_dir, in a file that only
+            this user can read, the same for all processes of the run.
+        waiting: How many callers may wait for something at a time.
     """
 
     def __init__(
         self,
-        barrier: Barrier,
-        trigger_save: Callable[[], Future[str | None]],
+        calls: Mapping[str, Call],
         *,
+        tracer: Tracer | None = None,
         address: str = "127.0.0.1:0",
         security: SecurityConfig | None = None,
         grace: float = GRACE_SECONDS,
-        limits: Limits | None = None,
+        waiting: int = 1,
     ) -> None:
-        self._barrier = barrier
-        self._trigger_save = trigger_save
+        self._calls = dict(calls)
+        if tracer is not None:
+            self._calls["Profile"] = lambda request, context: self._profile(tracer, request, context)
         self._listen_on = address
         self._security = SecurityConfig() if security is None else security
         self._grace = grace
-        self._limits = limits or Limits()
-        self._saves = threading.BoundedSemaphore(self._limits.saves)
+        self._waiting = waiting
         self._server: Any = None
-        self._closing = threading.Event()
-        self._path: str | None = None
-        self._token_path: str | None = None
+        self.closing = threading.Event()
+        """Set when calls that wait should give up."""
         self.address: str | None = None
         """host:port while it serves."""
 
-    def after_create(self, run: Run) -> None:
-        if self._server is not None:
-            return
+    def start(self, model_dir: str = "") -> None:
+        """Serve from now on.
+
+        Args:
+            model_dir: Where callers find a token that is made.
+
+        Raises:
+            ListenError: The port is taken.
+            ConfigError: Others can reach the address, and nothing is demanded of them.
+        """
         grpc = import_grpc()
-        guard, made = guard_listener(self._listen_on, self._security), None
+        guard = guard_listener(self._listen_on, self._security)
         if guard.token is None and not guard.uses_tls:
-            made = Secret(secrets.token_hex(32))
-            guard = replace(guard, token=made)
-        self._closing.clear()
+            guard = replace(guard, token=control_token(model_dir))
+        self.closing.clear()
         server = grpc.server(
-            # Whoever waits for a save has a thread: some are left for others.
-            ThreadPoolExecutor(self._limits.saves + _THREADS, thread_name_prefix="control-server"),
+            # Whoever waits for a save or a trace has a thread: some are left for others.
+            ThreadPoolExecutor(self._waiting + _THREADS, thread_name_prefix="control-server"),
             interceptors=grpc_interceptors(guard),
             options=(
                 ("grpc.so_reuseport", 0),  # a taken port is an error, not a port for two
                 ("grpc.max_receive_message_length", _LONGEST_REQUEST),
             ),
         )
-        server.add_generic_rpc_handlers((self._handlers(grpc, run),))
+        server.add_generic_rpc_handlers((self._handlers(grpc),))
         try:
             port = add_grpc_port(server, self._listen_on, guard)
         except ListenError as cause:
@@ -135,52 +146,35 @@ class ControlServerHook(Hook):
         self._server = server
         self.address = f"{self._listen_on.rpartition(':')[0]}:{port}"
         _log.info("control server listens on %s", self.address)
-        if run.model_dir:
-            filesystem.make_dirs(run.model_dir)
-            self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
-            if made is not None:
-                self._leave_token(run.model_dir, made)
-            with filesystem.atomic_write(self._path) as file:
-                file.write(self.address.encode())
 
     def close(self) -> None:
-        """Take the address back, and let calls finish that are under way."""
-        self._closing.set()
+        """Let calls finish that are under way. Closing again does nothing."""
+        self.closing.set()
+        self.address = None
+        if self._server is not None:
+            self._server.stop(self._grace).wait()
+            self._server = None
+
+    def _profile(self, tracer: Tracer, request: Any, context: Any) -> Message:
         try:
-            for path in filter(None, (self._path, self._token_path)):
-                filesystem.remove(path)
-        finally:
-            self._path = self._token_path = self.address = None
-            if self._server is not None:
-                self._server.stop(self._grace).wait()
-                self._server = None
-
-    def _leave_token(self, model_dir: str, token: Secret) -> None:
-        if filesystem.is_remote(model_dir):
-            _log.warning(
-                "nobody can control this run: it has no token, and others could read one in %s. "
-                "Start it with security.token_file.",
-                model_dir,
+            trace = tracer.trace(
+                steps=request.steps,
+                seconds=request.seconds,
+                given_up=lambda: self.closing.is_set() or not context.is_active(),
             )
-            return
-        self._token_path = filesystem.join(model_dir, TOKEN_FILE)
-        write_token(Path(self._token_path), token)
+        except ProfilerBusyError as error:
+            raise _RefusedError("ALREADY_EXISTS", str(error)) from error
+        except ConfigError as error:
+            raise _RefusedError("INVALID_ARGUMENT", str(error)) from error
+        return wire.ProfileResponse(path=trace.path, steps=trace.steps, seconds=trace.seconds)
 
-    def _handlers(self, grpc: Any, run: Run) -> Any:
-        answers: dict[str, Callable[[Any], Message]] = {
-            "StopTraining": lambda _: self._stop(grpc),
-            "ResumeTraining": lambda _: self._resume(),
-            "GetBlockStatus": lambda _: self._block_status(),
-            "SaveCheckpoint": lambda context: self._save_for_few(grpc, context),
-            "GetTrainingStatus": lambda _: wire.GetTrainingStatusResponse(global_step=run.step),
-        }
-
-        def method(answer: Callable[[Any], Message]) -> Callable[[Message, Any], Message]:
-            def call(request: Message, context: Any) -> Message:  # noqa: ARG001
+    def _handlers(self, grpc: Any) -> Any:
+        def method(answer: Call) -> Call:
+            def call(request: Message, context: Any) -> Message:
                 try:
-                    return answer(context)
+                    return answer(request, context)
                 except _RefusedError as error:
-                    context.abort(error.code, str(error))
+                    context.abort(getattr(grpc.StatusCode, error.code), str(error))
                     raise AssertionError("abort raises") from error
                 except Exception as error:  # whatever it is, the server goes on, and its log has the rest
                     number = secrets.token_hex(4)
@@ -194,19 +188,95 @@ class ControlServerHook(Hook):
             _SERVICE,
             {
                 name: grpc.unary_unary_rpc_method_handler(
-                    method(answers[name]),
-                    request_deserializer=request.FromString,
-                    response_serializer=response.SerializeToString,
+                    method(answer),
+                    request_deserializer=_METHODS[name][0].FromString,
+                    response_serializer=_METHODS[name][1].SerializeToString,
                 )
-                for name, (request, response) in _METHODS.items()
+                for name, answer in self._calls.items()
             },
         )
 
-    def _stop(self, grpc: Any) -> wire.StopTrainingResponse:
+
+class ControlServerHook(Hook):
+    """Serves `Controller` while the run lasts.
+
+    Args:
+        barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
+            `SaveHook.before_step` while it waits, or a halted job cannot be saved.
+        trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
+        tracer, address, security, grace: As for `ControlServer`.
+        limits: What one caller may ask for.
+    """
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        trigger_save: Callable[[], Future[str | None]],
+        *,
+        tracer: Tracer | None = None,
+        address: str = "127.0.0.1:0",
+        security: SecurityConfig | None = None,
+        grace: float = GRACE_SECONDS,
+        limits: Limits | None = None,
+    ) -> None:
+        self._barrier = barrier
+        self._trigger_save = trigger_save
+        self._limits = limits or Limits()
+        self._saves = threading.BoundedSemaphore(self._limits.saves)
+        self._run: Run | None = None
+        self._path: str | None = None
+        calls: dict[str, Call] = {
+            "StopTraining": lambda *_: self._stop(),
+            "ResumeTraining": lambda *_: self._resume(),
+            "GetBlockStatus": lambda *_: self._block_status(),
+            "SaveCheckpoint": lambda _, context: self._save_for_few(context),
+            "GetTrainingStatus": lambda *_: self._training_status(),
+        }
+        self._server = ControlServer(
+            calls,
+            tracer=tracer,
+            address=address,
+            security=security,
+            grace=grace,
+            waiting=self._limits.saves + 1,
+        )
+
+    @property
+    def address(self) -> str | None:
+        """host:port while it serves."""
+        return self._server.address
+
+    def after_create(self, run: Run) -> None:
+        if self.address is not None:
+            return
+        self._run = run
+        if run.model_dir:
+            filesystem.make_dirs(run.model_dir)
+        self._server.start(run.model_dir)
+        if run.model_dir:
+            self._path = filesystem.join(run.model_dir, ADDRESS_FILE)
+            with filesystem.atomic_write(self._path) as file:
+                file.write(str(self.address).encode())
+
+    def close(self) -> None:
+        """Take the address back, and let calls finish that are under way."""
+        self._server.closing.set()
+        try:
+            if self._path is not None:
+                filesystem.remove(self._path)
+        finally:
+            self._path = None
+            self._server.close()
+
+    def _training_status(self) -> wire.GetTrainingStatusResponse:
+        assert self._run is not None  # who serves has been created
+        return wire.GetTrainingStatusResponse(global_step=self._run.step)
+
+    def _stop(self) -> wire.StopTrainingResponse:
         try:
             self._barrier.place()
         except BarrierAlreadyPlacedError as error:
-            raise _RefusedError(grpc.StatusCode.ALREADY_EXISTS, str(error)) from error
+            raise _RefusedError("ALREADY_EXISTS", str(error)) from error
         return wire.StopTrainingResponse()
 
     def _resume(self) -> wire.ResumeTrainingResponse:
@@ -219,34 +289,45 @@ class ControlServerHook(Hook):
             unblocked_indices=unblocked_indices(self._barrier),
         )
 
-    def _save_for_few(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+    def _save_for_few(self, context: Any) -> wire.SaveCheckpointResponse:
         if not self._saves.acquire(blocking=False):
             raise _RefusedError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "RESOURCE_EXHAUSTED",
                 f"{self._limits.saves} callers wait for a checkpoint, the most that limits.saves allows; ask "
                 "again when one is saved",
             )
         try:
-            return self._save(grpc, context)
+            return self._save(context)
         finally:
             self._saves.release()
 
-    def _save(self, grpc: Any, context: Any) -> wire.SaveCheckpointResponse:
+    def _save(self, context: Any) -> wire.SaveCheckpointResponse:
         try:
             saved = self._trigger_save()
             # Not `result(timeout)`, whose TimeoutError may be the save's own, or come as the save is done.
             while not wait([saved], _LOOK_SECONDS).done:
-                given_up = self._closing.is_set() or not context.is_active()
+                given_up = self._server.closing.is_set() or not context.is_active()
                 if given_up and not saved.done():
-                    raise _RefusedError(grpc.StatusCode.UNAVAILABLE, "the run ended before it saved")
+                    raise _RefusedError("UNAVAILABLE", "the run ended before it saved")
             saved.result()
             return wire.SaveCheckpointResponse()
         except _RefusedError:
             raise
         except Exception as error:
             _log.exception("saving a checkpoint on request failed")
-            code = grpc.StatusCode.INTERNAL
-            raise _RefusedError(code, f"cannot save: {type(error).__name__}: {_said(error)}") from error
+            raise _RefusedError("INTERNAL", f"cannot save: {type(error).__name__}: {_said(error)}") from error
+
+
+def control_token(model_dir: str) -> Secret:
+    """Return a token that this user's processes share in their model_dir; one that nobody knows without."""
+    if not model_dir or filesystem.is_remote(model_dir):
+        _log.warning(
+            "nobody can control this run: it has no token, and others could read one in %r. Start it with "
+            "security.token_file.",
+            model_dir,
+        )
+        return Secret(secrets.token_hex(32))
+    return read_token(Path(model_dir) / TOKEN_FILE, make=True)
 
 
 def _said(error: Exception) -> str:
@@ -257,9 +338,9 @@ def _said(error: Exception) -> str:
 
 
 class _RefusedError(Exception):
-    """A call that ends in an error; never leaves the server as such."""
+    """A call that ends in an error, a name of gRPC's status codes; never leaves the server as such."""
 
-    def __init__(self, code: Any, message: str) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -277,6 +358,7 @@ class ControlClient:
 
     Args:
         model_dir: Of the job: it says there where it listens.
+        address: host:port of another process of the job than its chief, which only profiles.
         security: The certificates and the token that the server wants to see; by default the token that
             a job of this user left in the model_dir.
         timeout: Seconds to wait for an answer; a save has a limit of its own.
@@ -287,21 +369,19 @@ class ControlClient:
     """
 
     def __init__(
-        self, model_dir: str, *, security: SecurityConfig | None = None, timeout: float = 30.0
+        self,
+        model_dir: str,
+        *,
+        address: str | None = None,
+        security: SecurityConfig | None = None,
+        timeout: float = 30.0,
     ) -> None:
         import_grpc()
-        path = filesystem.join(model_dir, ADDRESS_FILE)
-        try:
-            self.address = filesystem.read_bytes(path).decode().strip()
-        except FileMissingError as cause:
-            raise TrainingError(
-                f"cannot find the job of {model_dir}: there is no {path}. It is not running, or has no "
-                "control server."
-            ) from cause
+        self.address = _chief_address(model_dir) if address is None else address
         self._timeout = timeout
         security = SecurityConfig() if security is None else security
         token = Path(model_dir) / TOKEN_FILE
-        if not is_guarded(security) and not filesystem.is_remote(model_dir) and token.exists():
+        if model_dir and not is_guarded(security) and not filesystem.is_remote(model_dir) and token.exists():
             security = replace(security, token=read_token(token))
         guard = guard_caller(security)
         self._channel = grpc_channel(self.address, guard)
@@ -328,6 +408,19 @@ class ControlClient:
     def global_step(self) -> int:
         return int(self._call("GetTrainingStatus").global_step)
 
+    def profile(self, *, steps: int = 0, seconds: float = 10.0) -> Trace:
+        """Record what the process does, and return when the trace is on its disk.
+
+        Args:
+            steps: Ends the trace earlier; 0 does not count them.
+
+        Raises:
+            ProfilerBusyError: It is being profiled already.
+            ConfigError: More is asked for than a trace may have.
+        """
+        found = self._call("Profile", {"steps": steps, "seconds": seconds}, timeout=2 * MOST_SECONDS)
+        return Trace(found.path, int(found.steps), found.seconds)
+
     def close(self) -> None:
         self._channel.close()
 
@@ -339,7 +432,7 @@ class ControlClient:
     ) -> None:
         self.close()
 
-    def _call(self, name: str, **options: Any) -> Any:
+    def _call(self, name: str, fields: Mapping[str, Any] | None = None, **options: Any) -> Any:
         grpc = import_grpc()
         request, response = _METHODS[name]
         method = self._channel.unary_unary(
@@ -348,15 +441,29 @@ class ControlClient:
             response_deserializer=response.FromString,
         )
         try:
-            return method(request(), **{"timeout": self._timeout, **options})
+            return method(request(**(fields or {})), **{"timeout": self._timeout, **options})
         except grpc.RpcError as cause:
             _translate(grpc, name, self.address, cause)
+
+
+def _chief_address(model_dir: str) -> str:
+    path = filesystem.join(model_dir, ADDRESS_FILE)
+    try:
+        return filesystem.read_bytes(path).decode().strip()
+    except FileMissingError as cause:
+        raise TrainingError(
+            f"cannot find the job of {model_dir}: there is no {path}. It is not running, or has no "
+            "control server."
+        ) from cause
 
 
 def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
     code, details = cause.code(), cause.details()
     if code == grpc.StatusCode.ALREADY_EXISTS:
-        raise BarrierAlreadyPlacedError(details) from cause
+        kind = ProfilerBusyError if name == "Profile" else BarrierAlreadyPlacedError
+        raise kind(details) from cause
+    if code == grpc.StatusCode.INVALID_ARGUMENT:
+        raise ConfigError(details) from cause
     if code == grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigError(f"{address} refuses {name}: {details}. Give the token of the job.") from cause
     raise TrainingError(f"{name} at {address} failed: {code.name}: {details}") from cause

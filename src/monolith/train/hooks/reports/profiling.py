@@ -35,11 +35,21 @@ class Profiler(Protocol):
 
 
 def torch_profiler() -> Profiler:
-    """Return a profiler of this process: the CPU, and the GPU where there is one."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
+    """Return a profiler of the thread that starts it: the CPU, and the GPU where there is one."""
+    return torch.profiler.profile(activities=_activities())
+
+
+def all_threads_profiler() -> Profiler:
+    """Return a profiler of all threads of this process."""
+    from torch._C._profiler import _ExperimentalConfig  # torch has no other way to see threads of others
+
+    config = _ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(activities=_activities(), experimental_config=config)
+
+
+def _activities() -> list[torch.profiler.ProfilerActivity]:
+    on_gpu = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
 
 
 class ProfilerHook(Hook):

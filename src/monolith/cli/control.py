@@ -1,0 +1,87 @@
+"""What lets an operator reach a process of a run: halt, resume and save at the chief, profile everywhere.
+
+A process is reached by its control server, and found by what it says of itself in status/ of the model_dir.
+There is one where --control asks for it, and where MLP started the process: a worker then has it at its
+MLP_PORT, so that those who help the run see whether the chief lives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from monolith import filesystem
+from monolith.cli.own_status import OwnStatus
+from monolith.cluster import concat_ip_and_port
+from monolith.cluster.run_token import is_guarded
+from monolith.cluster.security import SecurityConfig
+from monolith.run import RunConfig
+from monolith.run.runtime import listen_address
+from monolith.train.hooks.control.control_server import ControlServer, control_token
+from monolith.train.hooks.reports.profiling import FOLDER
+from monolith.train.hooks.reports.tracing import Tracer
+
+_log = logging.getLogger(__name__)
+
+ANY_PORT = "127.0.0.1:0"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlace:
+    """Where a process serves its control, what it asks of callers, and what records its traces."""
+
+    address: str
+    security: SecurityConfig | None
+    tracer: Tracer
+
+
+def control_place(
+    run: RunConfig, environ: Mapping[str, str], status: OwnStatus, *, asked: bool
+) -> ControlPlace | None:
+    """Return where this process is to be controlled; None where nobody wants that.
+
+    Args:
+        run: As it was given: who gave the run a token knows it. One that was made for its processes nobody
+            knows; the control server then makes its own, and leaves it where its owner finds it.
+        asked: Whether a person asked for it.
+    """
+    by_mlp = run.discovery.kind == "mlp" and not run.job.local
+    model_dir = run.train.model_dir
+    if not model_dir or not (asked or by_mlp):
+        return None
+    cluster = run.cluster
+    steps = (lambda: status.status().step or 0) if cluster.role == "worker" else None
+    tracer = Tracer(filesystem.join(model_dir, FOLDER), f"{cluster.role}_{cluster.index}", steps=steps)
+    security = run.security if is_guarded(run.security) else None
+    if not by_mlp:
+        return ControlPlace(ANY_PORT, security, tracer)
+    if security is None:
+        if filesystem.is_remote(model_dir):
+            _log.warning(
+                "this process has no control server: callers could read its token in %s. Give the run one "
+                "with security.token_file.",
+                model_dir,
+            )
+            return None
+        security = SecurityConfig(token=control_token(model_dir))
+    host, port = listen_address(run, environ)
+    # What is no worker listens there already.
+    return ControlPlace(concat_ip_and_port(host, port if cluster.role == "worker" else 0), security, tracer)
+
+
+@contextmanager
+def profiled_on_demand(place: ControlPlace | None, run: RunConfig, status: OwnStatus) -> Iterator[None]:
+    """Let somebody profile this process while the block lasts; for all but the chief, see `control_hooks`."""
+    if place is None:
+        yield
+        return
+    server = ControlServer({}, tracer=place.tracer, address=place.address, security=place.security)
+    filesystem.make_dirs(run.train.model_dir)
+    server.start(run.train.model_dir)
+    status.control = lambda: server.address or ""
+    try:
+        yield
+    finally:
+        server.close()

@@ -1,0 +1,225 @@
+"""Traces of a running process: what its threads do for some seconds, when somebody asks.
+
+A trace is a file for chrome://tracing or Perfetto. It has the operations of torch on all threads and on the
+GPU, and beside them the Python stacks of all threads, looked at a hundred times a second: a process that
+serves or reads does little in torch, and its stacks say where its time goes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from monolith import filesystem
+from monolith.errors import ConfigError, ProfilerBusyError, TrainingError
+from monolith.train.hooks.reports.profiling import Profiler, all_threads_profiler
+
+_log = logging.getLogger(__name__)
+
+MOST_SECONDS = 120.0
+"""The longest trace: a second of training may be some megabytes."""
+MOST_STEPS = 1000
+SAMPLE_SECONDS = 0.01
+_LOOK_SECONDS = 0.02
+_DEEPEST = 64
+_STACKS = "Python stacks"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace that was recorded."""
+
+    path: str
+    steps: int
+    """Taken meanwhile."""
+    seconds: float
+
+
+class Tracer:
+    """Records traces of this process, one at a time, into a folder. Thread-safe.
+
+    Args:
+        folder: Where traces go; made when there is one.
+        name: What their names begin with, such as worker_0.
+        steps: Counts the steps of this process; None for one that takes none.
+        make: Makes what records torch.
+        clock: Seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        *,
+        steps: Callable[[], int] | None = None,
+        make: Callable[[], Profiler] = all_threads_profiler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._name = name
+        self._steps = steps
+        self._make = make
+        self._clock = clock
+        self._busy = threading.Lock()  # held while a trace is recorded
+
+    def trace(
+        self, *, steps: int = 0, seconds: float = 10.0, given_up: Callable[[], bool] = lambda: False
+    ) -> Trace:
+        """Record for so many steps, and for so many seconds at the most; return when the file is there.
+
+        Args:
+            steps: 0 does not count them.
+            given_up: Whether nobody wants the trace any more.
+
+        Raises:
+            ConfigError: More is asked for than a trace may have, or steps of a process that takes none.
+            ProfilerBusyError: Another one is being recorded.
+            TrainingError: It was given up.
+        """
+        self._check(steps, seconds)
+        if not self._busy.acquire(blocking=False):
+            raise ProfilerBusyError(
+                f"{self._name} is being profiled already; ask again when that is done, {MOST_SECONDS:g} s at "
+                "the most"
+            )
+        try:
+            return self._record(steps, seconds, given_up)
+        finally:
+            self._busy.release()
+
+    def _check(self, steps: int, seconds: float) -> None:
+        if not 0 < seconds <= MOST_SECONDS:
+            raise ConfigError(
+                f"profile: seconds must be above 0 and at most {MOST_SECONDS:g}, got {seconds:g}"
+            )
+        if not 0 <= steps <= MOST_STEPS:
+            raise ConfigError(f"profile: steps must be from 0 to {MOST_STEPS}, got {steps}")
+        if steps and self._steps is None:
+            raise ConfigError(f"profile: {self._name} takes no steps; ask for seconds")
+
+    def _record(self, steps: int, seconds: float, given_up: Callable[[], bool]) -> Trace:
+        count = self._steps or (lambda: 0)
+        recorder = self._make()
+        sampler = StackSampler()
+        recorder.start()  # which takes seconds, the first time
+        began, first = self._clock(), count()
+        try:
+            with sampler:
+                while self._clock() - began < seconds and not (steps and count() - first >= steps):
+                    if given_up():
+                        raise TrainingError("the profile was given up: nobody waits for it any more")
+                    time.sleep(_LOOK_SECONDS)
+        finally:
+            recorder.stop()
+        took, taken = self._clock() - began, count() - first
+        path = filesystem.join(self._folder, f"{self._name}_{time.time_ns() // 1_000_000}.json")
+        filesystem.make_dirs(self._folder)
+        # torch writes to local files only, and the folder may be anywhere.
+        with tempfile.TemporaryDirectory() as local:
+            file = Path(local) / "trace.json"
+            recorder.export_chrome_trace(str(file))
+            _add_events(file, sampler)
+            filesystem.copy_file(str(file), path)
+        _log.info("profiled %d steps in %.1f s: %s", taken, took, path)
+        return Trace(path, taken, took)
+
+
+class StackSampler:
+    """Looks at the stacks of all other threads while its block lasts.
+
+    What a thread is seen in at two looks in a row counts as one stay there: a stack is a bar for each
+    function, from the first look that saw it to the last.
+    """
+
+    def __init__(self, every: float = SAMPLE_SECONDS) -> None:
+        self._every = every
+        self._stop = threading.Event()
+        self._open: dict[int, list[tuple[str, str, int]]] = {}
+        """By thread, from the outermost on: function, file, and since when in ns."""
+        self._bars: list[tuple[int, str, str, int, int]] = []
+        self._names: dict[int, str] = {}
+        self._thread = threading.Thread(target=self._run, name="stack-sampler", daemon=True)
+
+    def __enter__(self) -> StackSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def events(self, base_ns: int) -> list[dict[str, Any]]:
+        """Return what was seen, as events of a trace whose times count from `base_ns` of Unix time."""
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": _STACKS, "tid": thread, "args": {"name": name}}
+            for thread, name in self._names.items()
+        ]
+        bars = [
+            {
+                "ph": "X",
+                "cat": "python_stack",
+                "name": function,
+                "pid": _STACKS,
+                "tid": thread,
+                "ts": (since - base_ns) / 1000,
+                "dur": (until - since) / 1000,
+                "args": {"at": at},
+            }
+            for thread, function, at, since, until in self._bars
+        ]
+        return [*names, *bars]
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            self._look(time.time_ns())
+        now = time.time_ns()
+        for thread in self._open:
+            self._close(thread, 0, now)
+
+    def _look(self, now: int) -> None:
+        own = threading.get_ident()
+        self._names |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
+        frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != own}
+        for thread in self._open.keys() - frames.keys():
+            self._close(thread, 0, now)
+        for thread, frame in frames.items():
+            seen = _stack(frame)
+            known = self._open.setdefault(thread, [])
+            same = 0
+            while same < min(len(seen), len(known)) and seen[same] == known[same][:2]:
+                same += 1
+            self._close(thread, same, now)
+            known += [(function, at, now) for function, at in seen[same:]]
+
+    def _close(self, thread: int, depth: int, now: int) -> None:
+        """End the bars of a thread from some depth on."""
+        known = self._open[thread]
+        self._bars += [(thread, function, at, since, now) for function, at, since in known[depth:]]
+        del known[depth:]
+
+
+def _stack(frame: FrameType | None) -> list[tuple[str, str]]:
+    """Return function and file of each frame, from the outermost on, but for what is too deep."""
+    found: list[tuple[str, str]] = []
+    while frame is not None:
+        code = frame.f_code
+        found.append((code.co_qualname, f"{code.co_filename}:{code.co_firstlineno}"))
+        frame = frame.f_back
+    return found[::-1][:_DEEPEST]
+
+
+def _add_events(file: Path, sampler: StackSampler) -> None:
+    trace: Mapping[str, Any] = json.loads(file.read_text())
+    events = sampler.events(int(trace.get("baseTimeNanoseconds", 0)))
+    whole = {**trace, "traceEvents": [*trace.get("traceEvents", []), *events], "process": os.getpid()}
+    file.write_text(json.dumps(whole))

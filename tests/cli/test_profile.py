@@ -1,0 +1,140 @@
+"""`monolith profile`: traces of a job's processes, by the control server of each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monolith.cli.control import control_place
+from monolith.cli.main import main
+from monolith.cli.own_status import OwnStatus
+from monolith.cluster.status import ProcessStatus, Role, StatusBoard
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.train import TrainConfig
+from monolith.train.hooks.control.control_server import ControlServer
+from monolith.train.hooks.reports.tracing import Tracer
+
+pytest.importorskip("grpc")
+
+
+class NoTrace:
+    """Records nothing of torch."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text('{"traceEvents": []}')
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Path]:
+    """A job of two processes that can be asked, and one that cannot."""
+    servers = []
+    known: list[tuple[Role, int, bool]] = [("worker", 0, True), ("ps", 0, True), ("ps", 1, False)]
+    for role, index, asked in known:
+        control = ""
+        if asked:
+            steps = (lambda: time.monotonic_ns()) if role == "worker" else None  # noqa: PLW0108
+            tracer = Tracer(str(tmp_path / "profile"), f"{role}_{index}", steps=steps, make=NoTrace)
+            servers.append(ControlServer({}, tracer=tracer, grace=0.1))
+            servers[-1].start(str(tmp_path))
+            control = servers[-1].address or ""
+        now = time.time()
+        StatusBoard(str(tmp_path)).write(
+            ProcessStatus(
+                role=role, index=index, state="x", time=now, every=60.0, started=now, control=control
+            )
+        )
+    yield tmp_path
+    for server in servers:
+        server.close()
+
+
+def profiled(job: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    status = main(["profile", str(job), "--json", *flags])
+    return status, {one["process"]: one for one in json.loads(capsys.readouterr().out)["profiles"]}
+
+
+def test_every_process_that_can_be_asked_writes_a_trace(job: Path, capsys: Any) -> None:
+    status, found = profiled(job, capsys, "--seconds", "0.05")
+    assert status == 0
+    assert found.keys() == {"worker-0", "ps-0"}
+    for one in found.values():
+        assert json.loads(Path(one["path"]).read_text())["traceEvents"]
+
+
+def test_steps_are_asked_of_those_that_take_some(job: Path, capsys: Any) -> None:
+    status, found = profiled(job, capsys, "--steps", "1")
+    assert (status, list(found)) == (0, ["worker-0"])
+    assert found["worker-0"]["steps"] >= 1
+
+
+def test_a_process_that_cannot_do_it_says_why_and_the_others_go_on(job: Path, capsys: Any) -> None:
+    status, found = profiled(job, capsys, "--process", "worker-0", "ps-0", "ps-1", "--steps", "1")
+    assert status == 1
+    assert "path" in found["worker-0"]
+    assert "takes no steps" in found["ps-0"]["error"]
+    assert "start it with --control" in found["ps-1"]["error"]
+
+
+def test_a_process_that_is_not_there_is_named_with_those_that_are(job: Path, capsys: Any) -> None:
+    assert main(["profile", str(job), "--process", "ps-7"]) == 2
+    assert "has no process ps-7; those that run are: worker-0, ps-0, ps-1" in capsys.readouterr().err
+
+
+def test_who_cannot_read_the_token_of_the_run_is_refused(job: Path, capsys: Any, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("not the token")
+    status, found = profiled(job, capsys, "--token-file", str(wrong), "--seconds", "0.05")
+    assert status == 1
+    assert "token" in found["ps-0"]["error"]
+
+
+# Where a process is controlled
+
+MLP = {
+    "MLP_ROLE": "worker",
+    "MLP_PORT": "2000",
+    "MLP_WORKER_NUM": "1",
+    "MLP_WORKER_0_PRIMARY_HOST": "10.0.0.7",
+    "MLP_WORKER_0_PORT": "2000",
+}
+
+
+def place(run: RunConfig, environ: dict[str, str] | None = None, *, asked: bool) -> str | None:
+    found = control_place(run, environ or {}, OwnStatus(run), asked=asked)
+    return None if found is None else found.address
+
+
+def test_a_process_is_controlled_on_its_own_machine_where_somebody_asks(tmp_path: Path) -> None:
+    run = RunConfig(train=TrainConfig(model_dir=str(tmp_path)))
+    assert place(run, asked=True) == "127.0.0.1:0"
+    assert place(run, asked=False) is None
+    assert place(RunConfig(), asked=True) is None
+
+
+def test_a_worker_that_mlp_started_is_controlled_at_its_mlp_port(tmp_path: Path) -> None:
+    train = TrainConfig(model_dir=str(tmp_path))
+    run = RunConfig(train=train, discovery=DiscoveryConfig(kind="mlp"))
+    assert place(run, MLP, asked=False) == "10.0.0.7:2000"
+    found = control_place(run, MLP, OwnStatus(run), asked=False)
+    assert found is not None
+    assert found.security is not None
+    assert found.security.token is not None  # others can reach it
+
+
+def test_nobody_is_controlled_by_a_token_that_others_can_read() -> None:
+    train = TrainConfig(model_dir="memory://shared/model")
+    run = RunConfig(train=train, discovery=DiscoveryConfig(kind="mlp"), cluster=ClusterConfig())
+    assert place(run, MLP, asked=False) is None
+
+
+def test_flags_of_a_profile_are_bounded(job: Path, capsys: Any) -> None:
+    status, found = profiled(job, capsys, "--process", "ps-0", "--seconds", "1000")
+    assert status == 1
+    assert "at most 120" in found["ps-0"]["error"]

@@ -1,0 +1,146 @@
+"""Traces of a process, recorded when somebody asks."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monolith.errors import ConfigError, ProfilerBusyError, TrainingError
+from monolith.train.hooks.reports.tracing import MOST_SECONDS, MOST_STEPS, StackSampler, Tracer
+
+SECONDS = 60.0
+
+
+class Recorded:
+    """Stands in for torch's profiler."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.stopped = threading.Event()
+
+    def start(self) -> None:
+        self.started.set()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path).write_text('{"baseTimeNanoseconds": 0, "traceEvents": [{"name": "own"}]}')
+
+
+class Steps:
+    """Counts up, one step each time it is asked."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __call__(self) -> int:
+        self.taken += 1
+        return self.taken
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """A thread that computes with torch."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        weights = torch.ones(16, 16)
+        while not stop.is_set():
+            weights @ weights
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=spin, name="computes")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_trace_has_what_torch_does_on_other_threads_and_where_python_is(tmp_path: Path) -> None:
+    with computing():
+        trace = Tracer(str(tmp_path / "profile"), "worker_3").trace(seconds=0.5)
+    found: dict[str, Any] = json.loads(Path(trace.path).read_text())
+    assert Path(trace.path).parent == tmp_path / "profile"
+    assert Path(trace.path).name.startswith("worker_3_")
+    assert any(event.get("name") == "aten::mm" for event in found["traceEvents"])
+    stacks = [event for event in found["traceEvents"] if event.get("cat") == "python_stack"]
+    assert any(event["name"].endswith("spin") for event in stacks)
+    assert all(event["dur"] >= 0 for event in stacks)
+
+
+def test_it_ends_after_so_many_steps(tmp_path: Path) -> None:
+    trace = Tracer(str(tmp_path), "w", steps=Steps(), make=Recorded).trace(steps=3, seconds=MOST_SECONDS)
+    assert trace.steps >= 3
+    assert trace.seconds < MOST_SECONDS
+
+
+def test_it_ends_after_so_many_seconds_whatever_steps_are_missing(tmp_path: Path) -> None:
+    trace = Tracer(str(tmp_path), "w", steps=lambda: 0, make=Recorded).trace(steps=3, seconds=0.05)
+    assert trace.steps == 0
+
+
+def test_one_trace_is_recorded_at_a_time(tmp_path: Path) -> None:
+    recorder, enough = Recorded(), threading.Event()
+    tracer = Tracer(str(tmp_path), "w", make=lambda: recorder)
+    ended: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            tracer.trace(seconds=MOST_SECONDS, given_up=enough.is_set)
+        except TrainingError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert recorder.started.wait(SECONDS)
+    with pytest.raises(ProfilerBusyError, match="w is being profiled already"):
+        tracer.trace(seconds=0.01)
+    enough.set()
+    thread.join(SECONDS)
+    assert "given up" in str(ended[0])
+    assert recorder.stopped.is_set()
+    assert tracer.trace(seconds=0.01).path  # free again
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"seconds": 0.0}, "above 0"),
+        ({"seconds": float("nan")}, "above 0"),
+        ({"seconds": MOST_SECONDS + 1}, "at most"),
+        ({"steps": MOST_STEPS + 1}, "from 0 to 1000"),
+        ({"steps": 1}, "takes no steps"),
+    ],
+)
+def test_what_a_trace_cannot_have_is_refused(tmp_path: Path, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Tracer(str(tmp_path), "w", make=Recorded).trace(**asked)
+
+
+def test_a_stay_in_a_function_is_one_bar_over_all_looks() -> None:
+    leave = threading.Event()
+
+    def stays() -> None:
+        leave.wait()
+
+    thread = threading.Thread(target=stays, name="stays")
+    thread.start()
+    with StackSampler(every=0.001) as sampler:
+        time.sleep(0.1)
+    leave.set()
+    thread.join()
+    events = sampler.events(0)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    bars = [event for event in events if event["ph"] == "X" and names.get(event["tid"]) == "stays"]
+    assert len([bar for bar in bars if bar["name"].endswith("stays")]) == 1
