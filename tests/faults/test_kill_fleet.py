@@ -31,7 +31,7 @@ KEEP_GOING = ("--failover.recovery", "keep_going")
 
 
 def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
-    with LaunchedFleet(tmp_path, 240) as fleet:
+    with LaunchedFleet(tmp_path, 160) as fleet:
         for place in (("ps", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
             fleet.hit(place)
@@ -42,7 +42,7 @@ def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: P
 
 
 def test_whoever_restarts_failures_has_the_run_go_on_and_survivors_are_used_again(tmp_path: Path) -> None:
-    with LoopedFleet(tmp_path, 360) as fleet:
+    with LoopedFleet(tmp_path, 240) as fleet:
         for place in (("ps", 0), ("worker", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
             fleet.hit(place)
@@ -91,6 +91,7 @@ def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_com
         assert fleet.times_trained() == dict.fromkeys(range(fleet.data.records), 1.0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("keeps_going", [False, True])
 def test_a_worker_that_is_killed_for_good_has_its_work_done_by_the_others(
     tmp_path: Path, keeps_going: bool

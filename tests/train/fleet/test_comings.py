@@ -346,8 +346,18 @@ def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Pa
 # All of it
 
 
-@pytest.mark.parametrize("loses", [False, True])
-@pytest.mark.parametrize(("seed", "kind"), [(1, "queue"), (2, "service")])
+MOMENTS = [
+    *((1, "queue", True), (2, "service", False)),
+    *(
+        pytest.param(seed, kind, seed % 4 < 2, marks=pytest.mark.soak)
+        for seed in range(3, 19)
+        for kind in SOURCES
+    ),
+]
+"""A seed, what hands out work, and whether workers are lost as well."""
+
+
+@pytest.mark.parametrize(("seed", "kind", "loses"), MOMENTS)
 def test_workers_come_leave_and_are_lost_at_random_moments(
     tmp_path: Path, seed: int, kind: str, loses: bool
 ) -> None:
