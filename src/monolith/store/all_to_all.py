@@ -64,8 +64,50 @@ class RankGradients:
     latest_values: Tensor | None
     store: LocalStore
 
+    def summed(self) -> RankGradients:
+        """Return the same with each id of a table once and the sum of its gradients in rank order."""
+        dims = list(self.store.tables.values())
+        cells = list(enumerate(torch.split(self.ids.ids, self.ids.sizes.tolist())))
+        floats = [size * dims[cell % len(dims)] for cell, size in enumerate(self.ids.sizes.tolist())]
+        parts = torch.split(self.gradients, floats)
+        latest = None if self.latest_values is None else torch.split(self.latest_values, floats)
+        per_id = torch.tensor([cell % len(dims) for cell, ids in cells for _ in range(len(ids))])
+        found = []
+        for number, dim in enumerate(dims):
+            mine = [cell for cell, _ in cells if cell % len(dims) == number]
+            keys, places = torch.unique(torch.cat([cells[cell][1] for cell in mine]), return_inverse=True)
+            first = torch.full((len(keys),), len(places)).scatter_reduce_(
+                0, places, torch.arange(len(places)), "amin"
+            )
+            which = per_id == number
+            given = torch.cat([parts[cell] for cell in mine]).view(-1, dim)
+            found.append(
+                (
+                    keys,
+                    torch.zeros(len(keys), dim).index_add_(0, places, given).flatten(),
+                    _summed(self.ids.counts, which, keys, places),
+                    _latest(self.event_time, which, keys, places),
+                    None
+                    if latest is None
+                    else torch.cat([latest[c] for c in mine]).view(-1, dim)[first].flatten(),
+                )
+            )
+        keys, gradients, counts, times, values = zip(*found, strict=True)
+        return RankGradients(
+            ids=TableIds(
+                torch.cat(keys),
+                torch.tensor([len(one) for one in keys]),
+                None if self.ids.counts is None else torch.cat(counts),
+            ),
+            gradients=torch.cat(gradients),
+            step=self.step,
+            event_time=torch.cat(times) if isinstance(self.event_time, Tensor) else self.event_time,
+            latest_values=None if latest is None else torch.cat(values),
+            store=self.store,
+        )
+
     def apply(self, gradients: Tensor | None = None) -> None:
-        """Take one step for each distinct id; with other gradients than came, where these were scaled."""
+        """Take one step for each distinct id; with other gradients than came, where these were changed."""
         self.store.apply_gradients(
             self.ids,
             self.gradients if gradients is None else gradients,
@@ -340,6 +382,18 @@ def _event_times(came: Sequence[tuple[RowHeader, RowRequest]]) -> int | Tensor:
             ]
         )
     )
+
+
+def _summed(counts: Tensor | None, which: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    if counts is None:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros_like(keys).index_add_(0, places, counts[which])
+
+
+def _latest(times: int | Tensor, which: Tensor, keys: Tensor, places: Tensor) -> Tensor:
+    if not isinstance(times, Tensor):
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros_like(keys).scatter_reduce_(0, places, times[which], "amax")
 
 
 def _floats(request: RowRequest, widths: Sequence[int]) -> int:

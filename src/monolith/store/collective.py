@@ -175,6 +175,7 @@ def make_group(
     size: int,
     *,
     host: str | None,
+    connect: timedelta,
     timeout: timedelta,
     backend: str = "gloo",
 ) -> Any:
@@ -183,6 +184,7 @@ def make_group(
     Args:
         keys: Seen by all; with a prefix that no other group has.
         host: The address of this rank, by which others reach it; None leaves it to gloo.
+        connect: How long the others may take to be there.
         timeout: How long one call may take.
         backend: gloo, or nccl for tensors on GPUs.
 
@@ -196,11 +198,13 @@ def make_group(
         return nccl(keys, rank, size, timeout)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout = timeout
+    options._timeout = connect
     options._threads = 2
     options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
     try:
-        return gloo(keys, rank, size, options)
+        group = gloo(keys, rank, size, options)
+        group._set_default_timeout(timeout)
+        return group
     except RuntimeError as cause:
         raise UnavailableError(f"rank {rank} of {size} could not connect to all others: {cause}") from cause
 

@@ -92,7 +92,7 @@ class RankCalls:
             self._thread.join(10)
 
     def _ask(self, rank: int, name: str, body: Mapping[str, Json]) -> str:
-        with self._turn, _reached():
+        with self._turn, reached():
             number = self._asking.add(f"asks/{rank}", 1)
             self._asking.set(f"asked/{rank}/{number}", json.dumps({"call": name, "body": body}))
         return f"answered/{rank}/{number}"
@@ -100,7 +100,7 @@ class RankCalls:
     def _answer_of(self, key: str) -> dict[str, Json]:
         deadline = time.monotonic() + self._timeout
         while True:
-            with self._turn, _reached():
+            with self._turn, reached():
                 if self._asking.check([key]):
                     found: dict[str, Json] = json.loads(self._asking.get(key))
                     self._asking.delete_key(key)
@@ -142,14 +142,14 @@ class RankCalls:
             _log.exception("rank %d: %.60s failed", self.rank, name)
             answer = {"error": "", "message": f"{name:.60} failed: {error}; its log says more"}
         try:
-            with self._turn, _reached():
+            with self._turn, reached():
                 self._asking.set(f"answered/{self.rank}/{number}", json.dumps(answer))
         except UnavailableError as error:
             _log.info("rank %d could not answer: %s", self.rank, error)
 
 
 @contextlib.contextmanager
-def _reached() -> Iterator[None]:
+def reached() -> Iterator[None]:
     """Make an error of ours of what goes wrong on the way to the keys."""
     try:
         yield

@@ -45,8 +45,9 @@ class RankGroups:
         rank: Which one this is.
         size: How many there are.
         host: The address of this process, by which others reach it; None leaves it to torch.
-        timeout: How long one exchange of a step may take, and the ranks to find each other.
-        silence: How long a rank may be silent, over connections that are whole, before it counts as lost.
+        timeout: How long one exchange of a step may take.
+        silence: How long a rank may be silent, over connections that are whole, before it counts as lost; and
+            how long the ranks may take to connect, once all are there.
         backend: gloo, or nccl: then the gradients of weights are summed on the GPU. Rows are in the memory of
             the host, and go by gloo.
 
@@ -72,11 +73,11 @@ class RankGroups:
         self._traffic = TrafficMeter()
         self._lock = threading.Lock()  # guards what follows
         self._lost: RetryableError | None = None
-        self._closed = False
+        self._closed = self._parting = False
 
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
             keys = prefixed(self._keys, name)
-            group = make_group(keys, rank, size, host=host, timeout=limit, backend=kind)
+            group = make_group(keys, rank, size, host=host, connect=silence, timeout=limit, backend=kind)
             device = "cuda" if kind == "nccl" else "cpu"
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.ask_why(self._why)
@@ -116,6 +117,10 @@ class RankGroups:
         except RuntimeError as cause:
             raise UnavailableError(f"the rank that keeps what all share is gone: {cause}") from cause
 
+    def part(self) -> None:
+        """Hear that the run is over: from now on it is no loss if others are gone."""
+        self._parting = True
+
     def fail(self, text: str) -> None:
         """Say why this rank cannot go on, and break everything off, for all. It never raises."""
         with suppress(RuntimeError):
@@ -146,6 +151,8 @@ class RankGroups:
             collective.abort()
 
     def _lose(self, error: RetryableError) -> None:
+        if self._parting:
+            return
         _log.warning("rank %d lost another: %s", self.rank, error)
         with self._lock:
             self._lost = self._lost or error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import Others
+from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.peers import (
@@ -36,6 +37,8 @@ from monolith.train.peers import (
     WorkerState,
 )
 from monolith.wire.traffic import Traffic
+
+Item = TypeVar("Item")
 
 
 class FleetPeers:
@@ -56,6 +59,9 @@ class FleetPeers:
         self._store: ParameterServerStore | None = None
         self._halts: dict[int, WorkerState] = {}
         """Halt -> how this worker stood then, until it is on disk."""
+
+    in_step = False
+    together = None
 
     @property
     def leads(self) -> bool:
@@ -173,6 +179,16 @@ class FleetPeers:
         return found
 
     # Between steps
+
+    def read_in_step(
+        self,
+        items: Iterator[Item],
+        *,
+        every: float,  # noqa: ARG002
+        pressed: Callable[[], bool],  # noqa: ARG002
+        silences: bool,  # noqa: ARG002
+    ) -> Iterator[Item | Silence]:
+        return items
 
     def meet(self, me: Participant) -> str | None:
         self._fleet.check()
