@@ -31,6 +31,9 @@ Place = tuple[str, int]
 class FleetProcesses:
     """Processes that train in one model_dir, with the text of all of them. None outlives its block."""
 
+    SHAPE: tuple[str, ...] = ("--num-ps", "2", "--num-workers", "2")
+    members = MEMBERS
+
     def __init__(self, folder: Path, batches: int, *flags: str) -> None:
         self.model_dir = folder / "model"
         self.batches = batches
@@ -42,17 +45,7 @@ class FleetProcesses:
         return [
             *("-m", "monolith", "train", "train.fleets:Tallied"),
             *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
-            *(
-                "--num-ps",
-                "2",
-                "--num-workers",
-                "2",
-                "--save-steps",
-                "20",
-                "--no-summaries",
-                "--threads",
-                "1",
-            ),
+            *(*self.SHAPE, "--save-steps", "20", "--no-summaries", "--threads", "1"),
             *("--quiet", "--failover.wait", "0.5s", *self._flags, *more),
         ]
 
@@ -116,7 +109,7 @@ class FleetProcesses:
         assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
 
     def close(self) -> None:
-        for place in MEMBERS:
+        for place in self.members:
             if (pid := self.pid(place)) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -145,6 +138,18 @@ class LaunchedFleet(FleetProcesses):
         self.launcher.kill()  # its guardians end the others
         self.launcher.wait()
         super().close()
+
+
+class LaunchedRanks(LaunchedFleet):
+    """Two ranks that train in step, by one command."""
+
+    SHAPE = ("--mode", "sync", "--num-workers", "2")
+    members = MEMBERS[2:]
+
+    def check_every_record_was_trained_once(self) -> None:
+        model = read_model(Tallied(batches=self.batches), self.model_dir)
+        assert model.step == self.batches // 2, "each step is one batch of each"
+        assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
 
 
 class LoopedFleet(FleetProcesses):
