@@ -81,11 +81,18 @@ class FleetProcesses:
 
     def hit(self, place: Place, number: int = signal.SIGKILL) -> int:
         """Send a signal to a member that runs."""
-        self.wait_for(lambda: self.pid(place) is not None, f"{place} to run")
-        pid = self.pid(place)
-        assert pid is not None
-        os.kill(pid, number)
-        return pid
+        hit: list[int] = []
+
+        def strikes() -> bool:
+            pid = self.pid(place)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and another takes its place
+                if pid is not None:
+                    os.kill(pid, number)
+                    hit.append(pid)
+            return bool(hit)
+
+        self.wait_for(strikes, f"{place} to run")
+        return hit[0]
 
     # What comes of it
 

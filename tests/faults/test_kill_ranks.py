@@ -33,8 +33,7 @@ def test_ranks_are_killed_again_and_again(tmp_path: Path) -> None:
             if blow % 5 == 0:
                 ranks.wait_for_another_checkpoint()
             time.sleep(chance.uniform(0, 3))
-            if ranks.launcher.poll() is not None:
-                break
             ranks.hit(chance.choice(ranks.members))
         ranks.finish()
         ranks.check_every_record_was_trained_once()
+        print(ranks.output.count("was killed by SIGKILL; restarting it"), "kills")

@@ -130,7 +130,7 @@ class RankMeeting:
 
     def _keep_keys(self, discovery: Discovery) -> KeyValues:
         host = self._host or "127.0.0.1"
-        keys = _tcp_store(host, 0, keeps=True)
+        keys = keep_keys(host)
         keys.set("attempt", secrets.token_hex(8))
         self.close()
         self._registered = str(Address(host, keys.port))
@@ -185,6 +185,20 @@ def _reach(address: Address, *, keeps: bool = False) -> KeyValues:
             raise UnavailableError(f"rank 0 does not answer at {address}: {cause}") from cause
     with reached():
         return _tcp_store(address.host, address.port, keeps=keeps)
+
+
+def keep_keys(host: str) -> KeyValues:
+    """Return new keys, kept by this process at a port of its own, for others to reach."""
+    return _tcp_store(host, 0, keeps=True)
+
+
+def reach_keys(host: str, port: int) -> KeyValues:
+    """Return the keys that another process keeps.
+
+    Raises:
+        UnavailableError: Nobody does.
+    """
+    return _reach(Address(host, port))
 
 
 def _tcp_store(host: str, port: int, *, keeps: bool) -> KeyValues:
