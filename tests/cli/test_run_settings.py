@@ -69,11 +69,12 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "admission": ("store/local.py",),
     "cluster": ("cli/train.py", "cli/launching.py", "run/runtime.py"),
     "dense": ("store/dense_config.py", "store/dense_cache.py"),
+    "ranks": ("train/ranks/averaging.py", "cli/rank_training.py"),
     "discovery": ("run/runtime.py",),
     "security": ("cluster/security.py", "cluster/run_token.py"),
     "limits": ("wire/*.py", "store/*.py", "train/*/*.py", "train/hooks/*/*.py"),
     "failover": ("cli/failover.py", "cli/train.py"),
-    "timeouts": ("cli/train.py",),
+    "timeouts": ("cli/train.py", "cli/rank_training.py"),
     "threads": ("cli/task_config.py",),
     "metrics": ("cli/train.py", "cli/own_status.py"),
     "profile": ("cli/train.py",),
@@ -364,7 +365,8 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--enable_sync_training"], "not built yet: ranks that step together"),
+        (["--enable_partial_sync_training"], "not built yet: weights averaged over workers"),
+        (["--enable_sync_training", "--num_ps", "2"], "ranks hold all rows and weights themselves"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),

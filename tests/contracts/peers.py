@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 
+from store.ranks import connected
 from train.fleets import SOON, Tallied, serving, worker_state
 
 from monolith.model import WeightOptimizer
@@ -13,6 +14,7 @@ from monolith.store import ServerGroup
 from monolith.train import Alone, Fleet, FleetPeers, Mode, Peers, TrainConfig
 from monolith.train.model import Model
 from monolith.train.peers import Start, WorkerState
+from monolith.train.ranks.peers import RankPeers
 
 
 @dataclass
@@ -41,8 +43,11 @@ class Process:
         return self.peers.open(mine, self)
 
     def take_step(self) -> int:
-        """Train the weights on nothing, and return which step that was."""
+        """Train the weights on what gradients they have, and return which step that was."""
         assert self.weights is not None
+        if self.peers.together is not None:
+            self.peers.together.begin(1)
+            assert self.peers.together.finish(None) is None
         self.weights.step()
         self.step = self.peers.count(self.step)
         return self.step
@@ -82,9 +87,20 @@ def _fleet(num_ps: int, num_workers: int) -> Callable[[], AbstractContextManager
     return crew
 
 
+def _ranks(size: int) -> Callable[[], AbstractContextManager[Crew]]:
+    @contextmanager
+    def crew() -> Iterator[Crew]:
+        with connected(size) as groups:
+            yield [_process(RankPeers(one), rank) for rank, one in enumerate(groups)]
+
+    return crew
+
+
 CREWS: dict[str, Callable[[], AbstractContextManager[Crew]]] = {
     "alone": _alone,
     "one worker on a server": _fleet(1, 1),
     "three workers on two servers": _fleet(2, 3),
+    "one rank": _ranks(1),
+    "three ranks": _ranks(3),
 }
 """By name. Whoever adds peers adds a line here."""

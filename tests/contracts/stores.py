@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
+from store.ranks import all_at_once, connect
 from torch import nn
 
-from monolith.store import DenseShare, LocalStore, ParameterServer, ParameterServerStore, ServerGroup, Store
+from monolith.errors import MonolithError
+from monolith.store import (
+    AllToAllStore,
+    DenseShare,
+    LocalStore,
+    ParameterServer,
+    ParameterServerStore,
+    RankGroups,
+    ServerGroup,
+    Store,
+    TableIds,
+)
 from monolith.table import DictTable, NativeTable, TableConfig
 
 Dense = Callable[[], tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]
@@ -116,6 +131,91 @@ def _restarting(count: int) -> MakeStores:
     return bind
 
 
+class _Together:
+    """The stores of all ranks as one: each call is made by the next rank, and by the others with nothing."""
+
+    def __init__(self, stores: list[AllToAllStore], dense: Dense | None) -> None:
+        self._stores = stores
+        self._dense = dense
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._stores[0], name)
+        nothing = _NOTHING.get(name)
+        if nothing is None or not callable(found):
+            return found
+        caller, self._calls = self._calls % len(self._stores), self._calls + 1
+
+        def call(*given: Any, **more: Any) -> Any:
+            shared = {name: more[name] for name in ("step",) if name in more}
+            calls: list[Any] = [getattr(store, name) for store in self._stores]
+            asked, little = nothing(self)
+            for rank, one in enumerate(calls):
+                yes = rank == caller
+                calls[rank] = partial(one, *(given if yes else asked), **(more if yes else little | shared))
+            error, found = all_at_once(*(partial(_outcome, one) for one in calls))[caller]
+            if error is not None:
+                raise error
+            return found
+
+        return call
+
+    def nothing(self, batches: int = 1) -> TableIds:
+        return TableIds(torch.zeros(0, dtype=torch.int64), torch.zeros(batches * len(self.tables)).long())
+
+    def attach_dense(self, weights: Any, optimizer: Any) -> None:
+        """The first rank's are those that the caller looks at, so it is the one with gradients."""
+        self._stores[0].attach_dense(weights, optimizer)
+        for store in self._stores[1:]:
+            assert self._dense is not None
+            store.attach_dense(*self._dense())
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
+_NOTHING: dict[str, Callable[[_Together], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "lookup": lambda all_of_them: ((all_of_them.nothing(),), {}),
+    "apply_gradients": lambda all_of_them: (
+        (all_of_them.nothing(), torch.zeros(0)),
+        {"latest_values": torch.zeros(0)},
+    ),
+    "push_dense": lambda _: ((), {}),
+}
+"""Of each call that all ranks make together, what those give who have nothing to give."""
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Exception | None, Any]:
+    try:
+        return None, call()
+    except (MonolithError, TypeError) as error:
+        return error, None
+
+
+@cache
+def _kept(size: int) -> Sequence[RankGroups]:
+    """Ranks that stay connected from test to test, since each test has stores of its own."""
+    return connect(size, pulse_every=timedelta(seconds=1))
+
+
+def _ranks(size: int) -> MakeStores:
+    numbers = count()
+
+    def bind(_: ExitStack) -> MakeStore:
+        def make(configs: Mapping[str, TableConfig], *, dense: Dense | None = None, **more: Any) -> Any:
+            groups, number = _kept(size), next(numbers)
+            stores = [
+                AllToAllStore(LocalStore.from_configs(configs, threads=1, **more), configs, one, number)
+                for one in groups
+            ]
+            return _Together(stores, dense)
+
+        return make
+
+    return bind
+
+
 STORES: dict[str, MakeStores] = {
     "plain": _local(make_table=DictTable, threads=1),
     "local": _local(make_table=NativeTable, threads=1),
@@ -125,4 +225,7 @@ STORES: dict[str, MakeStores] = {
     "3 servers": _remote(3),
     "5 servers": _remote(5),
     "2 servers that restart": _restarting(2),
+    "1 rank": _ranks(1),
+    "2 ranks": _ranks(2),
+    "3 ranks": _ranks(3),
 }

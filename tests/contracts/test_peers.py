@@ -54,17 +54,35 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
 @pytest.fixture
 def training(crew: Crew) -> Crew:
     """A crew that has begun, at step 7."""
+    each(crew, lambda process: process.begin(START))
     for process in crew:
-        process.begin(START)
         process.step = START.step
     return crew
 
 
-class Meeting:
-    """Lets processes meet the others between steps that they do not take, until it is closed."""
+def each(crew: Crew, call: Callable[[Process], Any]) -> list[Any]:
+    """Make a call of all of them, at the same time: those in step wait for each other."""
+    threads = [Thread(lambda one=one: call(one)) for one in crew]  # type: ignore[misc]
+    return [thread.result() for thread in threads]
 
-    def __init__(self, *processes: Process) -> None:
+
+def step_of_each(crew: Crew) -> list[int]:
+    """Have each take a step: one after the other, unless they take it together."""
+    if crew[0].peers.in_step:
+        return each(crew, Process.take_step)
+    return [process.take_step() for process in crew]
+
+
+class Meeting:
+    """Lets processes meet the others between steps that they do not take, until it is closed.
+
+    Args:
+        leader: Meets with them once more then, where all do so together.
+    """
+
+    def __init__(self, *processes: Process, leader: Process | None = None) -> None:
         self._over = threading.Event()
+        self._leader = leader
         self._threads = [Thread(lambda one=one: self._meet(one)) for one in processes]  # type: ignore[misc]
 
     def _meet(self, process: Process) -> str | None:
@@ -82,6 +100,8 @@ class Meeting:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self._leader is not None and self._leader.peers.in_step:
+            self._leader.peers.meet(self._leader)  # for which they wait
         for thread in self._threads:
             thread.join(SECONDS)
 
@@ -113,7 +133,7 @@ def test_a_checkpoint_keeps_rows_and_weights(crew: Crew) -> None:
 
 
 def test_everybody_goes_on_from_where_the_one_that_leads_says(crew: Crew) -> None:
-    assert [process.begin(START) for process in crew] == [START] * len(crew)
+    assert each(crew, lambda process: process.begin(START)) == [START] * len(crew)
 
 
 def test_who_waits_to_begin_and_is_interrupted_has_nothing_to_do(crew: Crew) -> None:
@@ -124,37 +144,40 @@ def test_who_waits_to_begin_and_is_interrupted_has_nothing_to_do(crew: Crew) -> 
 
 def test_the_steps_of_all_are_counted_one_by_one(training: Crew) -> None:
     rounds = 2
-    found = [process.take_step() for _ in range(rounds) for process in training]
-    assert found == list(range(8, 8 + rounds * len(training)))
+    found = [step for _ in range(rounds) for step in step_of_each(training)]
+    if training[0].peers.in_step:  # one step of all of them is one of the model
+        assert found == [8] * len(training) + [9] * len(training)
+    else:
+        assert found == list(range(8, 8 + rounds * len(training)))
 
 
 def test_who_waited_can_take_the_weights_that_others_have_trained(training: Crew) -> None:
     first, last = training[0], training[-1]
     for weight in first.model.weights().values():
         weight.grad = torch.ones_like(weight)
-    first.take_step()
+    step_of_each(training if first.peers.in_step else training[:1])
     last.peers.refresh()
     trained = first.model.weights()
     assert all(torch.equal(weight, trained[name]) for name, weight in last.model.weights().items())
 
 
 def test_while_nobody_wants_anything_everybody_trains(training: Crew) -> None:
-    assert [process.peers.meet(process) for process in training] == [None] * len(training)
+    assert each(training, lambda process: process.peers.meet(process)) == [None] * len(training)
     assert [process.peers.safe() for process in training] == [None] * len(training)
 
 
 def halted(training: Crew) -> tuple[ExitStack, Gathered]:
     """Hold everybody; the stack lets them go."""
     stack = ExitStack()
-    stack.enter_context(Meeting(*training[1:]))
+    stack.enter_context(Meeting(*training[1:], leader=training[0]))
     return stack, stack.enter_context(training[0].peers.halted(training[0]))
 
 
 def test_when_all_stand_still_the_one_that_leads_knows_where(training: Crew) -> None:
-    steps = [process.take_step() for process in training]
+    steps = step_of_each(training)
     stack, gathered = halted(training)
     with stack:
-        assert gathered == Gathered(step=steps[-1], others=tuple(one.said for one in training[1:]))
+        assert gathered == Gathered(step=max(steps), others=tuple(one.said for one in training[1:]))
         assert all(process.drained for process in training[1:]), "no update is under way"
 
 
@@ -170,6 +193,7 @@ def test_nobody_goes_on_while_a_moment_is_cut(training: Crew) -> None:
     threads = [Thread(lambda one=one: meet_once(*one)) for one in zip(others, went_on, strict=True)]  # type: ignore[misc]
     with leader.peers.halted(leader):
         assert not any(event.is_set() for event in went_on)
+    leader.peers.meet(leader)
     for thread in threads:
         thread.result()
 
@@ -181,25 +205,28 @@ def test_what_is_on_disk_is_heard_of_once_by_each(training: Crew) -> None:
     leader = training[0]
     leader.peers.note_saved(leader.said.position)
     assert leader.peers.safe() is None, "it knows by itself"
-    for process in training[1:]:
-        found = None
-        while found is None:
-            process.peers.meet(process)
-            found = process.peers.safe()
-        assert found == process.said.position
-        assert process.peers.safe() is None
+
+    found: dict[int, Any] = {}
+    while len(found) < len(training) - 1:
+        each(training, lambda process: process.peers.meet(process))
+        heard = {number: one.peers.safe() for number, one in enumerate(training)}
+        found |= {number: position for number, position in heard.items() if position is not None}
+    assert found == {number: one.said.position for number, one in enumerate(training) if number}
 
 
 def test_a_clean_end_is_one_for_all(training: Crew) -> None:
     leader, others = training[0], training[1:]
     looked: list[None] = []
     run = stopped(DATA_ENDED)
-    assert [one.peers.gather(one, run, lambda: None) for one in others] == [None] * len(others)
-    left = [Thread(lambda one=one: one.peers.leave(run, one.said)) for one in others]  # type: ignore[misc]
+
+    def ends(one: Process) -> Any:
+        return one.peers.gather(one, run, lambda: None), one.peers.leave(run, one.said)
+
+    left = [Thread(lambda one=one: ends(one)) for one in others]  # type: ignore[misc]
     gathered = leader.peers.gather(leader, run, lambda: looked.append(None))
     assert gathered == Gathered(step=START.step, others=tuple(one.said for one in others))
     assert leader.peers.leave(run, leader.said) is False, "it has told its source itself"
-    assert [thread.result() for thread in left] == [True] * len(others)
+    assert [thread.result() for thread in left] == [(None, True)] * len(others)
     assert all(process.peers.finished for process in training)
 
 
@@ -209,7 +236,11 @@ def test_who_is_stopped_stops_all_and_the_run_is_not_finished(training: Crew) ->
     with Meeting(*others) as meeting:
         gathering = Thread(lambda: leader.peers.gather(leader, run, lambda: None))
         assert meeting.reasons() == ["SIGTERM"] * len(others)
-    left = [Thread(lambda one=one: one.peers.leave(run, one.said)) for one in others]  # type: ignore[misc]
+
+    def ends(one: Process) -> Any:
+        return one.peers.gather(one, run, lambda: None), one.peers.leave(run, one.said)
+
+    left = [Thread(lambda one=one: ends(one)) for one in others]  # type: ignore[misc]
     assert gathering.result().others == tuple(one.said for one in others)
     leader.peers.leave(run, leader.said)
     for thread in left:

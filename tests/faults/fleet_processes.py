@@ -32,6 +32,9 @@ Place = tuple[str, int]
 class FleetProcesses:
     """Processes that train in one model_dir, with the text of all of them. None outlives its block."""
 
+    SHAPE: tuple[str, ...] = ("--num-ps", "2", "--num-workers", "2")
+    members = MEMBERS
+
     def __init__(self, folder: Path, batches: int, *flags: str) -> None:
         self.model_dir = folder / "model"
         self.batches = batches
@@ -47,17 +50,7 @@ class FleetProcesses:
         return [
             *("-m", "monolith", "train", *self.task),
             *("--set", f"batches={self.batches}", "--model-dir", str(self.model_dir)),
-            *(
-                "--num-ps",
-                "2",
-                "--num-workers",
-                "2",
-                "--save-steps",
-                "20",
-                "--no-summaries",
-                "--threads",
-                "1",
-            ),
+            *(*self.SHAPE, "--save-steps", "20", "--no-summaries", "--threads", "1"),
             *("--quiet", "--failover.wait", "0.5s", *self._flags, *more),
         ]
 
@@ -93,11 +86,18 @@ class FleetProcesses:
 
     def hit(self, place: Place, number: int = signal.SIGKILL) -> int:
         """Send a signal to a member that runs."""
-        self.wait_for(lambda: self.pid(place) is not None, f"{place} to run")
-        pid = self.pid(place)
-        assert pid is not None
-        os.kill(pid, number)
-        return pid
+        hit: list[int] = []
+
+        def strikes() -> bool:
+            pid = self.pid(place)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and another takes its place
+                if pid is not None:
+                    os.kill(pid, number)
+                    hit.append(pid)
+            return bool(hit)
+
+        self.wait_for(strikes, f"{place} to run")
+        return hit[0]
 
     # What comes of it
 
@@ -132,7 +132,7 @@ class FleetProcesses:
         assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
 
     def close(self) -> None:
-        for place in MEMBERS:
+        for place in self.members:
             if (pid := self.pid(place)) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -161,6 +161,18 @@ class LaunchedFleet(FleetProcesses):
         self.launcher.kill()  # its guardians end the others
         self.launcher.wait()
         super().close()
+
+
+class LaunchedRanks(LaunchedFleet):
+    """Two ranks that train in step, by one command."""
+
+    SHAPE = ("--mode", "sync", "--num-workers", "2")
+    members = MEMBERS[2:]
+
+    def check_every_record_was_trained_once(self) -> None:
+        model = read_model(Tallied(batches=self.batches), self.model_dir)
+        assert model.step == self.batches // 2, "each step is one batch of each"
+        assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
 
 
 class LoopedFleet(FleetProcesses):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from monolith.errors import ConfigError, UnknownTableError
+from monolith.errors import ConfigError, NonFiniteError, UnknownTableError
 from monolith.feature import CONCAT, FeatureColumn, FeatureSlot, Layout, SlotConfig
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, UpdateConfig, apply_gradients
 from monolith.nn import GradClipType
@@ -33,11 +33,11 @@ class Setting:
         self.sparse = EmbeddingOptimizer(self.embeddings)
         self.dense = torch.optim.SGD([self.weight], lr=1.0)
 
-    def run(self, *, dense: bool = True, scale: float = 1.0, average: Any = None, **config: Any) -> Any:
+    def run(self, *, dense: bool = True, scale: float = 1.0, together: Any = None, **config: Any) -> Any:
         row = self.embeddings({"f": torch.tensor([1])})["f"][0]
         loss = scale * (row[:3].sum() + (self.weight if dense else 0))
         return apply_gradients(
-            loss, self.sparse, self.dense if dense else None, UpdateConfig(**config), average=average
+            loss, self.sparse, self.dense if dense else None, UpdateConfig(**config), together=together
         )
 
     @property
@@ -105,17 +105,47 @@ def test_the_sparse_limit_can_warm_up() -> None:
     assert (setting.weight.item(), setting.row[0]) == (0, 0.75)  # a quarter of the limit, of the norm 2
 
 
-def test_dense_gradients_are_averaged_after_clipping() -> None:
+class Others:
+    """Others who take each step, too, with three times the gradient; or who cannot."""
+
+    def __init__(self, weight: nn.Parameter, trouble: str | None = None) -> None:
+        self._weight = weight
+        self._trouble = trouble
+        self.seen: list[Any] = []
+
+    def begin(self, examples: int) -> None:
+        self.seen.append(examples)
+
+    def finish(self, trouble: str | None) -> str | None:
+        assert self._weight.grad is not None
+        self._weight.grad *= 2
+        self.seen.append(trouble)
+        return self._trouble
+
+    def add_up(self, squares: torch.Tensor) -> torch.Tensor:
+        return squares
+
+
+def test_those_who_step_together_take_the_gradient_of_all() -> None:
     setting = Setting()
-    seen = []
+    others = Others(setting.weight)
+    setting.run(together=others)
+    assert (setting.weight.item(), others.seen) == (-1, [1, None])
 
-    def average(gradients: list[torch.Tensor]) -> None:
-        seen.extend(g.item() for g in gradients)
-        for gradient in gradients:
-            gradient.mul_(4)
 
-    setting.run(clip_norm=1.0, average=average)
-    assert (seen, setting.weight.item()) == ([0.5], -1)
+def test_a_batch_that_another_cannot_take_is_skipped_here_too() -> None:
+    setting = Setting()
+    with pytest.raises(NonFiniteError, match="rank 1"):
+        setting.run(together=Others(setting.weight, trouble="rank 1: the loss is nan"))
+    assert (setting.weight.item(), setting.row, setting.sparse.global_step) == (1, [1, 1, 1, 1], 0)
+
+
+def test_what_is_wrong_here_is_said_to_the_others() -> None:
+    setting = Setting()
+    others = Others(setting.weight, trouble="told")
+    with pytest.raises(NonFiniteError):
+        setting.run(scale=float("nan"), together=others)
+    assert others.seen == [1, "the loss is nan"]
 
 
 def test_a_table_whose_gradient_is_short_is_left_alone() -> None:

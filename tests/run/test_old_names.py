@@ -292,7 +292,7 @@ def test_a_former_field_that_is_gone_says_why(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(file=file)
     said = str(caught.value)
-    assert f"training.synchronous is gone (from {file}): not built yet: ranks" in said
+    assert "training.synchronous is cluster.mode, async or sync" in said
     assert f"sync.base_name is gone (from {file}): not built yet" in said
     assert "restore.renamed.a is train.restore.alias_map, from new names to old ones" in said
 

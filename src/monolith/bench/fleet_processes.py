@@ -242,7 +242,7 @@ def serve(pipe: Connection, task: FleetTask, share: tuple[int, int]) -> None:
     stores = [store for store in model.stores if isinstance(store, LocalStore)]
     with ParameterServer(stores, DenseShare(model.weights(), model.dense, share), share=share) as server:
         pipe.send(server.address)
-        for _ in _asked(pipe):
+        for _ in asked_of(pipe):
             pipe.send(time.process_time())
 
 
@@ -254,14 +254,14 @@ def train(pipe: Connection, task: FleetTask, addresses: Sequence[str], examples:
     for worker in workers.values():
         worker.warm_up()
     pipe.send("ready")
-    for ask in _asked(pipe):
+    for ask in asked_of(pipe):
         torch.set_num_threads(ask.threads)
         pipe.send(workers[ask.dense].work(ask.what, ask.seconds))
     for worker in workers.values():
         worker.close()
 
 
-def _asked(pipe: Connection) -> Iterator[Any]:
+def asked_of(pipe: Connection) -> Iterator[Any]:
     """Yield what is asked, until there is nobody to ask or the end is near."""
     parent = os.getppid()
     while os.getppid() == parent:

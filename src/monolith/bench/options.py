@@ -108,6 +108,30 @@ class BenchFleetOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSyncOptions:
+    """Measure ranks that train in step, beside one process that trains on all of their batches."""
+
+    ranks: tuple[int, ...] = (2,)
+    """The numbers of ranks to measure; all are processes on this machine, of one thread each."""
+    ids: int = 1_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batch: int = 4096
+    """The number of examples in a step, of all ranks together."""
+    repeats: int = 8
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchScaleOptions:
     """Simulate up to a thousand parameter servers, from costs measured on this machine."""
 

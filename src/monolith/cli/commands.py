@@ -16,6 +16,7 @@ from monolith.bench.options import (
     BenchFleetOptions,
     BenchScaleOptions,
     BenchStoreOptions,
+    BenchSyncOptions,
     BenchTableOptions,
     BenchTrainOptions,
 )
@@ -84,6 +85,7 @@ COMMANDS = {
     "bench train": Command(BenchTrainOptions, "monolith.bench.train"),
     "bench store": Command(BenchStoreOptions, "monolith.bench.store"),
     "bench fleet": Command(BenchFleetOptions, "monolith.bench.fleet"),
+    "bench sync": Command(BenchSyncOptions, "monolith.bench.sync"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),

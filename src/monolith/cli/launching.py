@@ -142,6 +142,8 @@ def members_of(
     shared = ["--cluster.port", "0"]
     # By a variable, since everybody on the machine can read command lines.
     environment = {MARK: mark, RUN_TOKEN: secrets.token_hex(32)}
+    if cluster.mode == "sync":  # ranks hear of what is lost by errors, which torch would also log at length
+        environment["TORCH_CPP_LOG_LEVEL"] = environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
     named = [] if job.id else ["--job.id", secrets.token_hex(8)]
     if options.launch == "ray":
         shared += ["--discovery.kind", "ray", "--discovery.ray", "auto"]

@@ -80,6 +80,8 @@ def _said(options: TrainOptions) -> dict[str, Any]:
         if getattr(options, name) is not None
     }
     said |= dict(change for name, change in SWITCHES.items() if getattr(options, name))
+    if options.mode is not None:
+        said["cluster.mode" if options.mode in ("async", "sync") else "job.mode"] = options.mode
     if options.restore_checkpoint is not None:
         said["train.restore.required"] = True  # a person named it
     if options.max_time is not None:

@@ -39,7 +39,18 @@ from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address, open_discovery
-from monolith.train import Fleet, FleetPeers, Hook, LocalRun, Run, Task, TrainConfig, Trainer, TrainReport
+from monolith.train import (
+    Fleet,
+    FleetPeers,
+    Hook,
+    LocalRun,
+    Peers,
+    Run,
+    Task,
+    TrainConfig,
+    Trainer,
+    TrainReport,
+)
 from monolith.train.hooks import (
     ActionFileHook,
     BarrierHook,
@@ -96,7 +107,7 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             return read_for_others(training.task, secured(run, environ), environ, status)
         task = open_things.enter_context(served_task(options, training.task, run, environ))
         training = replace(training, task=task)
-        if not run.distributed:
+        if not run.distributed or is_started_by_torchrun(run, environ):
             return train(
                 options,
                 training,
@@ -127,6 +138,11 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
+
+
+def is_started_by_torchrun(run: RunConfig, environ: Mapping[str, str]) -> bool:
+    """Whether the ranks of a run need no registry to find each other."""
+    return run.cluster.mode == "sync" and "MASTER_ADDR" in environ and "RANK" in environ
 
 
 def dump_features(training: Training) -> int:
@@ -264,13 +280,25 @@ def train(
 
         signals = open_things.enter_context(StopSignals(stopper, say))
 
-        def attempt(fleet: Fleet | None = None) -> TrainReport:
-            peers = None if fleet is None else FleetPeers(fleet, run.dense)
+        def attempt(peers: Peers | None = None) -> TrainReport:
             trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers)
             stopper.use(trainer)
             return trainer.train()
 
-        if discovery is not None:
+        if run.distributed and run.cluster.mode == "sync":
+            from monolith.cli.rank_training import as_rank
+
+            failover = Failover(run.failover, metrics, say=say, pause=stopper.asked.wait)
+            report = as_rank(
+                attempt,
+                run,
+                discovery,
+                environ,
+                failover=failover,
+                on_waiting=stopper.check,
+                lost_others=status.lost_others,
+            )
+        elif discovery is not None:
             report = with_failover(attempt, run, discovery, metrics, stopper, status=status)
         else:
             report = attempt()
@@ -324,7 +352,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
 
 
 def with_failover(
-    attempt: Callable[[Fleet], TrainReport],
+    attempt: Callable[[Peers], TrainReport],
     run: RunConfig,
     discovery: Discovery,
     metrics: Metrics,
@@ -339,7 +367,7 @@ def with_failover(
         try:
             with fleet:
                 failover.joined(fleet.servers)
-                return attempt(fleet)
+                return attempt(FleetPeers(fleet, run.dense))
         except RetryableError as error:
             status.lost_others()
             failover.lost(error)

@@ -10,7 +10,7 @@ from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
 from monolith.model.mmoe import MMoE, TaskLogits
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.model.ready import ReadyModel
-from monolith.model.updates import UpdateConfig, WeightOptimizer, apply_gradients
+from monolith.model.updates import Together, UpdateConfig, WeightOptimizer, apply_gradients
 
 __all__ = [
     "DLRM",
@@ -26,6 +26,7 @@ __all__ = [
     "PreparedBatch",
     "ReadyModel",
     "TaskLogits",
+    "Together",
     "UpdateConfig",
     "WeightOptimizer",
     "apply_gradients",

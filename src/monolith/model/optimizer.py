@@ -15,10 +15,10 @@ their batch. They are those of the sum, wherever one looks: in `grad`, when clip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,17 @@ class _Pending:
     rows: Tensor
     keys: TableIds
     event_time: int
+
+
+class Received(Protocol):
+    """Gradients that other processes have sent for the rows of this one, and its own, as one for each row."""
+
+    @property
+    def ids(self) -> TableIds: ...
+    @property
+    def gradients(self) -> Tensor: ...
+    def apply(self, gradients: Tensor | None = None) -> None:
+        """Take one step for each row; with these gradients, where they were changed."""
 
 
 class EmbeddingOptimizer(EagerOptimizer):
@@ -66,6 +77,11 @@ class EmbeddingOptimizer(EagerOptimizer):
         """None for the size of the batch."""
         self._pending: dict[EmbeddingCollection, list[_Pending]] = {c: [] for c in collections}
         self._groups = dict(zip(collections, self.param_groups, strict=True))
+        self.in_step = False
+        """Whether other processes take each step, too: then every collection takes part in it, with nothing
+        where it has no gradients."""
+        self._received: list[tuple[Received, Tensor]] = []
+        """What `exchange` has brought, and the gradient that is to be applied."""
         for collection in collections:
             collection.attach(self)
 
@@ -103,11 +119,14 @@ class EmbeddingOptimizer(EagerOptimizer):
         """
         if step is not None:
             self.global_step = step - 1
-        work = []
-        for collection, pending in self._pending.items():
-            trained = [one for one in pending if one.rows.grad is not None]
-            if trained:
-                work.append(self._update(collection, trained))
+        work: list[Callable[[], None]] = []
+        if self._received:
+            work = [partial(one.apply, gradient.grad) for one, gradient in self._received]
+        else:
+            for collection in self._pending:
+                call = self._update(collection)
+                if call is not None:
+                    work.append(partial(collection.store.apply_gradients, **call))
         self._forget()
         self.global_step += 1
 
@@ -122,8 +141,30 @@ class EmbeddingOptimizer(EagerOptimizer):
         self._forget()
 
     @torch.no_grad()
-    def zero_below(self, min_norms: Mapping[str, float]) -> None:
+    def exchange(self) -> list[Tensor]:
+        """Send all gradients to the processes that hold the rows; return what came for those that are here.
+
+        One tensor for each collection, with its gradient under `grad`. What is done to that before `take`
+        is done to the gradient of everybody.
+        """
+        for collection in self._pending:
+            call = self._update(collection)
+            assert call is not None, "processes in step exchange what they have, be it nothing"
+            store: Any = collection.store
+            received = store.send_gradients(**call).summed()
+            stand_in = torch.empty_like(received.gradients)
+            stand_in.grad = received.gradients
+            self._received.append((received, stand_in))
+        return [stand_in for _, stand_in in self._received]
+
+    @torch.no_grad()
+    def zero_below(
+        self, min_norms: Mapping[str, float], add_up: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """Zero the gradients of a table's rows in each batch where together they are no longer than a norm.
+
+        Args:
+            add_up: After an `exchange`: adds squares of norms up over all processes.
 
         Raises:
             UnknownTableError: No collection has such a table.
@@ -131,15 +172,28 @@ class EmbeddingOptimizer(EagerOptimizer):
         for name in min_norms:
             if not any(name in collection.store.tables for collection in self._pending):
                 raise UnknownTableError(f"min_norms: no collection has a table {name!r}")
-        for collection, pending in self._pending.items() if min_norms else ():
+        if not min_norms:
+            return
+        for collection, keys, gradient in self._gradients():
+            dims = collection.store.tables
+            floats = [n * dim for n, dim in zip(keys.sizes.tolist(), dims.values(), strict=True)]
+            for name, part in zip(dims, torch.split(gradient, floats), strict=True):
+                if name in min_norms:
+                    norm = torch.linalg.vector_norm(part)
+                    norm = norm if add_up is None else add_up(norm.square()).sqrt()
+                    part.mul_(norm > min_norms[name])
+
+    def _gradients(self) -> Iterator[tuple[EmbeddingCollection, TableIds, Tensor]]:
+        """Give every gradient that will be applied, with its rows' ids."""
+        if self._received:
+            for collection, (received, stand_in) in zip(self._pending, self._received, strict=True):
+                assert stand_in.grad is not None
+                yield collection, received.ids, stand_in.grad
+            return
+        for collection, pending in self._pending.items():
             for one in pending:
-                if one.rows.grad is None:
-                    continue
-                dims = collection.store.tables
-                floats = [n * dim for n, dim in zip(one.keys.sizes.tolist(), dims.values(), strict=True)]
-                for name, part in zip(dims, torch.split(one.rows.grad, floats), strict=True):
-                    if name in min_norms:
-                        part.mul_(torch.linalg.vector_norm(part) > min_norms[name])
+                if one.rows.grad is not None:
+                    yield collection, one.keys, one.rows.grad
 
     def state_dict(self) -> dict[str, Any]:
         """Return the global step; rows and their state are in the store."""
@@ -152,20 +206,29 @@ class EmbeddingOptimizer(EagerOptimizer):
         self.global_step = step
 
     @torch.no_grad()
-    def _update(self, collection: EmbeddingCollection, trained: list[_Pending]) -> Callable[[], None]:
+    def _update(self, collection: EmbeddingCollection) -> dict[str, Any] | None:
+        """Return what a store is to be told of a collection's gradients; None where there are none."""
         store = collection.store
-        gradients = _end_to_end([_on_host(one.rows.grad) for one in trained])
+        trained = [one for one in self._pending[collection] if one.rows.grad is not None]
+        if not trained:
+            if not self.in_step:
+                return None
+            no_ids = TableIds(
+                torch.zeros(0, dtype=torch.int64), torch.zeros(len(store.tables), dtype=torch.int64)
+            )
+            trained = [_Pending(torch.zeros(0), no_ids, 0)]
+            trained[0].rows.grad = torch.zeros(0)
         latest = _end_to_end([_on_host(one.rows) for one in trained]) if store.delay_compensated else None
-        return partial(
-            store.apply_gradients,
-            _joined([one.keys for one in trained]),
-            gradients,
-            step=self.global_step,
-            event_time=_event_times(trained),
-            latest_values=latest,
-        )
+        return {
+            "ids": _joined([one.keys for one in trained]),
+            "gradients": _end_to_end([_on_host(one.rows.grad) for one in trained]),
+            "step": self.global_step,
+            "event_time": _event_times(trained),
+            "latest_values": latest,
+        }
 
     def _forget(self) -> None:
+        self._received.clear()
         for collection, pending in self._pending.items():
             pending.clear()
             self._groups[collection]["params"].clear()

@@ -67,13 +67,31 @@ class WeightOptimizer(Protocol):
     def zero_grad(self) -> None: ...
 
 
+class Together(Protocol):
+    """Those who take every step together, each with a batch of its own: one step with the mean of all."""
+
+    def begin(self, examples: int) -> None:
+        """Hear of a step before its backward pass, and how many examples this process has of it."""
+
+    def finish(self, trouble: str | None) -> str | None:
+        """Give each weight the gradient over everybody's examples; return why nobody takes this step.
+
+        Args:
+            trouble: Why this process cannot.
+        """
+
+    def add_up(self, squares: Tensor) -> Tensor:
+        """Return the sums over everybody of numbers that each has some of."""
+
+
 def apply_gradients(
     loss: Tensor,
     sparse: EmbeddingOptimizer,
     dense: WeightOptimizer | None = None,
     config: UpdateConfig | None = None,
     *,
-    average: Callable[[list[Tensor]], None] | None = None,
+    together: Together | None = None,
+    examples: int = 1,
     push: Callable[[Callable[[], None]], None] | None = None,
     count: Callable[[], int] | None = None,
 ) -> Tensor | None:
@@ -83,7 +101,9 @@ def apply_gradients(
     gradient that is not finite is not applied, nor is anything else of the batch.
 
     Args:
-        average: Averages dense gradients over the ranks that train together, in place.
+        together: Those who take this step, too. Then norms are those of the gradient over everybody's
+            examples, and a batch of one that is not finite is skipped by all.
+        examples: How many the loss is a mean of, which weighs it against those of others.
         push: Given a function that updates the rows, to be called in time; by default it is called here.
         count: Called between dense weights and rows; returns which step of the model this is, from 1, where
             others take steps too. By default `sparse` counts.
@@ -98,35 +118,44 @@ def apply_gradients(
     config = UpdateConfig() if config is None else config
     if config.multiply_rows_by is not None:
         sparse.multiply_rows_by = config.multiply_rows_by
+    if together is not None:
+        together.begin(examples)
     torch.autograd.backward(loss)
-    weights = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
-    weights = [weight for weight in weights if weight.grad is not None]
-    rows = [p for group in sparse.param_groups for p in group["params"] if p.grad is not None]
+    every = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
+    weights = [weight for weight in every if weight.grad is not None]
+    rows: Sequence[Tensor] = [p for group in sparse.param_groups for p in group["params"]]
+    rows = [row for row in rows if row.grad is not None]
     with torch.no_grad():
         trouble = find_non_finite(loss, [w.grad for w in weights], [row.grad for row in rows])
+        if together is not None:
+            trouble = together.finish(trouble)
+            weights = [weight for weight in every if weight.grad is not None]
         if trouble is not None:
             _forget(sparse, dense)
             raise NonFiniteError(trouble)
-        sparse.zero_below(config.min_norms)
+        add_up = None
+        if together is not None and (_limits_rows(config) or config.min_norms):
+            # What is done to rows is done where they are, to the gradients of everybody.
+            rows, add_up = sparse.exchange(), together.add_up
+        sparse.zero_below(config.min_norms, add_up)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:
             gradients = [gradient / config.divide_dense_by for gradient in gradients]
         clipped = clip_gradients(
             gradients,
-            [row.grad for row in rows],
+            [row.grad for row in rows if row.grad is not None],
             config.clip_type,
             config.clip_norm,
             sparse_clip_norm=config.sparse_clip_norm,
             step=sparse.global_step,
             sparse_norm_warmup_steps=config.sparse_norm_warmup_steps,
+            add_up=add_up,
         )
         if any(
             norm is not None and not norm.isfinite() for norm in (clipped.dense_norm, clipped.sparse_norm)
         ):
             _forget(sparse, dense)
             raise NonFiniteError("the gradients are so large that their norm is not finite")
-        if average is not None:
-            average(clipped.dense)
         if config.dense_weight_decay:
             torch._foreach_add_(clipped.dense, weights, alpha=config.dense_weight_decay)
         for parameter, gradient in zip([*weights, *rows], [*clipped.dense, *clipped.sparse], strict=True):
@@ -140,6 +169,11 @@ def apply_gradients(
     else:
         push(update)
     return clipped.dense_norm
+
+
+def _limits_rows(config: UpdateConfig) -> bool:
+    limits = (config.clip_norm, config.sparse_clip_norm)
+    return config.clip_type is not GradClipType.NoClip and any(limit is not None for limit in limits)
 
 
 def find_non_finite(

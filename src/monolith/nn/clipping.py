@@ -7,6 +7,7 @@ it was taken of into NaN; scaled numbers would only hide that the batch is lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -102,6 +103,7 @@ def clip_gradients(
     sparse_clip_norm: float | None = None,
     step: int | None = None,
     sparse_norm_warmup_steps: int | None = None,
+    add_up: Callable[[Tensor], Tensor] | None = None,
 ) -> ClippedGradients:
     """Clip the gradients of one step.
 
@@ -118,6 +120,8 @@ def clip_gradients(
             `ClipByDenseAndSparse` clips them only where it is given.
         step: The global step; needed for a warm-up.
         sparse_norm_warmup_steps: Steps over which the sparse limit grows from 0.
+        add_up: Where each of several ranks has a part of every sparse gradient: adds up their squared norms,
+            one for each, over all of them.
 
     Returns:
         New lists. Under `ClipByGlobalNorm` both norms are the common one.
@@ -137,6 +141,10 @@ def clip_gradients(
         if step is None:
             raise LayerArgumentError("clip_gradients: a warm-up of the sparse limit needs the global step")
         sparse_limit = warmed_clip_norm(sparse_limit, step, sparse_norm_warmup_steps)
+    if add_up is not None and clip_type is not GradClipType.ClipByValue:
+        own = torch.stack(_norms(sparse, list(range(len(sparse))))) if sparse else torch.zeros(0)
+        norms = add_up(own.square()).sqrt()
+        return _clip_parts(dense, sparse, norms, clip_type, (clip_norm, sparse_limit))
     if clip_type is GradClipType.ClipByNorm:
         return ClippedGradients(_clip_each(dense, clip_norm), _clip_each(sparse, sparse_limit))
     if clip_type is GradClipType.ClipByValue:
@@ -147,6 +155,29 @@ def clip_gradients(
     clipped_dense, dense_norm = _clip_all(dense, clip_norm, common)
     clipped_sparse, sparse_norm = _clip_all(sparse, sparse_limit, common)
     return ClippedGradients(clipped_dense, clipped_sparse, dense_norm, sparse_norm)
+
+
+def _clip_parts(
+    dense: list[Tensor],
+    sparse: list[Tensor],
+    norms: Tensor,
+    clip_type: GradClipType,
+    limits: tuple[float | None, float | None],
+) -> ClippedGradients:
+    """Clip where `norms` are those of the whole sparse gradients, of which `sparse` are parts."""
+    limit, sparse_limit = limits
+    if clip_type is GradClipType.ClipByNorm:
+        scales = norms.new_ones(len(sparse)) if sparse_limit is None else clip_scale(norms, sparse_limit)
+        scaled = [tensor * scale for tensor, scale in zip(sparse, scales, strict=True)]
+        return ClippedGradients(_clip_each(dense, limit), scaled)
+    sparse_norm: Tensor = torch.linalg.vector_norm(norms)
+    common = None
+    if clip_type is GradClipType.ClipByGlobalNorm and limit is not None:
+        dense_norm = _norm_of_all(dense) if dense else torch.zeros(())
+        common = sparse_norm = torch.linalg.vector_norm(torch.stack([dense_norm.cpu(), sparse_norm]))
+    clipped_dense, found = _clip_all(dense, limit, common)
+    clipped_sparse, _ = _clip_all(sparse, sparse_limit, sparse_norm)
+    return ClippedGradients(clipped_dense, clipped_sparse, found, sparse_norm)
 
 
 def warmed_clip_norm(clip_norm: float, step: int, warmup_steps: int) -> float:

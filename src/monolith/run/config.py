@@ -21,6 +21,7 @@ from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfi
 from monolith.store.dense_config import DenseConfig
 from monolith.table.admission_config import AdmissionConfig
 from monolith.train.config import TrainConfig
+from monolith.train.ranks.config import RanksConfig
 from monolith.wire.limits import Limits
 
 
@@ -42,6 +43,7 @@ class RunConfig(Checked):
     """How ids earn their rows; needs a task with a setting of type AdmissionConfig."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     discovery: DiscoveryConfig = field(default_factory=DiscoveryConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     limits: Limits = field(default_factory=Limits)

@@ -57,6 +57,14 @@ def cuda_or_open(value: object) -> object:
     return "cuda" if switch in ("1", "true", "yes", "on") else value
 
 
+def in_step(value: object) -> object:
+    """Training in step was a switch."""
+    text = str(value).strip().lower()
+    if text in ("", "0", "false", "no", "off", "none"):
+        return "async"
+    return "sync" if text in ("1", "true", "yes", "on") else value
+
+
 def empty_is_open(value: object) -> object:
     """Empty text meant that nothing was chosen."""
     return None if value == "" else value
@@ -118,7 +126,8 @@ FORMAT_WORDS = Words(
 _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
-_RANKS = "not built yet: ranks that step together; workers train asynchronously on parameter servers"
+_RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
+_PARTIAL = "not built yet: weights averaged over workers whose rows are on parameter servers"
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
 _ITEMS = "not built yet: a pass over all items after training"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
@@ -141,8 +150,8 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_embedding_postpush": Renamed("train.async_push"),
     "enable_variable_prefetch": Renamed("dense.prefetch"),
     "enable_variable_postpush": Renamed("dense.postpush"),
-    "enable_sync_training": Unsupported(_RANKS),
-    "enable_partial_sync_training": Unsupported(_RANKS),
+    "enable_sync_training": Renamed("cluster.mode", in_step),
+    "enable_partial_sync_training": Unsupported(_PARTIAL),
     "enable_gpu_training": Renamed("train.accelerator", cuda_or_open),
     "processes_per_gpu": Unsupported(_RANKS, default=1),
     "merge_sync_training_ckpt": Unsupported(
@@ -302,6 +311,7 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
 OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, **ALIASES}
 
 _MOVED = {
+    "training.synchronous": "cluster.mode, async or sync",
     "failover.partial_recovery": "failover.recovery",
     "job.model_dir": "train.model_dir",
     "job.params": "task",
@@ -345,7 +355,6 @@ _GONE = {
     "job.business_id": "bzid",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
-    "training.synchronous": "enable_sync_training",
     "training.partially_synchronous": "enable_partial_sync_training",
     "training.realtime": "enable_realtime_training",
     "training.processes_per_gpu": "processes_per_gpu",

@@ -65,6 +65,9 @@ class ClusterConfig(Checked):
     max_workers: int = 0
     """The most workers there may be at a time, where the data hands out work: those beyond num_workers come
     when they like. 0 allows num_workers."""
+    mode: Literal["async", "sync"] = "async"
+    """How workers train one model: `async`, each at its own pace, with rows and weights on parameter servers;
+    or `sync`, all in step as ranks, each of which holds a share of the rows and all of the weights."""
     num_redundant_ps: int = 0
     """Parameter servers started in addition to those that are used: the run begins with those that register
     first, and the others are spares."""
@@ -100,6 +103,12 @@ class ClusterConfig(Checked):
             yield Problem(("use_ps", "num_ps"), said)
         if self.use_ps and not self.num_extra_ps:
             yield Problem(("use_ps", "num_extra_ps"), "there is nothing to choose from: num_extra_ps is 0")
+        if self.mode == "sync" and self.num_ps:
+            said = (
+                f"ranks hold all rows and weights themselves, and num_ps is {self.num_ps}. Weights that are "
+                "averaged over workers whose rows are on servers are not built yet"
+            )
+            yield Problem(("mode", "num_ps"), said)
         if self.role == "ps" and not self.num_ps:
             yield Problem(("role", "num_ps"), "this is a parameter server, but num_ps is 0")
         yield from self._index_problems()
@@ -200,6 +209,9 @@ class TimeoutsConfig(Checked):
     """How long a worker waits for the chief to make or restore the state they share."""
     finish: timedelta = timedelta(minutes=30)
     """How long the chief waits for the workers at the end."""
+    exchange: timedelta = timedelta(minutes=10)
+    """The longest that one exchange between ranks may take: as long as the slowest of them takes for a
+    step."""
     silence: timedelta = timedelta(seconds=60)
     """How long a worker may be silent over a working connection before it counts as lost. A broken connection
     is noticed at once."""
@@ -208,7 +220,7 @@ class TimeoutsConfig(Checked):
 
     def problems(self) -> Iterator[Problem]:
         yield from not_negative(self, "start", "finish", "silence", "abandoned")
-        for name in ("operation", "lookup"):
+        for name in ("operation", "lookup", "exchange"):
             given = getattr(self, name)
             if given is not None and given <= timedelta(0):
                 yield Problem((name,), f"must be more than 0, got {given}")

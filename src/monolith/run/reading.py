@@ -79,10 +79,11 @@ def refused(run: RunConfig) -> Iterator[str]:
             guard_listener(run.metrics.host, run.security)
         except ConfigError as error:
             yield f"metrics.host: {error}"
-    if run.distributed and run.cluster.num_ps == 0:
+    if run.distributed and run.cluster.num_ps == 0 and run.cluster.mode == "async":
         yield (
             f"cluster.num_workers and cluster.num_ps: {run.cluster.num_workers} workers need parameter "
-            "servers to train one model; set cluster.num_ps (--num-ps), or num_workers to 1"
+            "servers to train one model; set cluster.num_ps (--num-ps), num_workers to 1, or cluster.mode "
+            "(--mode) to sync"
         )
     if run.cluster.num_spares and run.cluster.num_ps == 0:
         yield (

@@ -92,8 +92,9 @@ def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
 def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
     """Return the config with role and index as whoever launched this process says.
 
-    That is the registry, where it is TF_CONFIG or MLP. Otherwise role and index are what flags, environment
-    and file said. Counts that the config leaves at their defaults are taken over, too.
+    That is the registry, where it is TF_CONFIG or MLP; of ranks, torchrun or mpirun. Otherwise role and index
+    are what flags, environment and file said. Counts that the config leaves at their defaults are taken over,
+    too.
 
     Raises:
         ConfigError: The registry says nothing, or that this process does not train.
@@ -105,6 +106,8 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         role = _from_tf_config(config.discovery.tf_config or "", environ)
     elif config.discovery.kind == "mlp":
         role = _from_mlp(environ)
+    elif cluster.mode == "sync" and (world := world_from_environment(environ)) is not None:
+        return replace(config, cluster=replace(cluster, index=world.rank, num_workers=world.size))
     else:
         return config
     if role.kind not in ROLES:

@@ -1,6 +1,6 @@
 """Stores: where the rows and dense weights of a model live.
 
-In this process, or on parameter servers; pyarrow is imported when a server or a group is made.
+In this process, on parameter servers, or across ranks; pyarrow is imported when a server or a group is made.
 """
 
 from monolith.front_door import open_when_asked

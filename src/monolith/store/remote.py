@@ -14,9 +14,10 @@ from monolith.store.dense import check_held
 from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
 from monolith.store.group import Request, ServerGroup
-from monolith.store.routes import Floats, Routes
-from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, read_answer
-from monolith.store.store import TableIds
+from monolith.store.routes import Floats
+from monolith.store.rows import RowFlags, read_answer
+from monolith.store.spreading import Spread, Spreader
+from monolith.store.store import TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
 from monolith.wire.flight import Answer
 
@@ -42,15 +43,12 @@ class ParameterServerStore:
     def __init__(self, group: ServerGroup, number: int, configs: Mapping[str, TableConfig]) -> None:
         self.group = group
         self._number = number
-        self._dims = {name: configs[name].dim for name in sorted(configs)}
-        self._widths = np.array(list(self._dims.values()), np.int64)
-        self._delayed = next((c for c in configs.values() if _is_delayed(c)), None)
+        self._spreader = Spreader(configs, len(group), number)
+        self._dims = self._spreader.dims
         self._closed = False
         self._descriptions = group.describe()
-        self._counts_sightings = False
-        for server, about in enumerate(self._descriptions):
-            found = self._checked(server, about)
-            self._counts_sightings |= bool(found["counts_sightings"])
+        found = [self._checked(server, about) for server, about in enumerate(self._descriptions)]
+        self._spreader.counts_sightings = any(one["counts_sightings"] for one in found)
         self._dense: DenseCache | None = None
 
     @property
@@ -59,13 +57,13 @@ class ParameterServerStore:
 
     @property
     def delay_compensated(self) -> bool:
-        return self._delayed is not None
+        return self._spreader.delay_compensated
 
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
-        routes = self._routes(ids)
         flags = RowFlags.HALF if self.group.half else RowFlags.NONE
-        requests, _ = self._requests(RowCall.LOOKUP, routes, ids.batches, flags)
+        spread = self._spreader.lookup(ids, flags)
+        requests, routes = _asked(spread), spread.routes
         answers = self.group.exchange("lookup", requests)
         rows = [
             self._rows_of(server, answers[server], floats) if server in answers else np.empty(0, np.float32)
@@ -83,34 +81,10 @@ class ParameterServerStore:
         latest_values: Tensor | None = None,
     ) -> None:
         self._check_open()
-        arguments.check_step(step)
-        if self._delayed is not None and latest_values is None:
-            arguments.latest_array(None, self._delayed, 0)
-        routes = self._routes(ids)
-        num_ids = len(ids.ids)
-        grads = arguments.float_array(gradients, (routes.floats,), "gradients")
-        flags, latest, counts = RowFlags.NONE, None, None
-        if latest_values is not None:
-            latest = arguments.float_array(latest_values, (routes.floats,), "latest_values")
-            flags |= RowFlags.LATEST if self._delayed is not None else RowFlags.NONE
-        times = arguments.event_time_array(event_time, num_ids)
-        flags |= RowFlags.TIMES if isinstance(event_time, Tensor) else RowFlags.NONE
-        if ids.counts is not None and self._counts_sightings:
-            arguments.count_array(ids.counts, num_ids)
-            counts = arguments.id_array(ids.counts, "counts")
-            flags |= RowFlags.COUNTS
-        one_time = 0 if flags & RowFlags.TIMES else int(times[0])
-        requests, arrays = self._requests(
-            RowCall.PUSH, routes, ids.batches, flags, step=step, event_time=one_time
+        spread = self._spreader.push(
+            ids, gradients, step=step, event_time=event_time, latest_values=latest_values
         )
-        routes.spread_rows(grads, [one.gradients for one in arrays])
-        if latest is not None and flags & RowFlags.LATEST:
-            routes.spread_rows(latest, [one.latest for one in arrays if one.latest is not None])
-        if flags & RowFlags.TIMES:
-            routes.spread_numbers(times, [one.times for one in arrays if one.times is not None])
-        if counts is not None:
-            routes.spread_numbers(counts, [one.counts for one in arrays if one.counts is not None])
-        self._push("apply_gradients", requests)
+        self._push("apply_gradients", _asked(spread))
 
     def attach_dense(
         self,
@@ -182,7 +156,7 @@ class ParameterServerStore:
         """Return what each table holds on all servers together; `load` is their mean."""
         self._check_open()
         found = self.group.call_all("stats", held=True, store=self._number)
-        return {name: _sum([TableStats(**one[name]) for one in found]) for name in self._dims}
+        return {name: add_stats([TableStats(**one[name]) for one in found]) for name in self._dims}
 
     def close(self) -> None:
         """Let go of this store; servers and connections go on."""
@@ -213,40 +187,6 @@ class ParameterServerStore:
         if self._closed:
             raise TableClosedError("this store of parameter servers was closed")
 
-    def _routes(self, ids: TableIds) -> Routes:
-        """Check ids and sizes; return where they go."""
-        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
-        batches = ids.batches
-        if not isinstance(batches, int) or batches < 1:
-            raise TableArgumentError(f"batches must be a whole number, 1 or more, got {batches!r}")
-        return Routes(keys, sizes, self._widths, batches, len(self.group))
-
-    def _requests(
-        self,
-        call: RowCall,
-        routes: Routes,
-        batches: int,
-        flags: RowFlags,
-        *,
-        step: int = 0,
-        event_time: int = 0,
-    ) -> tuple[dict[int, Request], list[RowRequest]]:
-        """Return requests to the servers that are asked for rows, with ids and sizes in them.
-
-        And, for all servers, where the other arrays of each are to be written.
-        """
-        requests: dict[int, Request] = {}
-        arrays: list[RowRequest] = []
-        for server, num_ids in enumerate(routes.num_ids):
-            floats = 0 if call == RowCall.LOOKUP else routes.num_floats[server]
-            arrays.append(RowRequest(cells=routes.sizes.shape[1], ids=num_ids, floats=floats, flags=flags))
-            if num_ids:
-                arrays[server].sizes[:] = routes.sizes[server]
-                header = RowHeader(call, self._number, batches, num_ids, floats, flags, step, event_time)
-                requests[server] = header, arrays[server].data
-        routes.spread_ids([one.ids for one in arrays])
-        return requests, arrays
-
     def _rows_of(self, server: int, answer: Answer, expected: int) -> Floats:
         flags, floats = read_answer(answer.header)
         size = 2 if flags & RowFlags.HALF else 4
@@ -266,25 +206,10 @@ class ParameterServerStore:
             raise type(cause)(f"{cause}. Whether it has applied the gradients is not known.") from cause
 
 
-def _is_delayed(config: TableConfig) -> bool:
-    return any(segment.optimizer.delay_compensation is not None for segment in config.segments)
-
-
-def _sum(found: list[TableStats]) -> TableStats:
-    return TableStats(
-        rows=sum(one.rows for one in found),
-        bytes_total=sum(one.bytes_total for one in found),
-        bytes_rows=sum(one.bytes_rows for one in found),
-        bytes_index=sum(one.bytes_index for one in found),
-        load=sum(one.load for one in found) / len(found),
-        inserted=sum(one.inserted for one in found),
-        filtered=sum(one.filtered for one in found),
-        refused=sum(one.refused for one in found),
-        evicted=sum(one.evicted for one in found),
-        removed=sum(one.removed for one in found),
-        max_event_time=max(one.max_event_time for one in found),
-        non_finite=sum(one.non_finite for one in found),
-    )
+def _asked(spread: Spread) -> dict[int, Request]:
+    """Return the requests to those servers that are asked for rows."""
+    found = zip(spread.headers, spread.requests, strict=True)
+    return {server: (header, one.data) for server, (header, one) in enumerate(found) if header.ids}
 
 
 def _width(dim: int | None) -> str:

@@ -19,6 +19,7 @@ from monolith.wire.byte_messages import Bytes
 
 _MAGIC, _VERSION = b"MRow", 1
 _HEADER = struct.Struct("<4sBBHIIQQqQ8s8sQ")
+HEADER_BYTES = _HEADER.size
 _ANSWER = struct.Struct("<4sBBHQ")
 _ANYTHING = bytes(8)
 _MOST_PADDING = 8
@@ -177,10 +178,7 @@ class RowRequest:
         floats: int = 0,
         flags: RowFlags = RowFlags.NONE,
     ) -> None:
-        times, counts, latest = (
-            bool(flags & one) for one in (RowFlags.TIMES, RowFlags.COUNTS, RowFlags.LATEST)
-        )
-        lengths = (8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest)
+        lengths = _lengths(cells, ids, floats, flags)
         self.data: Bytes = np.empty(sum(lengths), np.uint8) if data is None else data
         if len(self.data) != sum(lengths):
             raise TableArgumentError(
@@ -192,7 +190,18 @@ class RowRequest:
             arrays.append(self.data[at : at + length])
             at += length
         self.sizes, self.ids = arrays[0].view(np.int64), arrays[1].view(np.int64)
-        self.times = arrays[2].view(np.int64) if times else None
-        self.counts = arrays[3].view(np.int64) if counts else None
+        self.times = arrays[2].view(np.int64) if flags & RowFlags.TIMES else None
+        self.counts = arrays[3].view(np.int64) if flags & RowFlags.COUNTS else None
         self.gradients = arrays[4].view(np.float32)
-        self.latest = arrays[5].view(np.float32) if latest else None
+        self.latest = arrays[5].view(np.float32) if flags & RowFlags.LATEST else None
+
+    @staticmethod
+    def size(*, cells: int, ids: int, floats: int = 0, flags: RowFlags = RowFlags.NONE) -> int:
+        """Return how many bytes a request has."""
+        return sum(_lengths(cells, ids, floats, flags))
+
+
+def _lengths(cells: int, ids: int, floats: int, flags: RowFlags) -> tuple[int, ...]:
+    """Return the bytes of each array of a request."""
+    times, counts, latest = (bool(flags & one) for one in (RowFlags.TIMES, RowFlags.COUNTS, RowFlags.LATEST))
+    return 8 * cells, 8 * ids, 8 * ids * times, 8 * ids * counts, 4 * floats, 4 * floats * latest

@@ -8,7 +8,7 @@ implementation passes `tests/contracts/test_store.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,24 @@ class TableIds:
     """int64, one per id: how many sightings it stands for; None for one each."""
     batches: int = 1
     """Batches laid end to end: more than one where gradients were accumulated."""
+
+
+def add_stats(found: Sequence[TableStats]) -> TableStats:
+    """Return what the shares of one table hold together; `load` is their mean."""
+    return TableStats(
+        rows=sum(one.rows for one in found),
+        bytes_total=sum(one.bytes_total for one in found),
+        bytes_rows=sum(one.bytes_rows for one in found),
+        bytes_index=sum(one.bytes_index for one in found),
+        load=sum(one.load for one in found) / len(found),
+        inserted=sum(one.inserted for one in found),
+        filtered=sum(one.filtered for one in found),
+        refused=sum(one.refused for one in found),
+        evicted=sum(one.evicted for one in found),
+        removed=sum(one.removed for one in found),
+        max_event_time=max(one.max_event_time for one in found),
+        non_finite=sum(one.non_finite for one in found),
+    )
 
 
 class Store(Protocol):

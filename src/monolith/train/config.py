@@ -143,6 +143,12 @@ class TrainConfig:
     hooks: HooksConfig = field(default_factory=HooksConfig)
     operator_files: bool = False
     """Whether the run obeys the files dump_<step>, stop_<step> and limit_req_time in the model_dir."""
+    operator_files_every_steps: int = 100
+    """How often operator_files looks for dump_<step> and stop_<step>, in steps; their steps are multiples of
+    it."""
+    dump_window: TideWindow | None = None
+    """The daily hours, UTC, in which a run with operator_files saves by itself; outside of them only where a
+    file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
     writes none."""
@@ -154,7 +160,15 @@ class TrainConfig:
     """How long a stream may bring nothing before rows are updated without waiting for it."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "max_steps", "evict_every_steps", "summary_every_steps"):
+        if self.dump_window is not None and not self.operator_files:
+            raise ConfigError("train: dump_window is for runs with operator_files; set that, or leave it out")
+        for name in (
+            "steps",
+            "max_steps",
+            "evict_every_steps",
+            "summary_every_steps",
+            "operator_files_every_steps",
+        ):
             given = getattr(self, name)
             if given is not None and given < (1 if name.endswith("every_steps") else 0):
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")

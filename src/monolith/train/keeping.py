@@ -129,7 +129,12 @@ class Keeper:
         hooks: list[Hook] = [save, _CommitHook(self)]
         if config.operator_files:
             hooks = [
-                ForceDumpHook(save.timer, window=None, clock=self._clock),
+                ForceDumpHook(
+                    save.timer,
+                    step_interval=config.operator_files_every_steps,
+                    window=config.dump_window,
+                    clock=self._clock,
+                ),
                 RequestTimeHook(save.timer),
                 *hooks,
             ]

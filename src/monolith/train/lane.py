@@ -11,6 +11,10 @@ up anew what was looked up ahead, so that what follows is the same as after a re
 
 A live stream may have nothing to say for a while. With `patience`, updates then no longer
 wait for the next batch.
+
+Ranks do all of this together: every lookup and update is a call that all of them make in one order. So in a
+lane `in_step` nothing depends on time. That there is no data for now is an item, `SILENT`, which comes at the
+same place on every rank: updates are done before it, `idle` is called, and reading goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -30,29 +35,42 @@ Work = Callable[[], None]
 _log = logging.getLogger(__name__)
 
 
+class Silence(Enum):
+    """Stands for an item where there is none for now."""
+
+    SILENT = "silent"
+
+
+SILENT = Silence.SILENT
+
+
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[Item, Rows]):
     item: Item
     rows: Rows
+    stale: bool = False
+    """Whether rows have changed since it was looked up."""
 
 
 class Lane(Generic[Item, Rows]):
     """Items in order, each looked up before it is asked for. Used by one thread.
 
     Args:
-        items: What to read. A generator is closed by `close`.
+        items: What to read; in step, `SILENT` where there is nothing for now. A generator is closed by
+            `close`.
         prepare: Looks the rows of an item up.
         ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
         patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
-        idle: Called by the thread that waits for an item, every `patience` seconds; where it returns True,
-            that thread waits no more for now.
+        idle: Called by the thread that waits for an item, every `patience` seconds, or at each `SILENT`; where
+            it returns True, that thread waits no more for now.
         threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
+        in_step: Whether others do the same in lanes of their own, so that time may decide nothing.
     """
 
     def __init__(
         self,
-        items: Iterator[Item],
+        items: Iterator[Item | Silence],
         prepare: Callable[[Item], Rows],
         *,
         ahead: int = 1,
@@ -60,18 +78,21 @@ class Lane(Generic[Item, Rows]):
         patience: float | None = None,
         idle: Callable[[], bool] | None = None,
         threaded: bool = False,
+        in_step: bool = False,
     ) -> None:
         self._items = items
+        self._in_step = in_step
         self._prepare = prepare
         self._ahead = ahead
         self._behind = behind
-        self._patience = patience
+        self._patience = None if in_step else patience
         self._idle = idle
         self._changed = threading.Condition()  # guards all below
         self._todo: deque[Work | None] = deque()  # None: a lookup
         self._ready: deque[_Entry[Item, Rows]] = deque()
         self._phase = "idle"
         self._paused = False
+        self._silent = False
         self._ended = False
         self._interrupted = False
         self._closed = False
@@ -90,10 +111,10 @@ class Lane(Generic[Item, Rows]):
             Exception: What reading, looking up or updating raised, once.
         """
         if self._thread is None:
-            item = next(self._items, None)
-            self._ended = item is None
+            item = self._next_item()
             return None if item is None else (item, self._prepare(item))
         with self._changed:
+            self._look_up_again()
             if not self._asked:  # otherwise what was asked for before is still on its way
                 self._todo.extend([None] * (1 if self._begun else 1 + self._ahead))
             self._asked = True
@@ -101,10 +122,13 @@ class Lane(Generic[Item, Rows]):
                 self._begun = True
                 self._thread.start()
             self._changed.notify_all()
-            while not self._changed.wait_for(self._has_news, self._patience):
-                self._overtake()
+            while not self._changed.wait_for(self._has_news, self._patience) or self._is_only_silent():
+                if not self._in_step:
+                    self._overtake()
                 if self._idle is not None and self._idle():
                     return None
+                self._silent = self._silent and self._interrupted  # then nothing more is read
+                self._changed.notify_all()
             self._asked = False
             self._raise()
             if not self._ready:
@@ -141,11 +165,19 @@ class Lane(Generic[Item, Rows]):
                 self._raise()
 
     def drain(self) -> None:
-        """Return when all work that was pushed is done. What was looked up ahead is looked up anew."""
+        """Return when all work that was pushed is done. What was looked up ahead is looked up anew.
+
+        In step, lookups that were asked for are done first, and those ahead are made anew by `next`.
+        """
         with self._changed:
-            self._overtake()
+            if self._in_step:
+                self._changed.wait_for(lambda: self._error is not None or self._rests())
+            else:
+                self._overtake()
             for entry in self._ready:
-                entry.rows = self._prepare(entry.item)
+                entry.stale = True
+            if not self._in_step:
+                self._look_up_again()
             self._raise()
 
     def close(self) -> None:
@@ -177,7 +209,23 @@ class Lane(Generic[Item, Rows]):
     # All below is called with the lock held, except `_run`.
 
     def _has_news(self) -> bool:
-        return self._error is not None or bool(self._ready) or self._ended or self._interrupted
+        if self._error is not None or self._ready or self._ended or self._interrupted:
+            return True
+        return self._silent and self._rests()
+
+    def _is_only_silent(self) -> bool:
+        return self._silent and not (self._error or self._ready or self._ended or self._interrupted)
+
+    def _rests(self) -> bool:
+        """Whether the thread has nothing to do before somebody asks for more, or ends a silence."""
+        waits = self._silent or not self._todo
+        return self._phase == "idle" and waits and all(work is None for work in self._todo)
+
+    def _look_up_again(self) -> None:
+        """Look up anew what was looked up before the last updates; the thread rests."""
+        for entry in self._ready:
+            if entry.stale:
+                entry.rows, entry.stale = self._prepare(entry.item), False
 
     def _is_done(self, work: Work) -> bool:
         return self._phase != "updating" and all(other is not work for other in self._todo)
@@ -214,10 +262,10 @@ class Lane(Generic[Item, Rows]):
             with self._changed:
                 self._phase = "idle"
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or (bool(self._todo) and not self._paused))
+                self._changed.wait_for(lambda: self._closed or (self._has_work() and not self._paused))
                 if self._closed:
                     return
-                work = self._todo.popleft()
+                work = self._take_work()
                 self._phase = "reading" if work is None else "updating"
             try:
                 if work is not None:
@@ -232,9 +280,36 @@ class Lane(Generic[Item, Rows]):
                     self._changed.notify_all()
                 return
 
+    def _has_work(self) -> bool:
+        """Whether there is something to do: in a silence, only updates."""
+        return any(work is not None for work in self._todo) if self._silent else bool(self._todo)
+
+    def _take_work(self) -> Work | None:
+        if not self._silent:
+            return self._todo.popleft()
+        work = next(work for work in self._todo if work is not None)
+        self._todo.remove(work)
+        return work
+
+    def _next_item(self) -> Item | None:
+        """Return the next item, in a lane without a thread; None at the end, or where it is interrupted."""
+        while True:
+            item = next(self._items, None)
+            if item is not SILENT:
+                self._ended = item is None
+                return item
+            if self._idle is not None:
+                self._idle()
+            if self._interrupted:
+                return None
+
     def _look_up(self) -> None:
         item = next(self._items, None)
         with self._changed:
+            if item is SILENT:
+                self._todo.appendleft(None)  # it is still to come
+                self._silent = True
+                return
             if item is None:
                 self._ended = True
                 return

@@ -16,7 +16,7 @@ from monolith.errors import ConfigError, DataError, FeatureError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.observe import Resting
-from monolith.store import LocalStore, MakeStore, Store
+from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, DumpableTable, TableStats
 from monolith.train.accelerator import Accelerator, take
 from monolith.train.task import Mode, Outputs, Task
@@ -180,7 +180,8 @@ class Model:
     def _tables(self) -> tuple[dict[str, DumpableTable], dict[str, AdmissionFilter]]:
         tables: dict[str, Any] = {}
         filters: dict[str, AdmissionFilter] = {}
-        for store in self.stores:
+        for found in self.stores:
+            store = found.inner if isinstance(found, AllToAllStore) else found
             if not isinstance(store, LocalStore):
                 raise ConfigError(f"a run in one process keeps its rows in a LocalStore, got {store!r}")
             for name in store.tables:

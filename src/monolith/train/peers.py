@@ -26,10 +26,10 @@ Every implementation passes `tests/contracts/test_peers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -37,16 +37,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from monolith.checkpoint import Part, RestoreOptions
 from monolith.data import Share
 from monolith.data.source import Position
-from monolith.model import WeightOptimizer
+from monolith.model import Together, WeightOptimizer
 from monolith.store import LocalStore, MakeStore
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
 from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
 from monolith.train.hooks.installed import Others
+from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.wire.bodies import Count
 from monolith.wire.traffic import Traffic
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +177,15 @@ class Peers(Protocol):
         """Holds everybody between their steps, where this process leads."""
 
     @property
+    def in_step(self) -> bool:
+        """Whether all take every step together. Then whatever one does between steps, all do: they meet just
+        before a step, and stop at the same one."""
+
+    @property
+    def together(self) -> Together | None:
+        """Those with whom gradients are averaged; None where everybody trains with its own."""
+
+    @property
     def others(self) -> Others | None:
         """What hooks may ask of the other processes; None where there are none."""
 
@@ -230,6 +242,11 @@ class Peers(Protocol):
         """
 
     # Between steps
+
+    def read_in_step(
+        self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
+    ) -> Iterator[Item | Silence]:
+        """Return the batches of this process that all train on, where they are `in_step`; see `agreed`."""
 
     def meet(self, me: Participant) -> str | None:
         """Stand still as long as the others are held; return why everybody is to stop, if they are.
@@ -301,6 +318,8 @@ class Alone:
     save_wanted = False
     finished = True
     resumed = False
+    in_step = False
+    together = None
     others = None
     lost = Lost()
 
@@ -347,6 +366,16 @@ class Alone:
 
     def open(self, start: Start, me: Participant) -> Start | None:  # noqa: ARG002
         return start
+
+    def read_in_step(
+        self,
+        items: Iterator[Item],
+        *,
+        every: float,  # noqa: ARG002
+        pressed: Callable[[], bool],  # noqa: ARG002
+        silences: bool,  # noqa: ARG002
+    ) -> Iterator[Item | Silence]:
+        return items
 
     def meet(self, me: Participant) -> str | None:  # noqa: ARG002
         return None

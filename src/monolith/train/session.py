@@ -16,7 +16,14 @@ from monolith.data import Share, Stream, share_out
 from monolith.data.handing import HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
-from monolith.errors import ConfigError, DataError, DivergedError, NonFiniteError, NotShareableError
+from monolith.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    FeatureError,
+    NonFiniteError,
+    NotShareableError,
+)
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer, WeightOptimizer, apply_gradients
 from monolith.observe import Metrics
@@ -24,7 +31,7 @@ from monolith.train.config import TrainConfig
 from monolith.train.every import Every
 from monolith.train.expiring import RowExpiry
 from monolith.train.hook import Run, StepResult
-from monolith.train.lane import Lane
+from monolith.train.lane import Lane, Silence
 from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
@@ -133,6 +140,8 @@ class Session:
         """Whether work was given back since the data was last read from where it stands: it may have ended
         before."""
         self._interrupted = False
+        self._drains = False
+        """Whether somebody waits for the lane to be done with what it was asked for."""
         self._skipping = Skipping(config.max_skipped_in_a_row)
         self._step = 0
         self.examples = 0
@@ -184,6 +193,11 @@ class Session:
     @property
     def interrupted(self) -> bool:
         return self._interrupted
+
+    @property
+    def in_step(self) -> bool:
+        """Whether others take every step together with this process."""
+        return self._peers.in_step
 
     def state(self) -> WorkerState:
         """Return what a checkpoint keeps of this process, beside the model."""
@@ -347,7 +361,9 @@ class Session:
             if found is None and self._paused:
                 return None
             if found is None:
-                if lane.exhausted:
+                if (
+                    lane.exhausted and not self.in_step
+                ):  # there, a batch may be left that others had no step for
                     self._position = (
                         self.data.position()
                     )  # past what came after the last batch, and made none
@@ -374,10 +390,19 @@ class Session:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.module.buffers()]
         # Which updates a lookup in the step would find is a matter of time, unless all are done.
         settle = lane.drain if self.config.deterministic else None
+        if self.in_step:
+            settle = self._refuse_other_ids
         outputs = self.model.outputs(batch, rows, otherwise=settle)
         try:
             apply_gradients(
-                outputs.loss, self._sparse, self._dense, self._updates, push=lane.push, count=self._count
+                outputs.loss,
+                self._sparse,
+                self._dense,
+                self._updates,
+                together=self._peers.together,
+                examples=len(batch),
+                push=lane.push,
+                count=self._count,
             )
         except NonFiniteError as cause:
             for buffer, before in buffers:  # a forward pass changes them: the means of a batch norm
@@ -410,20 +435,29 @@ class Session:
 
         What was looked up ahead still has them, and a run that is restored would not.
         """
+        if not self._peers.leads:
+            return
+        if self.in_step:  # all of them, at the same place between their updates
+            with self.together():
+                if (now := self._expiry_time()) is not None:
+                    self.expiry.evict(self.model.stores, now)
+            return
         now = self._expiry_time()
-        if now is not None and self._peers.leads:
+        if now is not None:
             self._open_lane().push(lambda: self.expiry.evict(self.model.stores, now))
 
     def interrupt(self) -> None:
         """Wait for data no longer: a step that does is not taken. From any thread."""
         self._interrupted = True
-        if self._lane is not None:
+        if self._lane is not None and not self.in_step:  # those in step hear of it first
             self._lane.interrupt()
 
     def drain(self) -> None:
         """Return when all rows are up to date: before every save."""
         if self._lane is not None:
+            self._drains = True
             self._lane.drain()
+            self._drains = False
 
     def commit(self, position: Position) -> None:
         """Tell the source that everything before a position is safe, and the others theirs."""
@@ -452,16 +486,25 @@ class Session:
             config = self.config
             self._handed_back = False
             waits = config.deterministic and self._handing is None
+            items: Iterator[_Read | Silence] = self._read()
+            if self.in_step:
+                items = self._peers.read_in_step(
+                    self._read(),
+                    every=config.idle_after.total_seconds(),
+                    pressed=lambda: self._interrupted or self._drains,
+                    silences=not config.deterministic,
+                )
             self._lane = Lane(
-                self._read(),
+                items,
                 lambda read: self.model.prepare(read.batch),
                 ahead=config.prefetch,
                 behind=config.async_push,
                 patience=None if waits else config.idle_after.total_seconds(),
                 idle=self._idle,
                 threaded=self._handing is not None,  # it may wait for what another worker has
+                in_step=self.in_step,
             )
-            if self._interrupted:
+            if self._interrupted and not self.in_step:
                 self._lane.interrupt()
         return self._lane
 
@@ -481,9 +524,17 @@ class Session:
     def _idle(self) -> bool:
         """Called again and again while the data has nothing to say; return whether to stop waiting."""
         if self._meet() is not None:
-            self.interrupt()
+            self._interrupted = True
+            if self._lane is not None:
+                self._lane.interrupt()
         self._paused = self._peers.save_wanted
         return self._paused
+
+    def _refuse_other_ids(self) -> None:
+        raise FeatureError(
+            f"task {self.task.name!r}: the model reads other ids than those of the batch it was given, which "
+            "ranks look up together ahead of the step. Change ids in the dataset."
+        )
 
     def _read(self) -> Iterator[_Read]:
         for batch in self.data:

@@ -40,7 +40,7 @@ from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
-from monolith.store import LocalStore
+from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Hook, Run, StepResult, drive
@@ -252,6 +252,10 @@ class Trainer:
                     keeper.look(run)
 
             def step() -> StepResult | None:
+                if peers.in_step:
+                    session.meet(run)  # after all hooks, so that whatever they asked for is heard by all
+                    if run.stop_reason is not None:
+                        return None
                 while (result := try_step()) is None and session.wait_for_more(run, look):
                     pass
                 return result
@@ -470,7 +474,8 @@ class Trainer:
 
 def _refused(session: Session) -> dict[str, int]:
     """By table of this process; a server logs its own, and may be gone."""
-    here = [store for store in session.model.stores if isinstance(store, LocalStore)]
+    stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
+    here = [store for store in stores if isinstance(store, LocalStore)]
     return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
 
 
@@ -509,7 +514,8 @@ class _PeersHook(Hook):
         self._keeper = keeper
 
     def before_step(self, run: Run) -> None:
-        self._session.meet(run)
+        if not self._session.in_step:
+            self._session.meet(run)
         if self._session.save_wanted:
             self._look(run)
 

@@ -31,6 +31,9 @@ class TrainOptions:
     one; by default job.task of the config."""
     launch: Literal["local", "ray"] | None = None
     """Start all processes of the run: as children of this one, or on a Ray cluster."""
+    mode: Literal["async", "sync", "train", "eval", "infer"] | None = None
+    """How several processes train: async, each at its own pace, on parameter servers; or sync, all in step as
+    ranks, which hold the rows themselves. The other words are those of job.mode, by its old name."""
     num_ps: int | None = None
     """The number of parameter servers, which hold rows and weights; by default 0: the worker does."""
     num_workers: int | None = None

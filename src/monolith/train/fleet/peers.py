@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from monolith.train.fleet.parts import ServedDense, ServedTables
 from monolith.train.hook import DATA_ENDED, Run
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import Others
+from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.peers import (
@@ -38,6 +39,8 @@ from monolith.train.peers import (
     WorkerState,
 )
 from monolith.wire.traffic import Traffic
+
+Item = TypeVar("Item")
 
 
 class FleetPeers:
@@ -59,6 +62,9 @@ class FleetPeers:
         self._halts: dict[int, WorkerState] = {}
         """Halt -> how this worker stood then, until it is on disk."""
         self._departed = False
+
+    in_step = False
+    together = None
 
     @property
     def leads(self) -> bool:
@@ -194,6 +200,16 @@ class FleetPeers:
         return found
 
     # Between steps
+
+    def read_in_step(
+        self,
+        items: Iterator[Item],
+        *,
+        every: float,  # noqa: ARG002
+        pressed: Callable[[], bool],  # noqa: ARG002
+        silences: bool,  # noqa: ARG002
+    ) -> Iterator[Item | Silence]:
+        return items
 
     def meet(self, me: Participant) -> str | None:
         self._fleet.check()

@@ -1,0 +1,62 @@
+"""This process as one of the ranks of a run: it meets the others, trains in step, and meets them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from monolith.cli.failover import Failover
+from monolith.cluster import Discovery, Waiting
+from monolith.errors import RetryableError
+from monolith.run import RunConfig
+from monolith.run.runtime import listen_address
+from monolith.train import Peers, TrainReport
+from monolith.train.ranks.joining import RankMeeting
+from monolith.train.ranks.peers import RankPeers
+
+
+def as_rank(
+    attempt: Callable[[Peers], TrainReport],
+    run: RunConfig,
+    discovery: Discovery | None,
+    environ: Mapping[str, str],
+    *,
+    failover: Failover,
+    on_waiting: Callable[[Waiting], object],
+    lost_others: Callable[[], None],
+) -> TrainReport:
+    """Train in step with the others; where one was lost, go on together from the last checkpoint.
+
+    Args:
+        discovery: Where the others are; None where torchrun has started them. It restarts all of them then.
+
+    Raises:
+        RetryableError: One was lost, and this process is not to try again.
+    """
+    cluster, timeouts = run.cluster, run.timeouts
+    meeting = RankMeeting(
+        cluster.index,
+        cluster.num_workers,
+        discovery=discovery,
+        environ=environ,
+        host=None if discovery is None else listen_address(run, environ)[0],
+        start=timeouts.start,
+        options={
+            "timeout": timeouts.exchange,
+            "silence": timeouts.silence,
+            "backend": run.ranks.backend,
+        },
+        on_waiting=on_waiting,
+    )
+    try:
+        while True:
+            try:
+                with meeting.join() as groups:
+                    failover.joined(meeting.processes)
+                    return attempt(RankPeers(groups, run.ranks))
+            except RetryableError as error:
+                lost_others()
+                if discovery is None:
+                    raise
+                failover.lost(error)
+    finally:
+        meeting.close()

@@ -1,0 +1,172 @@
+"""The groups of a run: what connects its ranks, for each thread that talks to the others one.
+
+    lookups    ids out and rows back, ahead of a step
+    pushes     gradients of rows, behind it
+    dense      gradients of the weights, while backward goes on
+    control    between two steps: stop, halt, save. It waits for as long as it takes.
+    pulse      says that everybody is alive; see `Pulse`
+    calls      questions at any time; see `RankCalls`
+
+When a rank is lost, everything is broken off, on every rank: a run of ranks goes on with all or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from monolith.errors import RetryableError, UnavailableError
+from monolith.store.collective import Collective, KeyValues, Pulse, make_group, prefixed
+from monolith.store.rank_calls import RankCalls
+from monolith.wire.traffic import Traffic, TrafficMeter
+
+_log = logging.getLogger(__name__)
+
+FAILED = "failed"
+"""The key under which the first rank that cannot go on says why."""
+ENDLESS = timedelta(days=30)
+"""How long a rank may wait for the others between steps, as long as their pulse is there."""
+TIMEOUT = timedelta(minutes=30)
+SILENCE = timedelta(seconds=60)
+
+
+class RankGroups:
+    """What connects this rank to the others. Made by every rank at the same time; whoever makes it closes it.
+
+    Args:
+        connect: Makes a connection to keys and values that all ranks of this run see, and nobody else: those
+            of an earlier attempt have another prefix.
+        rank: Which one this is.
+        size: How many there are.
+        host: The address of this process, by which others reach it; None leaves it to torch.
+        timeout: How long one exchange of a step may take.
+        silence: How long a rank may be silent, over connections that are whole, before it counts as lost; and
+            how long the ranks may take to connect, once all are there.
+        backend: gloo, or nccl: then the gradients of weights are summed on the GPU. Rows are in the memory of
+            the host, and go by gloo.
+
+    Raises:
+        UnavailableError: Not all ranks were there in time.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], KeyValues],
+        rank: int,
+        size: int,
+        *,
+        host: str | None = None,
+        timeout: timedelta = TIMEOUT,
+        silence: timedelta = SILENCE,
+        backend: str = "gloo",
+        pulse_every: timedelta = timedelta(seconds=1),
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._keys = connect()
+        self._traffic = TrafficMeter()
+        self._lock = threading.Lock()  # guards what follows
+        self._lost: RetryableError | None = None
+        self._closed = self._parting = False
+
+        def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
+            keys = prefixed(self._keys, name)
+            group = make_group(keys, rank, size, host=host, connect=silence, timeout=limit, backend=kind)
+            device = "cuda" if kind == "nccl" else "cpu"
+            found = Collective(group, name, device=device, traffic=self._traffic)
+            found.ask_why(self._why)
+            return found
+
+        self.lookups = collective("lookups", timeout)
+        self.pushes = collective("pushes", timeout)
+        self.dense = collective("dense", timeout, backend)
+        self.control = collective("control", ENDLESS)
+        self.calls = RankCalls(connect, rank, size, timeout=timeout)
+        self._pulse = Pulse(collective("pulse", silence), self._lose, pulse_every)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What came from other ranks, and went to them."""
+        return self._traffic.total()
+
+    def check(self) -> None:
+        """Raise if a rank was lost.
+
+        Raises:
+            RetryableError: One was.
+        """
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+
+    def say(self, key: str, value: str) -> None:
+        """Leave a word for the others; what was there before is replaced."""
+        with suppress(RuntimeError):
+            self._keys.set(f"said/{key}", value)
+
+    def said(self, key: str) -> str:
+        """Return what somebody left; "" for nothing."""
+        try:
+            return self._keys.get(f"said/{key}").decode() if self._keys.check([f"said/{key}"]) else ""
+        except RuntimeError as cause:
+            raise UnavailableError(f"the rank that keeps what all share is gone: {cause}") from cause
+
+    def part(self) -> None:
+        """Hear that the run is over: from now on it is no loss if others are gone."""
+        self._parting = True
+
+    def fail(self, text: str) -> None:
+        """Say why this rank cannot go on, and break everything off, for all. It never raises."""
+        with suppress(RuntimeError):
+            # Only the first is the cause; what others then say follows from it.
+            self._keys.compare_set(FAILED, "", json.dumps([self.rank, text]))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the others. Closing again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._abort()
+        self._pulse.close()
+        self.calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _abort(self) -> None:
+        for collective in (self.lookups, self.pushes, self.dense, self.control):
+            collective.abort()
+
+    def _lose(self, error: RetryableError) -> None:
+        if self._parting:
+            return
+        _log.warning("rank %d lost another: %s", self.rank, error)
+        with self._lock:
+            self._lost = self._lost or error
+        self.calls.fail(error)
+        self._abort()
+
+    def _why(self) -> RetryableError | None:
+        """Return why a call failed, as far as somebody has said."""
+        try:
+            said = self._keys.get(FAILED) if self._keys.check([FAILED]) else b""
+        except RuntimeError:
+            said = b""
+        if said:
+            rank, text = json.loads(said)
+            return UnavailableError(f"rank {rank} cannot go on: {text}")
+        with self._lock:
+            return self._lost

@@ -1,0 +1,428 @@
+"""The peers of a rank: the other ranks, with whom it takes every step.
+
+Between two steps all ranks say a word, which most of the time is nothing. Rank 0 leads:
+
+    meet       everybody says a word, and goes on, or stops, at the same step
+    halted     rank 0 says so in place of meeting: all finish their updates, say where they stand, and meet
+               again when it lets them go
+    gather     the word of who has no more to do; all stop where they hear it
+    leave      the others wait, through the halts of rank 0's last saves, until it says that all is over
+
+So whoever comes to the next word, for whichever reason, hears the same as everybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from monolith.checkpoint import Part
+from monolith.data import Share
+from monolith.data.source import Position
+from monolith.errors import ConfigError, RetryableError
+from monolith.model import WeightOptimizer
+from monolith.store import AllToAllStore, LocalStore, MakeStore, RankGroups
+from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
+from monolith.table import SlotThresholds, TableConfig
+from monolith.train.config import TrainConfig
+from monolith.train.fleet.buffers import merge_buffers
+from monolith.train.hook import Run
+from monolith.train.hooks.control.barrier import Barrier
+from monolith.train.hooks.control.ps_health import MachineHealth
+from monolith.train.hooks.installed import Others
+from monolith.train.lane import Silence
+from monolith.train.lost import Lost
+from monolith.train.model import Model
+from monolith.train.peers import (
+    Gathered,
+    LastCheckpoint,
+    Participant,
+    ScheduledOptimizer,
+    Staleness,
+    Start,
+    WorkerState,
+)
+from monolith.train.ranks.agreement import agreed
+from monolith.train.ranks.averaging import AveragedGradients
+from monolith.train.ranks.barrier import WAITS, RankBarrier
+from monolith.train.ranks.config import RanksConfig
+from monolith.train.ranks.parts import RankDense, RankShare, RankTables
+from monolith.train.ranks.words import NOTHING, Word, hear_from_first, say_to_all
+from monolith.wire.traffic import Traffic
+
+Item = TypeVar("Item")
+
+BEGUN = "begun"
+LOOK_EVERY = 0.1
+"""Seconds between two looks whether rank 0 has begun."""
+
+
+class RankPeers:
+    """`Peers` of one rank. Rank 0 leads.
+
+    Args:
+        groups: What connects the ranks; closed by whoever made it. They serve one run.
+    """
+
+    may_change = False
+    more_may_come = False
+    departed = False
+    save_wanted = False
+    resumed = False
+    lost = Lost()
+    in_step = True
+
+    def __init__(self, groups: RankGroups, config: RanksConfig | None = None) -> None:
+        self._groups = groups
+        self._config = config or RanksConfig()
+        self._run = TrainConfig()
+        """The settings of the run, once they were looked at."""
+        self._barrier = RankBarrier(groups)
+        self._made: list[AllToAllStore] = []
+        self._model: Model | None = None
+        self._average: AveragedGradients | None = None
+        self._share: RankShare | None = None
+        self._first_buffers: list[torch.Tensor] = []
+        self._merged: list[torch.Tensor] | None = None
+        self._halts: dict[int, WorkerState] = {}
+        """Halt -> how this rank stood then, until it is on disk."""
+        self._halt = 0
+        self._halted: Gathered | None = None
+        """While this rank, which leads, holds the others."""
+        self._saved = self._told_saved = 0
+        self._joined = False
+        self._stop: str | None = None
+        """Why all stop, as all have heard."""
+        self._unfinished = False
+        self._me: Participant | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._groups.rank == 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self._groups.rank, self._groups.size)
+
+    @property
+    def finished(self) -> bool:
+        return not self._unfinished
+
+    @property
+    def make_store(self) -> MakeStore:
+        return self._make_store
+
+    @property
+    def barrier(self) -> Barrier:
+        return self._barrier
+
+    @property
+    def others(self) -> Others | None:
+        return OtherRanks(self._groups.rank, lambda: 0 if self._me is None else self._me.step)
+
+    @property
+    def together(self) -> AveragedGradients | None:
+        return self._average
+
+    def check(self, config: TrainConfig) -> None:
+        self._run = config
+        if config.alert is not None and config.alert.action == "rollback":
+            raise ConfigError("alert: ranks cannot roll back together yet; set alert.action to 'stop'")
+        if config.hooks.slow_start_steps:
+            raise ConfigError(
+                "hooks.slow_start_steps: ranks take every step together, so none can start late"
+            )
+
+    def _make_store(
+        self,
+        configs: Mapping[str, TableConfig],
+        /,
+        *,
+        thresholds: Mapping[str, SlotThresholds] | None,
+        threads: int | None,
+    ) -> AllToAllStore:
+        inner = LocalStore.from_configs(configs, thresholds=thresholds, threads=threads)
+        self._made.append(AllToAllStore(inner, configs, self._groups, len(self._made)))
+        return self._made[-1]
+
+    def attach(self, model: Model) -> WeightOptimizer | None:
+        if own := [store for store in model.stores if store not in self._made]:
+            raise ConfigError(
+                f"task {model.task.name!r}: its model has a store of its own, {own[0]!r}, so every rank "
+                "would train its own copy of the rows. Leave out `store`: the run decides where rows live."
+            )
+        self._model = model
+        assert model.sparse is not None
+        model.sparse.in_step = True
+        share = (self._groups.rank, self._groups.size)
+        incremental, beside = self._run.keep.full_every > 1, self._run.saves_beside
+        part = model.tables_part(incremental=incremental, beside=beside, share=share)
+        self._share = RankShare(self._groups.calls, part, self._rows, self._run.model_dir)
+        self._average = AveragedGradients(list(model.weights().values()), self._groups.dense, self._config)
+        if model.dense is None or model.schedule is None:
+            return model.dense
+        return ScheduledOptimizer(model.dense, model.schedule)
+
+    def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
+        return [RankTables(self._groups.calls), self.dense_part(model)]
+
+    def _rows(self) -> dict[str, int]:
+        return {name: one.rows for store in self._made for name, one in store.inner.stats().items()}
+
+    def dense_part(self, model: Model) -> Part:
+        return RankDense(model.dense_part(), self._with_all_buffers)
+
+    def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
+        """Do nothing: who loses a rank begins again."""
+
+    def outlives(self, error: Exception) -> bool:  # noqa: ARG002
+        return False
+
+    # Beginning
+
+    def begin(self, *, hands_out: bool = False) -> None:
+        """Do nothing: all begin with the same model."""
+
+    def go_to(self, step: int) -> None:
+        """Do nothing: the others hear it when all go on."""
+
+    def open(self, start: Start, me: Participant) -> Start | None:
+        assert self._model is not None, "attach a model first"
+        self._me = me
+        if self.leads:
+            self._groups.say(BEGUN, "yes")
+        while not self._groups.said(BEGUN):
+            if me.interrupted:
+                return None
+            self._groups.check()
+            time.sleep(LOOK_EVERY)
+        self._joined = True
+        said = say_to_all(self._groups.control, Start, start if self.leads else None)
+        assert said[0] is not None
+        self._take_weights()
+        return said[0]
+
+    def _take_weights(self) -> None:
+        """Begin with the weights, optimizer state and buffers of rank 0."""
+        model, control = self._model, self._groups.control
+        assert model is not None
+        weights = model.weights()
+        state = hear_from_first(control, dump_dense(weights, model.dense, 0, model.schedule))
+        frozen = [p for name, p in model.module.named_parameters() if name not in weights]
+        kept = [*frozen, *model.buffers().values()]
+        rest = hear_from_first(control, pack_tensors(kept).tobytes())
+        if not self.leads:
+            fill_dense(weights, model.dense, [read_dense(state)], model.schedule)
+            _fill(kept, _unpacked(rest, kept))
+        self._first_buffers = [buffer.clone() for buffer in model.buffers().values()]
+
+    # Between steps
+
+    def read_in_step(
+        self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
+    ) -> Generator[Item | Silence, None, None]:
+        return agreed(items, self._groups.lookups, every=every, pressed=pressed, silences=silences)
+
+    def meet(self, me: Participant) -> str | None:
+        self._groups.check()
+        if me.interrupted and self._stop is None:
+            word = Word(stop=f"rank {self._groups.rank} was asked to stop", interrupted=True)
+        else:
+            word = NOTHING
+        self._go_through(word, me)
+        return self._stop
+
+    def _go_through(self, word: Word, me: Participant) -> None:
+        """Say a word, and again after each halt, until everybody goes on."""
+        while self._say(word).halt:
+            self._stand_still(me)
+
+    def _say(self, word: Word) -> Word:
+        """Say a word and hear those of all; return that of rank 0."""
+        if self.leads and self._saved > self._told_saved:
+            self._told_saved = self._saved
+            word = Word(
+                stop=word.stop,
+                interrupted=word.interrupted,
+                halt=word.halt,
+                saved=self._saved,
+                over=word.over,
+            )
+        key, waits = WAITS.format(rank=self._groups.rank), False
+
+        def waiting() -> None:
+            nonlocal waits
+            self._groups.check()
+            if not waits:
+                waits = True
+                self._groups.say(key, "yes")
+
+        try:
+            said = say_to_all(self._groups.control, Word, None if word == NOTHING else word, waiting)
+        finally:
+            if waits:
+                self._groups.say(key, "")
+        words = [one or NOTHING for one in said]
+        if not words[0].halt:
+            self._unfinished |= any(one.interrupted for one in words)
+            self._stop = self._stop or next((one.stop for one in words if one.stop is not None), None)
+        if words[0].saved:
+            self._saved = words[0].saved
+        return words[0]
+
+    def _stand_still(self, me: Participant) -> Gathered:
+        """Finish the updates of this rank, and hear where the others stand, for as long as it takes."""
+        me.drain()
+        self._halt += 1
+        gathered = self._gather_states(me)
+        self._halts[self._halt] = me.state()
+        if not self.leads:
+            self._say(NOTHING)  # until rank 0 lets everybody go
+        return gathered
+
+    def _gather_states(self, me: Participant) -> Gathered:
+        states = say_to_all(self._groups.control, WorkerState, me.state())
+        self._gather_buffers(me.state().examples)
+        others = [state for rank, state in enumerate(states) if rank != self._groups.rank]
+        return Gathered(step=me.step, others=tuple(state for state in others if state is not None))
+
+    def count(self, step: int) -> int:
+        return step + 1
+
+    def refresh(self) -> None:
+        """Do nothing: nobody has trained without this rank."""
+
+    def staleness(self) -> Staleness | None:
+        return None
+
+    def traffic(self) -> Traffic | None:
+        return self._groups.traffic
+
+    @contextmanager
+    def halted(self, me: Participant) -> Iterator[Gathered]:
+        if self._halted is not None:  # this rank holds the others already
+            yield self._halted
+            return
+        self._say(Word(halt=self._halt + 1))
+        self._halted = self._stand_still(me)
+        try:
+            yield self._halted
+        except BaseException:
+            with suppress(RetryableError):
+                self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._halted = None
+        self._say(NOTHING)
+
+    def note_saved(self, position: Position) -> None:
+        if self.leads:
+            for halt in [one for one, state in self._halts.items() if state.position is position]:
+                self._forget_halts(halt)
+                self._saved = halt
+
+    def safe(self) -> Position | None:
+        if self.leads or self._saved not in self._halts:
+            return None
+        position = self._halts[self._saved].position
+        self._forget_halts(self._saved)
+        return position
+
+    def _forget_halts(self, last: int) -> None:
+        self._halts = {number: held for number, held in self._halts.items() if number > last}
+
+    # Buffers: each rank has its own, and a checkpoint has those of all; see `monolith.train.fleet.buffers`
+
+    def _gather_buffers(self, examples: int) -> None:
+        assert self._model is not None
+        mine = list(self._model.buffers().values())
+        if not mine or self._groups.size == 1:
+            return
+        control = self._groups.control
+        weights = control.all_gather(torch.tensor([examples])).flatten().tolist()
+        packed = control.all_gather(torch.from_numpy(pack_tensors(mine)))
+        given = [(many, unpack_tensors(one.numpy(), mine)) for many, one in zip(weights, packed, strict=True)]
+        self._merged = merge_buffers(self._first_buffers, given)
+
+    @contextmanager
+    def _with_all_buffers(self) -> Iterator[None]:
+        """Have the buffers of all ranks in the module of this one, while they are saved."""
+        merged, self._merged = self._merged, None
+        if merged is None or self._model is None:
+            yield
+            return
+        mine = list(self._model.buffers().values())
+        own = [buffer.clone() for buffer in mine]
+        _fill(mine, merged)
+        try:
+            yield
+        finally:
+            _fill(mine, own)
+
+    # Ending
+
+    def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:  # noqa: ARG002
+        return False
+
+    def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
+        return False
+
+    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+        if not self._joined:
+            return None
+        if self._stop is None:
+            reason = run.stop_reason or "it has no more to do"
+            self._go_through(Word(stop=reason, interrupted=run.interrupted), me)
+        gathered = self._gather_states(me)
+        return gathered if self.leads else None
+
+    def leave(self, run: Run, state: WorkerState) -> bool:  # noqa: ARG002
+        if not self._joined:
+            return False
+        assert self._me is not None
+        if self.leads:
+            self._groups.part()
+            self._say(Word(over=True))
+            return False
+        while not (word := self._say(NOTHING)).over:
+            if word.halt:
+                self._stand_still(self._me)
+        self._groups.part()
+        return True
+
+    def fail(self, error: BaseException | None) -> None:
+        text = "it ended before the run did" if error is None else f"{type(error).__name__}: {error}"
+        self._groups.fail(text)
+
+
+class OtherRanks:
+    """What hooks may ask of the other ranks: there are no servers, and all are at the same step."""
+
+    servers: Sequence[str] = ()
+
+    def __init__(self, rank: int, step: Callable[[], int]) -> None:
+        self.index = rank
+        self._step = step
+
+    def read_step(self) -> int:
+        return self._step()
+
+    def server_health(self, server: int) -> MachineHealth:
+        raise ConfigError(f"there is no parameter server {server}: rows are on ranks")
+
+
+def _unpacked(data: bytes, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return unpack_tensors(np.frombuffer(data, np.uint8).copy(), like)
+
+
+def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)

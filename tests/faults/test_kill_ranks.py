@@ -1,0 +1,38 @@
+"""Any rank may be killed at any moment: all go on from the last checkpoint, every record once."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from faults.fleet_processes import LaunchedRanks
+
+BLOWS = 50
+
+
+def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
+    with LaunchedRanks(tmp_path, 240) as ranks:
+        for place in (("worker", 1), ("worker", 0)):
+            ranks.wait_for_another_checkpoint()
+            ranks.hit(place)
+        ranks.finish()
+        ranks.check_every_record_was_trained_once()
+        assert "worker 1 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
+        assert "worker 0 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
+
+
+@pytest.mark.soak
+def test_ranks_are_killed_again_and_again(tmp_path: Path) -> None:
+    """At any moment: while they start, find each other, restore, train and save."""
+    chance = random.Random(16)
+    flags = ("--failover.max-retries", "200", "--timeouts.silence", "20s")
+    with LaunchedRanks(tmp_path, 6000, *flags) as ranks:
+        for blow in range(BLOWS):
+            if blow % 5 == 0:
+                ranks.wait_for_another_checkpoint()
+            time.sleep(chance.uniform(0, 3))
+            ranks.hit(chance.choice(ranks.members))
+        ranks.finish()
+        ranks.check_every_record_was_trained_once()

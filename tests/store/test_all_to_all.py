@@ -1,0 +1,138 @@
+"""What ranks do together that one store alone has not to."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from store.ranks import all_at_once, connected
+from torch import Tensor
+
+from monolith.errors import ClusterError, TableArgumentError, UnavailableError
+from monolith.store import AllToAllStore, LocalStore, RankGroups, TableIds
+from monolith.table import Adagrad, Segment, TableConfig, Zeros
+
+CONFIGS = {
+    "a": TableConfig(
+        name="a", segments=(Segment(dim=2, initializer=Zeros(), optimizer=Adagrad(), learning_rate=0.1),)
+    )
+}
+
+
+def store_of(groups: RankGroups) -> AllToAllStore:
+    return AllToAllStore(LocalStore.from_configs(CONFIGS, threads=1), CONFIGS, groups)
+
+
+def of(*ids: int) -> TableIds:
+    return TableIds(torch.tensor(ids, dtype=torch.int64), torch.tensor([len(ids)]))
+
+
+def trained(stores: list[AllToAllStore], ids: list[TableIds], gradients: list[Tensor], **more: int) -> None:
+    calls = zip(stores, ids, gradients, strict=True)
+    all_at_once(*(partial(store.apply_gradients, *given, **more) for store, *given in calls))
+
+
+def test_each_rank_holds_the_ids_that_hash_to_it() -> None:
+    with connected(3) as groups:
+        stores = [store_of(one) for one in groups]
+        trained(stores, [of(0, 1, 2, 3, 4, 5, -1)] * 3, [torch.ones(14)] * 3)
+        held = [
+            [rank for rank, store in enumerate(stores) if store.inner.lookup(of(id_)).any()]
+            for id_ in (0, 1, 2, 3, 4, 5)
+        ]
+    assert held == [[0], [1], [2], [0], [1], [2]]
+
+
+def test_gradients_of_one_id_are_one_step_with_their_sum_in_the_order_of_ranks() -> None:
+    """These three add up to another float in any other order."""
+    given = [torch.tensor([1e8, 0.0]), torch.tensor([-1e8, 0.0]), torch.tensor([3.14159, 1.0])]
+    alone = LocalStore.from_configs(CONFIGS, threads=1)
+    alone.apply_gradients(of(7), (given[0] + given[1]) + given[2])
+    with connected(3) as groups:
+        stores = [store_of(one) for one in groups]
+        trained(stores, [of(7)] * 3, given)
+        found = all_at_once(*(partial(store.lookup, of(7)) for store in stores))
+    assert [rows.tolist() for rows in found] == [alone.lookup(of(7)).tolist()] * 3
+
+
+def test_ranks_may_have_different_event_times_and_the_latest_counts() -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+        all_at_once(
+            *(
+                partial(store.apply_gradients, of(1, 2), torch.ones(4), event_time=time)
+                for store, time in zip(stores, (10, 20), strict=True)
+            )
+        )
+        assert stores[0].stats()["a"].max_event_time == 20
+        assert stores[1].stats()["a"].rows == 2
+
+
+def test_when_one_rank_is_given_nonsense_all_refuse_and_nothing_has_happened() -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+
+        def right() -> str:
+            with pytest.raises(ClusterError, match="rank 1 was given what it cannot take"):
+                stores[0].apply_gradients(of(1), torch.ones(2))
+            return "refused"
+
+        def wrong() -> str:
+            with pytest.raises(TableArgumentError, match="gradients"):
+                stores[1].apply_gradients(of(2), torch.ones(3))
+            return "refused"
+
+        assert all_at_once(right, wrong) == ["refused", "refused"]
+        assert stores[0].stats()["a"].rows == 0
+        trained(stores, [of(1), of(2)], [torch.ones(2)] * 2)  # and it goes on
+        assert stores[0].stats()["a"].rows == 2
+
+
+def test_when_a_rank_is_gone_those_who_wait_for_it_hear_why() -> None:
+    with connected(3) as groups:
+        stores = [store_of(one) for one in groups]
+
+        def waits(store: AllToAllStore) -> str:
+            with pytest.raises(UnavailableError, match="rank 2 cannot go on: no disk"):
+                store.lookup(of(2))
+            return "told"
+
+        told = all_at_once(
+            *(partial(waits, one) for one in stores[:2]), lambda: groups[2].fail("no disk") or ""
+        )
+    assert told == ["told", "told", ""]
+
+
+def test_what_goes_to_other_ranks_is_counted() -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+        trained(stores, [of(1), of(0)], [torch.ones(2)] * 2)
+        assert groups[0].traffic.sent == groups[1].traffic.received > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ten_steps_of_adagrad_are_those_of_a_dense_embedding(size: int) -> None:
+    """Each rank has a batch of its own; the dense table sees all of them together."""
+    rows, dim, batch = 20, 2, 6
+    draw = torch.Generator().manual_seed(1)
+    embedding = torch.nn.Embedding(rows, dim)
+    torch.nn.init.zeros_(embedding.weight)
+    optimizer = torch.optim.Adagrad(embedding.parameters(), lr=0.1, initial_accumulator_value=0.1, eps=0.0)
+    with connected(size) as groups:
+        stores = [store_of(one) for one in groups]
+        everything = of(*range(rows))
+        for step in range(10):
+            batches = torch.randint(0, rows, (size, batch), generator=draw)
+            optimizer.zero_grad()
+            (embedding(batches.flatten()) * (step + 1)).sum().backward()
+            optimizer.step()
+            keys, gradients = [], []
+            for ids in batches:
+                distinct, counts = torch.unique(ids, return_counts=True)
+                keys.append(TableIds(distinct, torch.tensor([len(distinct)])))
+                gradients.append((counts * (step + 1.0)).repeat_interleave(dim))
+            trained(stores, keys, gradients, step=step)
+            found = all_at_once(*(partial(store.lookup, everything) for store in stores))
+            for one in found:
+                torch.testing.assert_close(one.view(rows, dim), embedding.weight.detach())
