@@ -62,8 +62,8 @@ class Lane(Generic[Item, Rows]):
         ahead: Items that are looked up ahead; 0 looks up when asked, and without a thread unless `threaded`.
         behind: Whether updates are left to the thread; otherwise they are done when they are pushed.
         patience: Seconds after which updates go before a lookup whose item has not come; None waits for it.
-        idle: Called by the thread that waits for an item, every `patience` seconds, or at each `SILENT`; where
-            it returns True, that thread waits no more for now.
+        idle: Called by the thread that waits for an item, every `patience` seconds, or at each `SILENT`;
+            where it returns True, that thread waits no more for now.
         threaded: Read in a thread even where nothing is looked up ahead, so that `idle` is called.
         in_step: Whether others do the same in lanes of their own, so that time may decide nothing.
     """
