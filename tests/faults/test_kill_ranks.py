@@ -36,4 +36,3 @@ def test_ranks_are_killed_again_and_again(tmp_path: Path) -> None:
             ranks.hit(chance.choice(ranks.members))
         ranks.finish()
         ranks.check_every_record_was_trained_once()
-        print(ranks.output.count("was killed by SIGKILL; restarting it"), "kills")
