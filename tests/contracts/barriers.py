@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
+from contracts.peers import CREWS
 from train.fleets import PATIENT, begun_fleets, worker_state
 
+from monolith.errors import RetryableError
 from monolith.train.fleet.barrier import FleetBarrier
 from monolith.train.hooks import Barrier, LocalBarrier
+from monolith.train.peers import Start
 
 WORKERS = 3
 
@@ -49,6 +52,32 @@ def _fleet() -> Iterator[Held]:
         yield Held(FleetBarrier(fleets[0]), meet)
 
 
+@contextmanager
+def _ranks() -> Iterator[Held]:
+    over = threading.Event()
+    with CREWS["three ranks"]() as crew:
+        threads = [_start(lambda one=one: one.begin(Start(step=0))) for one in crew]  # type: ignore[misc]
+        assert all(joined(thread) for thread in threads)
+        leader, barrier = crew[0], crew[0].peers.barrier
+
+        def lead() -> None:
+            """Do as rank 0 does: a barrier keeps it from its next step, to which it comes afterwards."""
+            with suppress(RetryableError):  # the others are gone when the test ends
+                while not over.wait(0.005):
+                    if barrier.placement() is None:
+                        continue
+                    while barrier.placement() is not None and not over.wait(0.005):
+                        pass
+                    leader.peers.meet(leader)
+
+        def meet(worker: int) -> threading.Thread:
+            return _start(lambda: crew[worker].peers.meet(crew[worker]))
+
+        _start(lead)
+        yield Held(barrier, meet)
+        over.set()
+
+
 def _start(run: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -63,5 +92,6 @@ def joined(thread: threading.Thread) -> bool:
 BARRIERS: dict[str, Callable[[], AbstractContextManager[Held]]] = {
     "threads of one process": _local,
     "workers of a fleet": _fleet,
+    "ranks": _ranks,
 }
 """By name. Whoever adds a barrier adds a line here."""

@@ -136,3 +136,25 @@ def test_ten_steps_of_adagrad_are_those_of_a_dense_embedding(size: int) -> None:
             found = all_at_once(*(partial(store.lookup, everything) for store in stores))
             for one in found:
                 torch.testing.assert_close(one.view(rows, dim), embedding.weight.detach())
+
+
+def test_a_rank_can_fail_while_another_of_its_threads_waits_for_the_others() -> None:
+    with connected(2) as groups:
+        stores = [store_of(one) for one in groups]
+
+        def looks_up() -> str:
+            with pytest.raises(UnavailableError):
+                stores[0].lookup(of(1))
+            return "told"
+
+        def adds_up() -> str:
+            with pytest.raises(UnavailableError, match="rank 0 cannot go on: no disk"):
+                groups[1].dense.sum(torch.ones(1))
+            groups[1].close()
+            return "told"
+
+        def fails() -> str:
+            groups[0].fail("no disk")
+            return "failed"
+
+        assert all_at_once(looks_up, adds_up, fails) == ["told", "told", "failed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from services.properties import tries
 
 from monolith.train import Lane
+from monolith.train.lane import SILENT, Silence
 
 
 def done(log: list[str], ahead: int, behind: bool, items: int = 5, drain_after: int | None = None) -> None:
@@ -273,3 +274,87 @@ def test_who_has_something_else_to_do_waits_no_more_and_misses_nothing(ahead: in
         assert looked_up == [0, 1, 2, 3]
         assert lane.next() is None
         assert lane.exhausted
+
+
+# In step with others
+
+
+def in_step(ahead: int, script: str, drains: set[int], pause: Callable[[str], None]) -> list[str]:
+    """Train on a script of items (".") and silences ("-"); return what all ranks would have to do alike."""
+    log: list[str] = []
+
+    def items() -> Iterator[int | Silence]:
+        number = 0
+        for sign in script:
+            pause("read")
+            if sign == "-":
+                yield SILENT
+            else:
+                yield number
+                number += 1
+
+    def look_up(item: int) -> int:
+        pause("look up")
+        log.append(f"L{item}")
+        return item
+
+    def update(item: int) -> None:
+        pause("update")
+        log.append(f"U{item}")
+
+    with Lane(items(), look_up, ahead=ahead, in_step=True, idle=lambda: log.append("idle")) as lane:
+        while (found := lane.next()) is not None:
+            item, _ = found
+            pause("train")
+            lane.push(partial(update, item))
+            if item in drains:
+                lane.drain()
+                log.append("drained")
+        lane.drain()
+    return log
+
+
+def test_in_step_a_silence_comes_after_all_updates_and_before_what_is_read_then() -> None:
+    log = in_step(1, "..-.", set(), lambda _: None)
+    assert log == ["L0", "L1", "U0", "U1", "idle", "L2", "U2"]
+
+
+def test_in_step_a_drain_waits_for_lookups_and_makes_them_anew_when_they_are_needed() -> None:
+    log = in_step(1, "...", {0}, lambda _: None)
+    assert log == ["L0", "L1", "U0", "drained", "L1", "L2", "U1", "U2"]
+
+
+def test_in_step_without_a_thread_a_silence_is_idle_too() -> None:
+    assert in_step(0, ".-.", set(), lambda _: None) == ["L0", "U0", "idle", "L1", "U1"]
+
+
+@settings(max_examples=tries(15))
+@given(
+    script=st.text("..-", min_size=1, max_size=8),
+    ahead=st.integers(0, 2),
+    drains=st.sets(st.integers(0, 7), max_size=3),
+    slow=st.sets(st.sampled_from(["read", "look up", "update", "train"]), min_size=1),
+)
+def test_in_step_it_does_not_matter_who_is_slow(
+    script: str, ahead: int, drains: set[int], slow: set[str]
+) -> None:
+    expected = in_step(ahead, script, drains, lambda _: None)
+    assert in_step(ahead, script, drains, lambda what: time.sleep(0.002 * (what in slow))) == expected
+
+
+def test_in_step_an_interrupt_while_silent_reads_no_more() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int | Silence]:
+        yield 0
+        read.append(1)
+        yield SILENT
+        read.append(2)
+        yield 1
+
+    lane: Lane[int, int] = Lane(items(), lambda item: item, in_step=True, idle=lambda: lane.interrupt())  # noqa: PLW0108
+    with lane:
+        assert lane.next() == (0, 0)
+        assert lane.next() is None
+        lane.drain()
+    assert read == [1]

@@ -120,7 +120,11 @@ class Collective:
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
-            del group  # its connections are closed with the last reference
+            # Its connections are closed with the last reference, which waits for what is under way: until the
+            # others have let go of it, too.
+            last = [group]
+            del group
+            threading.Thread(target=last.clear, name="let-go", daemon=True).start()
 
     def _begin(self, call: str, *arguments: Any) -> Any:
         group = self._group

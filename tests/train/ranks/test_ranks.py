@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from train.fleets import TalliedFiles, read_model
+from train.fleets import Tallied, TalliedFiles, read_model, run_fleet
 from train.rank_runs import quiet, train_ranks
 from train.ranks.given import Given, batch_of
 
@@ -21,7 +21,7 @@ from monolith.feature import Batch, FirstN
 from monolith.model import UpdateConfig
 from monolith.nn import GradClipType
 from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
-from monolith.train.config import KeepConfig
+from monolith.train.config import ExpiryConfig, KeepConfig
 from monolith.train.ranks.config import RanksConfig
 
 PLAIN = quiet(TrainConfig(), prefetch=0, async_push=False)
@@ -348,6 +348,39 @@ def test_one_process_goes_on_from_ranks_and_ranks_from_one_process(tmp_path: Pat
     train_ranks([task] * 2, replace(config, steps=2))
     Trainer(task, config).train()
     assert trained_once(task, tmp_path)
+
+
+def test_servers_go_on_from_ranks_and_ranks_from_servers(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    task, config = tallied(tmp_path)
+    train_ranks([task] * 2, replace(config, steps=3))
+    outcome = run_fleet(task, tmp_path / "model", num_ps=2, num_workers=2, steps=4)
+    assert outcome.chief.restored_from is not None
+    train_ranks([task] * 3, replace(config, steps=1))
+    Trainer(task, config).train()
+    assert trained_once(task, tmp_path)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_rows_expire_on_all_ranks_at_the_same_place(prefetch: int, tmp_path: Path) -> None:
+    """So two runs have the same rows."""
+    task = Tallied(batches=24, expire_after=timedelta(seconds=40))
+    found = []
+    for name in ("one", "two"):
+        config = quiet(
+            TrainConfig(model_dir=str(tmp_path / name), deterministic=True, seed=1),
+            prefetch=prefetch,
+            evict_every_steps=3,
+            expiry=ExpiryConfig(max_share=1.0),
+        )
+        train_ranks([task] * 2, config)
+        found.append(read_model(task, tmp_path / name).rows)
+    assert found[0].keys() == found[1].keys()
+    assert {name: sorted(rows) for name, rows in found[0].items()} == {
+        name: sorted(rows) for name, rows in found[1].items()
+    }
+    oldest = min(time for name, rows in found[0].items() if "user" in name for time, *_ in rows.values())
+    assert oldest > 0, "the first rows have expired"
 
 
 @pytest.mark.parametrize("beside", [False, True])
