@@ -30,6 +30,7 @@ BLOWS = 20
 KEEP_GOING = ("--failover.recovery", "keep_going")
 
 
+@pytest.mark.soak
 def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: Path) -> None:
     with LaunchedFleet(tmp_path, 160) as fleet:
         for place in (("ps", 1), ("worker", 0)):
@@ -66,6 +67,7 @@ def test_servers_whose_chief_is_killed_and_does_not_come_back_end_with_an_error(
         assert [fleet.pid(place) for place in MEMBERS] == [None] * 4
 
 
+@pytest.mark.soak
 def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> None:
     with LoopedFleet(tmp_path, 400, *KEEP_GOING) as fleet:
         for place in (("ps", 1), ("ps", 0), ("worker", 1), ("worker", 0)):

@@ -26,13 +26,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "a queue, saved beside": {"max_to_keep": 1, "asynchronous": True, "batches": 120, "reads": "queue"},
     "joined streams": {"prefetch": 1, "max_to_keep": 2, "save_every": 7, "reads": "joined"},
 }
+QUICK = ("ahead", "long chains", "beside", "joined streams")
+"""Those that `make test` has."""
 LATEST = {"restore": 70, "save": 250, "delete": 30, "step": 8}
 """How many events of a kind pass at most before a kill at one of them."""
 PATIENCE = 1.0
 """Seconds that pass at most before any other kill."""
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", QUICK)
 def test_every_record_is_trained_once_whenever_the_trainer_is_killed(
     way: str, trainers: Trainers, make: MakeJob, uninterrupted: Uninterrupted
 ) -> None:

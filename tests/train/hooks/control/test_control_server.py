@@ -155,20 +155,18 @@ def test_processes_of_a_run_share_the_token_that_one_of_them_has_made(serve, tmp
 
 
 def test_a_profile_is_refused_while_another_one_is_recorded_and_ends_with_the_run(serve, tmp_path):
-    hook = serve(tracer=Tracer(str(tmp_path / "profile"), "worker_0", make=NoTrace))
+    begun = threading.Event()
+
+    def recorder() -> NoTrace:
+        begun.set()
+        return NoTrace()
+
+    hook = serve(tracer=Tracer(str(tmp_path / "profile"), "worker_0", make=recorder))
     with ControlClient(str(tmp_path)) as job, ThreadPoolExecutor(1) as pool:
         first = pool.submit(job.profile, seconds=100.0)
-        busy = []
-
-        def refused() -> bool:
-            try:
-                job.profile(seconds=0.01)
-            except ProfilerBusyError as error:
-                busy.append(str(error))
-            return bool(busy)
-
-        until(refused)
-        assert "worker_0 is being profiled already" in busy[0]
+        assert begun.wait(SECONDS)
+        with pytest.raises(ProfilerBusyError, match="worker_0 is being profiled already"):
+            job.profile(seconds=0.01)
         hook.close()
         with pytest.raises(TrainingError, match="given up"):
             first.result(SECONDS)
