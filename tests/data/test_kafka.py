@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +19,9 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from services.servers import free_port, wait_until
 
 from monolith.config import Secret
-from monolith.data import Pipeline, Records, ShuffleConfig
+from monolith.data import Pipeline, Records, Share, ShuffleConfig, share_out
 from monolith.data.format import BadRecord
+from monolith.data.handing import handing
 from monolith.data.kafka import (
     ByWorker,
     KafkaConfig,
@@ -275,6 +277,72 @@ def test_positions_of_all_workers_restore_into_another_number_of_workers(
             source.restore(merge_positions(positions))
             found += [number for records in source for number in ids(records)]
     assert sorted(found) == list(range(40))
+
+
+def test_partitions_are_dealt_to_workers_who_read_nothing_but_those(
+    kafka: Kafka, send: Callable[..., None]
+) -> None:
+    topic = kafka.create_topic(partitions=4)
+    for partition in range(4):
+        send(topic, range(10 * partition, 10 * partition + 10), partition)
+    found = []
+    with ExitStack() as stack:
+        settings = config(kafka, topic, assignment=None, group="dealt", poll_batch=4)
+        sources = [stack.enter_context(KafkaSource(settings, decode)) for _ in range(3)]
+        for worker, source in enumerate(sources):
+            share_out(Pipeline(source), Share(worker, 3))
+            source.entrust()
+        leads = handing(Pipeline(sources[0]))
+        assert leads is sources[0]
+        position = sources[0].collect([])
+        sources[0].restore(position)
+        reading = iter(sources[0])
+        found += ids(next(reading))
+        positions = [sources[0].position()]
+        assert len(ids(next(reading))) == 4, "read ahead, and dropped"
+        for workers in (3, 2):
+            positions = leads.deal(positions, workers)
+            offsets = [one["offsets"].get(topic, {}) for one in positions]
+            assert sorted(itertools.chain(*offsets)) == ["0", "1", "2", "3"]
+            for worker in range(workers):
+                sources[worker].restore(positions[worker])
+                found += ids(next(iter(sources[worker])))
+                positions[worker] = sources[worker].position()
+        blank = leads.give_back(positions[1])
+        sources[2].restore(leads.deal([*positions, blank], 1)[0])
+        found += [number for records in sources[2] for number in ids(records)]
+    assert sorted(found) == list(range(40))
+
+
+def test_a_worker_that_was_dealt_nothing_yet_waits_until_it_is_or_is_interrupted(
+    kafka: Kafka, topic: str, send: Callable[..., None]
+) -> None:
+    settings = config(kafka, topic, assignment=None, start="latest", outage_timeout=timedelta(seconds=0.5))
+    with KafkaSource(settings, decode) as source:
+        source.read_share(Share(1, 2))
+        source.entrust()
+        everything = source.collect([])
+        assert everything["offsets"] == {topic: {"0": 0}}
+        send(topic, range(3))
+        source.restore(source.give_back(everything))
+        with pytest.raises(DataError, match="was given no partitions"):
+            list(source)
+        source.interrupt()
+        assert list(source) == []
+        (mine,) = source.deal([everything], 1)
+        source.restore(mine)
+        assert [ids(records) for records in source] == [[0, 1, 2]]
+        missing = {**everything, "offsets": {}}
+        with pytest.raises(RestoreError, match="no offset for partition 0"):
+            source.collect([missing])
+
+
+def test_who_was_given_its_partitions_is_dealt_none() -> None:
+    settings = KafkaConfig(servers=("nowhere:1",), topics=("t",), group="g")
+    for assignment in (None, ALL):
+        with KafkaSource(replace(settings, assignment=assignment), decode) as source:
+            assert (handing(source) is None) == (assignment is not None)
+            assert handing(Pipeline(source).rebatch(2)) is None
 
 
 @pytest.mark.parametrize("workers", [(1, 3), (3, 2)])

@@ -102,7 +102,7 @@ class Tallied(Task):
         return self.batches * 8
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
-        return Pipeline(self.stream()).map(_numbered).to_batches(TALLIED)
+        return Pipeline(self.stream()).map(numbered).to_batches(TALLIED)
 
     def stream(self) -> DriftingStream:
         return DriftingStream(
@@ -131,7 +131,7 @@ class Tallied(Task):
         return UpdateConfig(multiply_rows_by=1)  # or a tally would count batches
 
 
-def _numbered(records: Records) -> Records:
+def numbered(records: Records) -> Records:
     return Records(records.size, {**records.columns, RECORD: records.columns[TIME]}, records.shared)
 
 
@@ -150,7 +150,7 @@ class TalliedFiles(Tallied):
         for number, path in enumerate(paths):
             if not Path(path).exists():
                 with form.writer(path) as writer:
-                    writer.write(_numbered(self.stream().records(12 * number, 12)))
+                    writer.write(numbered(self.stream().records(12 * number, 12)))
         return paths
 
     @property

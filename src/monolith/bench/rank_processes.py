@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from monolith.bench.fleet_processes import FleetTask, FleetWorker, asked_of, process
-from monolith.data.source import Position
 from monolith.feature import Batch
 from monolith.model import apply_gradients
 from monolith.store import RankGroups
@@ -40,7 +39,7 @@ class StepsDone(NamedTuple):
 
 
 class RankWorker:
-    """One rank, as a `Participant` whose data has no end.
+    """One rank, as a `Stepper` whose data has no end.
 
     Args:
         examples: In a batch of this rank.
@@ -68,10 +67,6 @@ class RankWorker:
 
     def state(self) -> WorkerState:
         return WorkerState(position={}, examples=0, skipped=0, event_time=None)
-
-    def give_back(self, position: Position) -> Position:
-        """Give nothing back: batches are made here, and handed out by nobody."""
-        return position
 
     def take_step(self) -> None:
         self._peers.meet(self)

@@ -62,6 +62,11 @@ class ShareChoice:
         elif worker is not None and worker < 0:
             raise ConfigError(f"{source}: there is no worker {worker}; the first is 0")
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the source was given its share, so that nobody else chooses."""
+        return self._fixed is not None
+
     def tell(self, share: Share) -> None:
         """Choose, as whoever runs the source.
 

@@ -180,8 +180,12 @@ class Lane(Generic[Item, Rows]):
                 self._look_up_again()
             self._raise()
 
-    def close(self) -> None:
-        """End the thread. Work that was pushed and not done is reported: `drain` comes before a clean end."""
+    def close(self) -> bool:
+        """End the thread. Work that was pushed and not done is reported: `drain` comes before a clean end.
+
+        Returns:
+            Whether nobody reads the items any more.
+        """
         with self._changed:
             self._closed = True
             lost = sum(work is not None for work in self._todo)
@@ -193,10 +197,11 @@ class Lane(Generic[Item, Rows]):
             self._thread.join(30)
             if self._thread.is_alive():
                 _log.warning("the source is still being read after 30 s; its thread ends when that returns")
-                return
+                return False
         close = getattr(self._items, "close", None)
         if close is not None:
             close()
+        return True
 
     def __enter__(self) -> Self:
         return self

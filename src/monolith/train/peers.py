@@ -7,7 +7,7 @@ several ranks. It tells its peers where it stands, and they tell it what to do a
     go_to        the model is at a step now: new, or restored
     open         go on from a step and a place in the data; or the run is over
     meet         between steps, and while there is no data: stand still where all do, hear who was lost, give
-                 back the work of who is gone where the data hands it out
+                 back the work of who is gone where the data hands it out, or deal it out anew
     refresh      before a step that came after a wait: take the newest weights
     count        which step of the model this one was
     halted       the others are held back, and have said where they stand, while a moment is cut
@@ -26,7 +26,7 @@ Every implementation passes `tests/contracts/test_peers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -79,6 +79,8 @@ class Start:
     """How the others stood then, where this one leads and comes back."""
     hands_out: bool = False
     """Whether the data hands out work: everybody begins with nothing, and workers may come and go."""
+    deals_out: bool = False
+    """Whether it does so only when the one that leads deals it out, who begins with all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +113,8 @@ class Staleness:
     """Those of the gradient that lacked most."""
 
 
-class Participant(Protocol):
-    """What peers ask of the session of this process."""
+class Stepper(Protocol):
+    """What all peers ask of the session of this process."""
 
     @property
     def step(self) -> int:
@@ -125,11 +127,21 @@ class Participant(Protocol):
     def drain(self) -> None:
         """Return when all updates of this process are done."""
 
+    def state(self) -> WorkerState:
+        """Return what a checkpoint keeps of this process."""
+
+
+class Participant(Stepper, Protocol):
+    """What those ask besides who may come and go."""
+
     def give_back(self, position: Position) -> Position:
         """Have the data hand out what one of the others has not done; see `HandsOut`."""
 
-    def state(self) -> WorkerState:
-        """Return what a checkpoint keeps of this process."""
+    def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Have the data deal what some workers had to so many; see `DealsOut`."""
+
+    def move_to(self, position: Position) -> None:
+        """Go on from what was dealt to this process, all updates done; what it read ahead is dropped."""
 
 
 class Peers(Protocol):

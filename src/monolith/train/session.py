@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Share, Stream, share_out
-from monolith.data.handing import HandsOut, handing
+from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
 from monolith.errors import (
@@ -89,8 +89,8 @@ def _handing(stream: Stream[Batch], peers: Peers, config: TrainConfig) -> HandsO
     if found is None and peers.more_may_come:
         raise ConfigError(
             "cluster.max_workers: workers can come to a run only where its data hands out work and it has a "
-            "model_dir: a FileSource on a queue, or the data service, without rebatch, shuffle and take of a "
-            "pipeline on top of it. Set it to num_workers."
+            "model_dir: a FileSource on a queue, a KafkaSource without an assignment, or the data service, "
+            "without rebatch, shuffle and take of a pipeline on top of it. Set it to num_workers."
         )
     return found
 
@@ -128,12 +128,17 @@ class Session:
         self._dense: WeightOptimizer | None = peers.attach(model)
         self._updates = model.task.updates()
         self.metrics = HeadMetrics(model.task, Mode.TRAIN, window=config.metric_window, report=report)
+        self._handing = _handing(stream, peers, config)
+        self._dealing = self._handing if isinstance(self._handing, DealsOut) else None
+        if self._dealing is not None:
+            self._dealing.entrust()
         self._position = stream.position()
         self.expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self._lane: _Lane | None = None
-        self._handing = _handing(stream, peers, config)
+        self._moves = False
+        """Whether the data is still to be read from `_position`, which was dealt."""
         self._paused = False
         """Whether the last step was not taken, for a save that somebody waits for."""
         self._handed_back = False
@@ -221,7 +226,12 @@ class Session:
             self._handing.entrust()
             if self._peers.leads and not self._starts and not self._peers.resumed:
                 self._share_out_anew([])
-        found = Start(step=self._step, positions=tuple(self._starts), hands_out=self._handing is not None)
+        found = Start(
+            step=self._step,
+            positions=tuple(self._starts),
+            hands_out=self._handing is not None,
+            deals_out=self._dealing is not None,
+        )
         start = self._peers.open(found, self)
         if start is None:
             return RUN_IS_OVER
@@ -274,6 +284,15 @@ class Session:
         self._handed_back = True
         return self._handing.give_back(position)
 
+    def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        """Have the data deal what some workers had to so many."""
+        assert self._dealing is not None, "the data deals out nothing"
+        return self._dealing.deal(positions, workers)
+
+    def move_to(self, position: Position) -> None:
+        """Go on from what was dealt to this process, before another step is taken."""
+        self._position, self._moves = position, True
+
     def wait_for_more(self, run: Run, look: Callable[[], None]) -> bool:
         """Do what is to be done where a step found nothing; return whether another may.
 
@@ -282,7 +301,7 @@ class Session:
         """
         if run.stop_reason is not None or self._interrupted:
             return False
-        if self._paused:
+        if self._paused or self._moves:
             self._paused = False
             look()
             return True
@@ -358,7 +377,7 @@ class Session:
         outputs: Outputs | None = None
         while outputs is None:
             found = lane.next()
-            if found is None and self._paused:
+            if found is None and (self._paused or self._moves):
                 return None
             if found is None:
                 if (
@@ -482,6 +501,9 @@ class Session:
         self.model.close()
 
     def _open_lane(self) -> _Lane:
+        if self._moves:
+            self._moves = False
+            self._go_on_with_what_was_dealt()
         if self._lane is None:
             config = self.config
             self._handed_back = False
@@ -528,7 +550,7 @@ class Session:
             if self._lane is not None:
                 self._lane.interrupt()
         self._paused = self._peers.save_wanted
-        return self._paused
+        return self._paused or self._moves
 
     def _refuse_other_ids(self) -> None:
         raise FeatureError(
@@ -549,10 +571,20 @@ class Session:
         times = [self.expiry.now(), *(state.event_time for state in self._others)]
         return min((time for time in times if time is not None), default=None)
 
-    def _close_lane(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
+    def _close_lane(self) -> bool:
+        """Read no more ahead; return whether nobody reads the data now."""
+        lane, self._lane = self._lane, None
+        return lane is None or lane.close()
+
+    def _go_on_with_what_was_dealt(self) -> None:
+        assert self._dealing is not None
+        self._dealing.interrupt()
+        if not self._close_lane():
+            raise DataError(
+                f"task {self.task.name!r}: its data is still being read, so what was dealt to this worker "
+                "cannot be read instead; it resumes from the last checkpoint when it is started again"
+            )
+        self.data.restore(self._position)
 
     def _positions(self) -> Position:
         return joined_positions([self._position, *(state.position for state in self._others)])
@@ -571,11 +603,16 @@ class Session:
     def _share_out_anew(self, positions: Sequence[Position]) -> None:
         """Have data that hands out work take everything back, but for what these positions hold."""
         share = self._peers.share
-        self._starts = redistributed(self.data, positions, share.workers)
+        if self._dealing is None:
+            self._starts = redistributed(self.data, positions, share.workers)
+        else:
+            everything = self._dealing.collect(positions)
+            self._starts = [everything, *[self._dealing.give_back(everything)] * (share.workers - 1)]
         self._read_from(self._starts[share.worker])
 
     def _read_from(self, position: Position) -> None:
         self._close_lane()  # what was read ahead is not what follows
+        self._moves = False
         self.data.restore(position)
         commit_to(self.data, position)  # a kill may have come between the checkpoint and its commit
         self._position = position

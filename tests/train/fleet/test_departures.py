@@ -158,6 +158,97 @@ def test_a_meeting_that_takes_over_waits_for_those_who_were_there_and_for_nobody
     assert call("back", run="r", worker=1, member="process", step=9)["run"] == "r"
 
 
+# Where the chief deals the work out
+
+
+def arrived(call: Caller, number: int) -> int:
+    """Have workers 1 and 2 stand still; return the number of the halt."""
+    halt: int = call("halt", run="r")["halt"]
+    for worker in (1, 2):
+        call("arrive", run="r", worker=worker, halt=halt, state=state(number + worker), member="process")
+    return halt
+
+
+def dealt(*workers: int) -> dict[str, Any]:
+    return {str(worker): state(10 * worker) for worker in workers}
+
+
+def test_each_hears_what_it_was_dealt_with_that_it_may_go_on(call: Caller) -> None:
+    call.join(1)
+    call.join(2)
+    halt = arrived(call, 0)
+    assert gathered(call, halt=halt)["here"] == [1, 2]
+    assert call.news(1)["dealt"] is None
+    assert call("deal", run="r", halt=halt, states=dealt(0, 1, 2))["taken"]
+    call("release", run="r")
+    for worker in (1, 2):
+        heard = call.news(worker)
+        assert heard["halt"] is None
+        assert heard["dealt"] == {"halt": halt, "position": {"next": 10 * worker}}
+
+
+def test_what_is_dealt_when_nobody_stands_still_is_not_taken(call: Caller) -> None:
+    call.join(1)
+    call.join(2)
+    halt = arrived(call, 0)
+    call("release", run="r")
+    assert not call("deal", run="r", halt=halt, states=dealt(0, 1, 2))["taken"]
+    call("halt", run="r")
+    assert not call("deal", run="r", halt=halt, states=dealt(0, 1, 2))["taken"]
+    assert call.news(1)["dealt"] is None
+
+
+def test_who_departed_has_nothing_when_its_work_was_dealt_to_others(call: Caller) -> None:
+    call.join(1)
+    call.join(2)
+    leave(call, 2, 5)
+    halt = arrived(call, 0)
+    blank = state(0)
+    given = [{"run": "r", "worker": 2, "number": 1, "state": blank}]
+    for _ in range(2):  # it may be said twice
+        assert call("deal", run="r", halt=halt, states=dealt(0, 1), given=given)["taken"]
+    assert gathered(call)["states"] == {"1": state(10), "2": blank}, "what a checkpoint keeps from now on"
+    call("release", run="r")
+    assert call.news(0)["departing"] == {}
+    assert call.join(2, member="next")["state"] == blank
+    assert call.news(2)["dealt"] is None
+
+
+def test_what_was_said_before_work_was_dealt_out_is_not_saved_after(clock: Clock) -> None:
+    call = keeps_going(clock)
+    call.join(1)
+    call.join(2)
+    before = arrived(call, 0)
+    call("release", run="r")
+    halt = arrived(call, 5)
+    call("deal", run="r", halt=halt, states=dealt(0, 1, 2))
+    call("release", run="r")
+    call("saved", run="r", halt=before, state=state(1))
+    assert call("resume", run="r", member="chief")["safe"] == dealt(0, 1, 2)
+    after = arrived(call, 50)
+    call("saved", run="r", halt=after, state=state(60))
+    expected = {"0": state(60), "1": state(51), "2": state(52)}
+    assert call("resume", run="r", member="chief")["safe"] == expected
+
+
+def test_a_meeting_that_takes_over_says_what_was_dealt(clock: Clock) -> None:
+    call = Caller(Meeting(2, max_workers=4, lost_after=timedelta(seconds=10), clock=clock))
+    mine = {"halt": 4, "position": {"next": 7}}
+    call(
+        "begin",
+        run="r",
+        num_workers=2,
+        max_workers=4,
+        keep_going=True,
+        halts=4,
+        present=[1],
+        dealt={"1": mine},
+    )
+    call("open", run="r", start=START)
+    call("back", run="r", worker=1, member="process", step=9)
+    assert call.news(1)["dealt"] == mine
+
+
 # What the chief knows of them
 
 
@@ -189,3 +280,11 @@ def test_old_news_of_a_departure_are_passed_over() -> None:
     assert known.still_said({"2": worker_state(2)}, 4) == {"2": worker_state(2)}
     known.note_heard({2: Departure(2)})
     assert known.due == [(2, Departure(2))]
+
+
+def test_what_workers_said_before_they_were_dealt_other_work_counts_no_more() -> None:
+    known = Departures()
+    known.note_dealt([0, 2], halt=3)
+    said = {"0": worker_state(0), "1": worker_state(1), "2": worker_state(2)}
+    assert known.still_said(said, 3) == {"1": worker_state(1)}
+    assert known.still_said(said, 4) == said

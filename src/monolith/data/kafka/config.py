@@ -59,8 +59,9 @@ class KafkaConfig:
     group: str
     """The consumer group: who shares out partitions, and under whose name offsets are committed."""
     assignment: ByWorker | None = None
-    """None lets the group share out partitions; where several workers train together, see `read_share`,
-    each has fixed ones all the same, so that a checkpoint can hold their offsets."""
+    """None lets the group share out partitions. Where several workers train together the run does that, so
+    that a checkpoint can hold their offsets: it deals them out whenever a worker comes or goes; where a stage
+    holds records back they are fixed, see `read_share`."""
     run: str = ""
     """Names one start of the job, the same for all its workers. It tells an offset that another worker handed
     over since from one of an earlier start, over which a restored position wins. Only a group needs it."""

@@ -8,6 +8,8 @@ from monolith.data.source import Position
 from monolith.errors import RestoreError
 
 KIND = "kafka"
+_WAITS = "waits"
+"""Marks the position of a worker that has not been dealt partitions yet."""
 
 Partition = tuple[str, int]
 Offsets = dict[Partition, int]
@@ -43,6 +45,24 @@ def share_positions(position: Position, reads: Sequence[Callable[[Partition], bo
         make_position(partitions, {one: offset for one, offset in offsets.items() if mine(one)})
         for mine in reads
     ]
+
+
+def deal_position(position: Position, workers: int) -> list[Position]:
+    """Return the partitions of a position dealt to so many workers, one after the other."""
+    partitions, offsets = read_position(position)
+    dealt: list[Offsets] = [{} for _ in range(workers)]
+    for number, one in enumerate(sorted(offsets)):
+        dealt[number % workers][one] = offsets[one]
+    return [make_position(partitions, mine) for mine in dealt]
+
+
+def empty_position(position: Position) -> Position:
+    """Return the position of a worker that has no partition, and waits for some."""
+    return {**make_position(read_position(position)[0], {}), _WAITS: True}
+
+
+def waits_for_partitions(position: Position) -> bool:
+    return bool(position.get(_WAITS, False))
 
 
 def adopt_position(position: Position, end: Position | None) -> Position:

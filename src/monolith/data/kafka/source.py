@@ -16,17 +16,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from monolith.data.format import BadRecord
+from monolith.data.handing import DealsOut
 from monolith.data.kafka.client_log import ClientLog
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, import_kafka
 from monolith.data.kafka.positions import (
     Offsets,
     Partition,
     adopt_position,
+    deal_position,
+    empty_position,
     make_position,
     merge_positions,
     read_adopted,
     read_position,
     share_positions,
+    waits_for_partitions,
 )
 from monolith.data.kafka.strings import plain_strings
 from monolith.data.records import Records
@@ -52,6 +56,8 @@ _PATIENCE_WITH_TOPICS_S = 5.0
 """A broker that has just started may not know its topics for a moment."""
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
+_LOOK_EVERY_S = 0.2
+"""How long one poll may take where somebody may interrupt it."""
 _REPORT_EVERY_S = 1.0
 _REJOIN_S = 30.0
 """How long a client that lost its partitions is waited for at least, before another takes its place."""
@@ -117,6 +123,9 @@ class KafkaSource:
         """Where to begin with partitions that are not ours yet, by a position we were restored to."""
         self._adopted: Offsets | None = None
         """Where partitions end that were another worker's, where those are read; None for our own."""
+        self._dealt = self._waits = False
+        """Whether we read only what a position names; and whether we were dealt nothing yet."""
+        self._interrupted = False
         self._left: Offsets = {}
         """Where we left partitions that the group took away."""
         self._known: dict[str, int] = {}
@@ -158,7 +167,7 @@ class KafkaSource:
         """
         self._start()
         quiet_since = self._clock()
-        while True:
+        while not self._interrupted:
             records = self._read(self._patience_s(quiet_since))
             self._report()
             if records is not None:
@@ -177,7 +186,7 @@ class KafkaSource:
         Connects if need be: "latest" must mean the same message now and after a restart.
         """
         self._settle()
-        if self.config.assignment is not None and not self._closed:
+        if self.config.assignment is not None and not self._closed and not self._dealt:
             self._start()
         found = make_position(self._partitions or self._known, {**self._restored, **self._next})
         if self._adopted is not None:
@@ -203,12 +212,45 @@ class KafkaSource:
             self._check_there(partition, offset)
         self._known, self._left = known, {}
         self._adopted = read_adopted(position)
+        self._waits, self._interrupted = waits_for_partitions(position), False
         if self.config.assignment is not None:
             self._restored, self._next, self._joined = offsets, {}, False
         else:
             self._next.update({one: offset for one, offset in offsets.items() if one in self._next})
             self._restored = {one: offset for one, offset in offsets.items() if one not in self._next}
             self._ahead = True
+
+    @property
+    def hands_out(self) -> DealsOut | None:
+        """This source, whose partitions may be dealt to workers that come and go; None where `assignment`
+        fixes them."""
+        return None if self._share.is_fixed else self
+
+    def entrust(self) -> None:
+        self._dealt = True
+
+    def give_back(self, position: Position) -> Position:
+        """Return the position of a worker that has no partition: who leads deals out what it had."""
+        return empty_position(position)
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+
+    def collect(self, positions: Sequence[Position]) -> Position:
+        """Return all partitions there are now, those that no position knows from their start on.
+
+        Raises:
+            RestoreError: A position is of another kind, or none has a partition that was there before.
+            DataError: No broker answers.
+        """
+        self._known, offsets = read_position(merge_positions(positions))
+        self._connect()
+        there = ((topic, one) for topic, count in self._partitions.items() for one in range(count))
+        new = {one: self._first(one) for one in there if one not in offsets}
+        return make_position(self._partitions, {**offsets, **new})
+
+    def deal(self, positions: Sequence[Position], workers: int) -> list[Position]:
+        return deal_position(merge_positions(positions), workers)
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         """Return the offsets of all partitions as positions of another number of workers.
@@ -386,7 +428,7 @@ class KafkaSource:
             return
         if self.config.assignment is not None:
             self._assign(self._own())
-            self._joined = self._assigned = True
+            self._joined, self._assigned = True, not self._waits
             return
         self._joined = True
         consumer.subscribe(
@@ -421,7 +463,7 @@ class KafkaSource:
         """Return the partitions of this worker."""
         assignment = self.config.assignment
         assert assignment is not None
-        if self._adopted is not None:
+        if self._adopted is not None or self._dealt:
             return sorted({*self._restored, *self._next, *self._left})
         return [
             (topic, partition)
@@ -616,6 +658,8 @@ class KafkaSource:
     def _patience_s(self, quiet_since: float) -> float:
         """Return how long the next poll may take."""
         poll_s = self.config.poll_timeout.total_seconds()
+        if self._dealt:
+            poll_s = min(poll_s, _LOOK_EVERY_S)
         left_s = self._silence_s() - (self._clock() - quiet_since)
         return min(poll_s, left_s) if left_s > 0 else poll_s
 

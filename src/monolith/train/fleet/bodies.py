@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from monolith.checkpoint.report import RestoreReport
+from monolith.data.source import Position
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
@@ -46,6 +47,15 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
+class DealtPosition:
+    """Where a worker goes on, since the parts of the data were dealt out anew."""
+
+    halt: Count
+    """When everybody stood still for that."""
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
 class BeginMeeting:
     """A run begins; or a meeting takes over one that goes on, whose server 0 was lost."""
 
@@ -68,6 +78,8 @@ class BeginMeeting:
     departures: Count = 0
     """The last there was."""
     gone: dict[str, WorkerState] = field(default_factory=dict)
+    dealt: dict[str, DealtPosition] = field(default_factory=dict)
+    """By worker: what it was dealt last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,27 @@ class GivenBack:
 
 
 @dataclass(frozen=True, slots=True)
+class DealOut:
+    """The parts of the data are dealt out anew, while everybody stands still."""
+
+    run: Name
+    halt: Count
+    """Which must still be in force."""
+    states: dict[str, WorkerState]
+    """By worker: how it stands with what it was dealt, all who go on."""
+    given: tuple[GivenBack, ...] = ()
+    """Those who departed, and whose parts the others have now."""
+
+
+@dataclass(frozen=True, slots=True)
+class DealTaken:
+    """Answers `DealOut`."""
+
+    taken: bool
+    """Whether everybody has what it was dealt; otherwise the halt is not in force, and nobody hears of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenMeeting:
     run: Name
     start: Start
@@ -242,6 +275,8 @@ class News:
     """Workers that are there, where they may come and go."""
     departing: dict[str, Departure] = field(default_factory=dict)
     """By worker: those whose work the chief is to give back."""
+    dealt: DealtPosition | None = None
+    """What the worker who asks was dealt last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +319,8 @@ class GatheredStates:
     """Whether the halt that was meant is the one in force."""
     departing: dict[str, Departure] = field(default_factory=dict)
     """By worker: those among them that are to be given back."""
+    here: tuple[Count, ...] = ()
+    """Those among them that go on afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,6 +567,7 @@ CALLS: Mapping[str, type] = {
     "meeting.over": SayOver,
     "meeting.leave": Leave,
     "meeting.given_back": GivenBack,
+    "meeting.deal": DealOut,
     "meeting.stop": Stop,
     "server.assign": AssignShare,
     "server.reserve": Nothing,

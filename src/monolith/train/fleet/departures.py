@@ -28,7 +28,7 @@ class Departures:
         """Halt -> the departures that were known then."""
         self._saved: set[int] = set()
         self._since: dict[str, int] = {}
-        """Worker -> the last halt before its work was given back."""
+        """Worker -> the last halt before its work was given back, or dealt out."""
         self.gone: dict[str, WorkerState] = {}
         """Worker -> what is left of it, or was when another came in its place."""
 
@@ -63,6 +63,10 @@ class Departures:
         self._since[str(worker)] = halt
         self.gone[str(worker)] = left
 
+    def note_dealt(self, workers: Iterable[int], halt: int) -> None:
+        """Note that these workers were dealt other work, at the halt of this number."""
+        self._since |= {str(worker): halt for worker in workers}
+
     def still_said(self, states: Mapping[str, WorkerState], halt: int) -> dict[str, WorkerState]:
-        """Return what workers said at a halt, without those whose work was given back since."""
+        """Return what workers said at a halt, without those whose work was given back or dealt out since."""
         return {worker: one for worker, one in states.items() if halt > self._since.get(worker, 0)}

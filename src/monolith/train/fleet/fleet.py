@@ -21,7 +21,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -37,6 +37,9 @@ from monolith.train.fleet.bodies import (
     AskGathered,
     BeginMeeting,
     BeginServer,
+    DealOut,
+    DealTaken,
+    DealtPosition,
     Departure,
     EndRun,
     Farewell,
@@ -95,6 +98,10 @@ class Halt(NamedTuple):
     number: int
     states: dict[int, WorkerState]
     """Of the others, by worker and in order."""
+    here: tuple[int, ...] = ()
+    """Those among them that go on afterwards."""
+    departing: Mapping[int, Departure] = {}
+    """Those among them that departed, with work that the others do not have yet."""
 
 
 class Fleet:
@@ -145,6 +152,10 @@ class Fleet:
         """By worker: how it stood at the last halt that was saved, as the chief."""
         self._start = Start(step=0)
         self._departures = Departures()
+        self._dealt: dict[int, DealtPosition] = {}
+        """Worker -> what it was dealt last; all that were, as the chief, and as another worker itself."""
+        self._asked: set[int] = set()
+        """Workers that were there when work was dealt out, as the chief, and those that have left."""
         self._replaced: dict[int, Served] = {}
         """Servers to be restored that others are still to hear of, as a chief that came back."""
         self.fresh: tuple[int, ...] = tuple(range(len(group)))
@@ -318,6 +329,7 @@ class Fleet:
             departing={str(worker): one for worker, one in departing.items()},
             departures=self._departures.last,
             gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
+            dealt={str(worker): one for worker, one in self._dealt.items()},
         )
         tell(server, 0, "meeting.begin", body)
 
@@ -479,7 +491,8 @@ class Fleet:
             states = self._by_worker(gathered)
             self._stood[number] = states
             self._departures.note_cut(number, gathered.departing.values())
-            yield Halt(number, states)
+            departing = {int(worker): one for worker, one in gathered.departing.items()}
+            yield Halt(number, states, gathered.here, departing)
         finally:
             if not self._held:
                 self._release()
@@ -515,7 +528,7 @@ class Fleet:
             self._safe |= self._departures.still_said(known, halt)
         self._departures.note_saved(halt)
         if state is not None:
-            self._safe["0"] = state
+            self._safe |= self._departures.still_said({"0": state}, halt)
         self._stood = {number: states for number, states in self._stood.items() if number > halt}
         self._halts = {step: number for step, number in self._halts.items() if number >= halt}
         self._pushes.forget_before(halt)
@@ -603,6 +616,73 @@ class Fleet:
         if departure.state is None or (safe is not None and departure.state.examples == safe.examples):
             return safe
         return departure.state if self._departures.is_saved(departure.number) else None
+
+    @property
+    def deals_out(self) -> bool:
+        """Whether the chief deals out the work of all, when workers come and go."""
+        return self._start.deals_out
+
+    @property
+    def deal_wanted(self) -> bool:
+        """Whether somebody has come who has nothing, or gone who had something, as the chief."""
+        if self._held or self.stop_reason is not None or self._listener is None:
+            return False
+        return bool(self._departing()) or not self._asked.issuperset(self._listener.present)
+
+    def deal(
+        self,
+        halt: Halt,
+        mine: WorkerState,
+        deal: Callable[[Sequence[Position], int], list[Position]],
+        give_back: Callable[[Position], Position],
+    ) -> Position | None:
+        """Deal what there is to everybody who is there, at a halt, as the chief.
+
+        Args:
+            mine: How the chief stands.
+            deal, give_back: Those of the data; see `DealsOut`.
+
+        Returns:
+            Where the chief goes on; None where all keep what they have.
+        """
+        assert self._listener is not None
+        self._asked = {*halt.here, *self._listener.present} - halt.departing.keys()
+        states = {0: mine, **{worker: halt.states[worker] for worker in halt.here}}
+        if not halt.departing and states.keys() == self._dealt.keys():
+            return None
+        gone = {worker: halt.states[worker] for worker in halt.departing}
+        positions = deal([one.position for one in (*states.values(), *gone.values())], len(states))
+        states = {
+            worker: replace(states[worker], position=position)
+            for worker, position in zip(states, positions, strict=True)
+        }
+        gone = {
+            worker: replace(one, position=give_back(one.position), event_time=None)
+            for worker, one in gone.items()
+        }
+        given = (GivenBack(self._run, one, halt.departing[one].number, gone[one]) for one in gone)
+        said = DealOut(self._run, halt.number, {str(one): states[one] for one in states}, tuple(given))
+        # One that was lost may have taken it, but nobody hears of that any more.
+        if not self._insist(lambda: self._ask("meeting.deal", said, DealTaken)).taken:
+            self._asked = set()
+            return None
+        _log.info("the work was dealt out anew, to workers %s", ", ".join(map(str, states)))
+        self._dealt = {worker: DealtPosition(halt.number, state.position) for worker, state in states.items()}
+        self._safe |= {str(worker): state for worker, state in states.items()}
+        self._departures.note_heard(halt.departing)
+        self._departures.note_dealt(states, halt.number)
+        for worker, left in gone.items():
+            self._safe[str(worker)] = left
+            self._departures.note_given(worker, left, halt.number)
+        return states[0].position
+
+    def take_dealt(self) -> Position | None:
+        """Return where this worker, who is not the chief, goes on with what it was dealt; each deal once."""
+        dealt = None if self._listener is None else self._listener.dealt
+        if dealt is None or dealt == self._dealt.get(self.index):
+            return None
+        self._dealt[self.index] = dealt
+        return dealt.position
 
     @property
     def has_departing(self) -> bool:
@@ -738,12 +818,15 @@ class Fleet:
         self.group.call_all(name, **write_body(request))
 
     def _surely(self, name: str, request: object) -> None:
-        """Tell the meeting what it may be told twice; one that was lost with server 0, when it is back."""
+        """Tell the meeting what it may be told twice."""
+        self._insist(lambda: self._tell(name, request))
+
+    def _insist(self, call: Callable[[], A]) -> A:
+        """Call the meeting until it answers; one that was lost with server 0, when it is back."""
         limit = self._clock() + self._start_timeout.total_seconds()
         while True:
             try:
-                self._tell(name, request)
-                return
+                return call()
             except RetryableError:
                 if self._how is None or self._clock() >= limit:
                     raise

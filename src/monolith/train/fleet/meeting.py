@@ -36,6 +36,11 @@ it stood last, or was last saved, until the chief has given its work back to the
 
     unknown ──join──► present ──leave, gives_back; or lost──► departing ──given_back──► gone ──join──► present
 
+Where the chief deals the data out, it halts everybody, deals all there is to those who are there, and says so
+before it lets them go: each hears what it was dealt together with that it may go on.
+
+    deal       what everybody has from now on; those who departed have nothing
+
 Who was lost is shut out from then on, should it only have been slow: it joins again, as any other.
 
 What is said, and how it is checked where it comes from a network, is in `bodies`. No call waits longer
@@ -61,6 +66,9 @@ from monolith.train.fleet.bodies import (
     AskNews,
     BeginMeeting,
     ComeBack,
+    DealOut,
+    DealTaken,
+    DealtPosition,
     Departure,
     FailedRun,
     Farewell,
@@ -172,7 +180,10 @@ class _Run:
     gone: dict[int, WorkerState] = field(default_factory=dict)
     """Worker -> what is left of it, since its work was given back."""
     given: dict[int, int] = field(default_factory=dict)
-    """Worker -> the last halt before its work was given back: what it said at those counts no more."""
+    """Worker -> the last halt before its work was given back, or dealt out: what it said at those counts no
+    more."""
+    dealt: dict[int, DealtPosition] = field(default_factory=dict)
+    """Worker -> what it was dealt last."""
     version: int = 0
     """Counts changes that workers want to hear of."""
 
@@ -239,6 +250,7 @@ class Meeting:
             "meeting.over": self._over,
             "meeting.leave": self._leave,
             "meeting.given_back": self._given_back,
+            "meeting.deal": self._deal,
             "meeting.stop": self._stop,
         }
 
@@ -274,6 +286,7 @@ class Meeting:
                 departing=_by_number(body.departing),
                 departures=body.departures,
                 gone=_by_number(body.gone),
+                dealt=_by_number(body.dealt),
             )
             self._note(self._run)
 
@@ -363,6 +376,7 @@ class Meeting:
                 failure=run.failure,
                 in_force=in_force(),
                 departing=_by_text(run.departing),
+                here=tuple(sorted(run.arrived)),
             )
 
     def _standing(self, run: _Run) -> dict[int, WorkerState]:
@@ -388,7 +402,7 @@ class Meeting:
             run.safe |= {
                 worker: state for worker, state in stood.items() if body.halt > run.given.get(worker, 0)
             }
-            if body.state is not None:
+            if body.state is not None and body.halt > run.given.get(0, 0):
                 run.safe[0] = body.state
             run.stood = {halt: stood for halt, stood in run.stood.items() if halt > body.halt}
             self._note(run)
@@ -479,7 +493,8 @@ class Meeting:
             run.parted.pop(body.worker, None)
             run.answered.pop(body.worker, None)
             run.lost.pop(body.worker, None)
-            run.gone.pop(body.worker, None)
+            if run.hands_out:
+                self._begin_with_nothing(run, body.worker)  # unless it is known how it was last saved
             if body.left is not None:
                 run.left[body.worker] = body.left
             self._raise_step(body.step)
@@ -525,6 +540,7 @@ class Meeting:
                 returned=tuple(run.returned),
                 present=tuple(sorted(run.others)) if run.hands_out else (),
                 departing=_by_text(run.departing),
+                dealt=run.dealt.get(worker),
             )
 
     def _arrive(self, body: Arrive) -> None:
@@ -556,20 +572,24 @@ class Meeting:
 
     def _given_back(self, body: GivenBack) -> None:
         with self._changed:
-            run, worker = self._of(body), body.worker
-            departure = run.departing.get(worker)
-            if departure is None or departure.number != body.number:
-                return  # it was said before
-            if departure.state is None:
-                self._count_returned(run, worker, by_others=True)
-            del run.departing[worker]
-            run.gone[worker] = run.safe[worker] = body.state
-            run.given[worker] = self._halts
-            run.members[worker] = _NOBODY
-            run.trained[worker] = body.state.examples
-            for known in (run.lost, run.heard, run.parted, run.arrived):
-                known.pop(worker, None)
+            run = self._of(body)
+            self._let_go(run, body)
             self._note(run)
+
+    def _deal(self, body: DealOut) -> DealTaken:
+        with self._changed:
+            run = self._of(body)
+            if run.halt != body.halt:
+                return DealTaken(taken=False)
+            for worker, state in _by_number(body.states).items():
+                run.safe[worker], run.given[worker] = state, body.halt
+                run.dealt[worker] = DealtPosition(body.halt, state.position)
+                if worker in run.arrived:
+                    run.arrived[worker] = state
+            for given in body.given:
+                self._let_go(run, given)
+            self._note(run)
+            return DealTaken(taken=True)
 
     def _stop(self, body: Stop) -> None:
         with self._changed:
@@ -624,6 +644,22 @@ class Meeting:
         if state is None:
             run.members[worker] = _NOBODY
         self._note(run)
+
+    def _let_go(self, run: _Run, body: GivenBack) -> None:
+        """Note that the others have the work of a worker that departed."""
+        worker = body.worker
+        departure = run.departing.get(worker)
+        if departure is None or departure.number != body.number:
+            return  # it was said before
+        if departure.state is None:
+            self._count_returned(run, worker, by_others=True)
+        del run.departing[worker]
+        run.gone[worker] = run.safe[worker] = body.state
+        run.given[worker] = self._halts
+        run.members[worker] = _NOBODY
+        run.trained[worker] = body.state.examples
+        for known in (run.lost, run.heard, run.parted, run.arrived, run.dealt):
+            known.pop(worker, None)
 
     def _begin_with_nothing(self, run: _Run, worker: int) -> None:
         """Note where a worker begins that comes to data which hands out work."""

@@ -12,7 +12,16 @@ from typing import Any, Protocol
 
 from monolith.errors import DeadlineExceededError, MonolithError, RetryableError, UnavailableError
 from monolith.store import ServerGroup
-from monolith.train.fleet.bodies import AskNews, Attend, Attended, Departure, News, Returned, Served
+from monolith.train.fleet.bodies import (
+    AskNews,
+    Attend,
+    Attended,
+    DealtPosition,
+    Departure,
+    News,
+    Returned,
+    Served,
+)
 from monolith.train.fleet.calls import ask
 
 _RETRY_AFTER = 0.1
@@ -76,6 +85,8 @@ class FleetNews:
         """Other workers that are there, where they may come and go."""
         self.departing: dict[int, Departure] = {}
         """Worker -> what it left with, where the chief is to give its work back."""
+        self.dealt: DealtPosition | None = None
+        """What this worker was dealt last, known at the latest when the halt for that is over."""
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
@@ -180,6 +191,7 @@ class FleetNews:
         with self._changed:
             self._error = self._error or error
             if news is not None:
+                self.dealt = news.dealt
                 self.halt, self.stop_reason = news.halt, news.stop or self.stop_reason
                 self.saved, self._over = news.saved, news.over
                 self.present = news.present

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ from monolith.train.peers import (
     WorkerState,
 )
 from monolith.wire.traffic import Traffic
+
+_log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -88,7 +91,7 @@ class FleetPeers:
 
     @property
     def save_wanted(self) -> bool:
-        return self.leads and self._fleet.save_wanted
+        return self.leads and not self._fleet.deals_out and self._fleet.save_wanted
 
     @property
     def finished(self) -> bool:
@@ -215,6 +218,7 @@ class FleetPeers:
         self._fleet.check()
         if self._fleet.keeps_going:
             self._fleet.note_trained(me.state().examples)
+        self._take_dealt(me)
         if not self.leads and self._fleet.is_halted:
             me.drain()
             self._settle()
@@ -222,9 +226,39 @@ class FleetPeers:
             self._lay_down(state)
             if halt := self._fleet.wait_at_halt(state):
                 self._halts[halt] = state
+            self._take_dealt(me)
         if self.leads and self._fleet.hands_out:
-            self._fleet.give_back(me.give_back)
+            self._hand_on(me)
         return self._fleet.stop_reason
+
+    def _take_dealt(self, me: Participant) -> None:
+        """Go on with what the chief has dealt this worker, if it has since."""
+        if not self.leads and (position := self._fleet.take_dealt()) is not None:
+            self._halts.clear()  # its source is to hear of no part that is another's now
+            me.move_to(position)
+
+    def _hand_on(self, me: Participant) -> bool:
+        """Have those who are there get the work of those who are not; return whether there was any."""
+        return self._deal(me) if self._fleet.deals_out else self._fleet.give_back(me.give_back)
+
+    def _deal(self, me: Participant) -> bool:
+        """Halt everybody and deal out all work, where somebody came or went; return whether it was."""
+        if not self._fleet.deal_wanted:
+            return False
+        me.drain()
+        with ExitStack() as halted:
+            try:
+                halt = halted.enter_context(self._fleet.halted(lambda: me.interrupted))
+            except ClusterError as error:
+                if not self.outlives(error):
+                    raise
+                _log.warning("work is not dealt out yet: %s", error)
+                return False
+            self._settle()
+            position = self._fleet.deal(halt, me.state(), me.deal, me.give_back)
+            if position is not None:
+                me.move_to(position)
+        return position is not None
 
     def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:
         if not self.leads or not self._fleet.hands_out:
@@ -235,7 +269,7 @@ class FleetPeers:
         def idle() -> None:
             nonlocal more
             look()
-            more = self._fleet.give_back(me.give_back) or more
+            more = self._hand_on(me) or more
 
         def ended() -> bool:
             return more or me.interrupted or self._fleet.stop_reason is not None

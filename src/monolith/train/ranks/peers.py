@@ -41,10 +41,10 @@ from monolith.train.model import Model
 from monolith.train.peers import (
     Gathered,
     LastCheckpoint,
-    Participant,
     ScheduledOptimizer,
     Staleness,
     Start,
+    Stepper,
     WorkerState,
 )
 from monolith.train.ranks.agreement import agreed
@@ -99,7 +99,7 @@ class RankPeers:
         self._stop: str | None = None
         """Why all stop, as all have heard."""
         self._unfinished = False
-        self._me: Participant | None = None
+        self._me: Stepper | None = None
 
     @property
     def leads(self) -> bool:
@@ -191,7 +191,7 @@ class RankPeers:
     def go_to(self, step: int) -> None:
         """Do nothing: the others hear it when all go on."""
 
-    def open(self, start: Start, me: Participant) -> Start | None:
+    def open(self, start: Start, me: Stepper) -> Start | None:
         assert self._model is not None, "attach a model first"
         self._me = me
         if self.leads:
@@ -228,7 +228,7 @@ class RankPeers:
     ) -> Generator[Item | Silence, None, None]:
         return agreed(items, self._groups.lookups, every=every, pressed=pressed, silences=silences)
 
-    def meet(self, me: Participant) -> str | None:
+    def meet(self, me: Stepper) -> str | None:
         self._groups.check()
         if me.interrupted and self._stop is None:
             word = Word(stop=f"rank {self._groups.rank} was asked to stop", interrupted=True)
@@ -237,7 +237,7 @@ class RankPeers:
         self._go_through(word, me)
         return self._stop
 
-    def _go_through(self, word: Word, me: Participant) -> None:
+    def _go_through(self, word: Word, me: Stepper) -> None:
         """Say a word, and again after each halt, until everybody goes on."""
         while self._say(word).halt:
             self._stand_still(me)
@@ -275,7 +275,7 @@ class RankPeers:
             self._saved = words[0].saved
         return words[0]
 
-    def _stand_still(self, me: Participant) -> Gathered:
+    def _stand_still(self, me: Stepper) -> Gathered:
         """Finish the updates of this rank, and hear where the others stand, for as long as it takes."""
         me.drain()
         self._halt += 1
@@ -285,7 +285,7 @@ class RankPeers:
             self._say(NOTHING)  # until rank 0 lets everybody go
         return gathered
 
-    def _gather_states(self, me: Participant) -> Gathered:
+    def _gather_states(self, me: Stepper) -> Gathered:
         states = say_to_all(self._groups.control, WorkerState, me.state())
         self._gather_buffers(me.state().examples)
         others = [state for rank, state in enumerate(states) if rank != self._groups.rank]
@@ -304,7 +304,7 @@ class RankPeers:
         return self._groups.traffic
 
     @contextmanager
-    def halted(self, me: Participant) -> Iterator[Gathered]:
+    def halted(self, me: Stepper) -> Iterator[Gathered]:
         if self._halted is not None:  # this rank holds the others already
             yield self._halted
             return
@@ -368,13 +368,13 @@ class RankPeers:
 
     # Ending
 
-    def wait_for_more(self, me: Participant, look: Callable[[], None]) -> bool:  # noqa: ARG002
+    def wait_for_more(self, me: Stepper, look: Callable[[], None]) -> bool:  # noqa: ARG002
         return False
 
     def leaves_work(self, run: Run) -> bool:  # noqa: ARG002
         return False
 
-    def gather(self, me: Participant, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
+    def gather(self, me: Stepper, run: Run, look: Callable[[], None]) -> Gathered | None:  # noqa: ARG002
         if not self._joined:
             return None
         if self._stop is None:
