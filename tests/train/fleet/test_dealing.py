@@ -267,6 +267,7 @@ def test_what_everybody_was_dealt_is_known_where_server_0_is_now(
     assert set(tally.values()) == {1.0}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("loses", [False, True])
 def test_workers_come_leave_and_are_lost_at_random_moments(
     tmp_path: Path, make_task: Callable[..., TalliedTopic], loses: bool
