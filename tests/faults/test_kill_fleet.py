@@ -43,7 +43,7 @@ def test_the_launcher_restarts_whoever_is_killed_and_the_run_goes_on(tmp_path: P
 
 
 def test_whoever_restarts_failures_has_the_run_go_on_and_survivors_are_used_again(tmp_path: Path) -> None:
-    with LoopedFleet(tmp_path, 240) as fleet:
+    with LoopedFleet(tmp_path, 360) as fleet:
         for place in (("ps", 0), ("worker", 1), ("worker", 0)):
             fleet.wait_for_another_checkpoint()
             fleet.hit(place)
@@ -82,7 +82,7 @@ def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> 
 
 
 def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_comes(tmp_path: Path) -> None:
-    with QueuedFleet(tmp_path, 120, "--cluster.max-workers", "3") as fleet:
+    with QueuedFleet(tmp_path, 300, "--cluster.max-workers", "3") as fleet:
         fleet.wait_for_another_checkpoint()
         fleet.hit(("worker", 1), signal.SIGTERM)
         newcomer = fleet.start(fleet.member(("worker", 2)))
@@ -98,7 +98,7 @@ def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_com
 def test_a_worker_that_is_killed_for_good_has_its_work_done_by_the_others(
     tmp_path: Path, keeps_going: bool
 ) -> None:
-    with QueuedFleet(tmp_path, 120, *KEEP_GOING * keeps_going) as fleet:
+    with QueuedFleet(tmp_path, 300, *KEEP_GOING * keeps_going) as fleet:
         fleet.wait_for_another_checkpoint()
         fleet.away.add(("worker", 1))
         fleet.hit(("worker", 1))

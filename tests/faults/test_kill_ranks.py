@@ -13,7 +13,7 @@ BLOWS = 50
 
 
 def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
-    with LaunchedRanks(tmp_path, 120) as ranks:
+    with LaunchedRanks(tmp_path, 480) as ranks:
         for place in (("worker", 1), ("worker", 0)):
             ranks.wait_for_another_checkpoint()
             ranks.hit(place)
