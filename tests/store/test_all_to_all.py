@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +161,14 @@ def test_a_rank_can_fail_while_another_of_its_threads_waits_for_the_others() -> 
             return "failed"
 
         assert all_at_once(looks_up, adds_up, fails) == ["told", "told", "failed"]
+
+
+def test_an_interpreter_that_was_a_rank_ends_as_it_should() -> None:
+    lines = "from store.ranks import connected\nwith connected(2):\n    pass"
+    folder = Path(__file__).parent.parent
+
+    ended = subprocess.run(
+        [sys.executable, "-c", lines], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")

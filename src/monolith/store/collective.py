@@ -52,6 +52,7 @@ class Collective:
         self._device = torch.device(device)
         self._traffic = TrafficMeter() if traffic is None else traffic
         self._trouble: Callable[[], RetryableError | None] = lambda: None
+        self._letting_go: threading.Thread | None = None
         self.rank: int = group.rank()
         self.size: int = group.size()
 
@@ -124,7 +125,17 @@ class Collective:
             # others have let go of it, too.
             last = [group]
             del group
-            threading.Thread(target=last.clear, name="let-go", daemon=True).start()
+            self._letting_go = threading.Thread(target=last.clear, name="let-go", daemon=True)
+            self._letting_go.start()
+
+    def let_go(self, within: float) -> None:
+        """Abort, and wait until the connections are closed, for so many seconds at most.
+
+        An interpreter that ends while a thread of it closes them ends with SIGABRT.
+        """
+        self.abort()
+        if self._letting_go is not None:
+            self._letting_go.join(within)
 
     def _begin(self, call: str, *arguments: Any) -> Any:
         group = self._group

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -34,6 +35,8 @@ ENDLESS = timedelta(days=30)
 """How long a rank may wait for the others between steps, as long as their pulse is there."""
 TIMEOUT = timedelta(minutes=30)
 SILENCE = timedelta(seconds=60)
+LET_GO_WITHIN = 10.0
+"""Seconds that closed connections may take: the others close theirs at the same time."""
 
 
 class RankGroups:
@@ -74,6 +77,7 @@ class RankGroups:
         self._lock = threading.Lock()  # guards what follows
         self._lost: RetryableError | None = None
         self._closed = self._parting = False
+        self._collectives: list[Collective] = []
 
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
             keys = prefixed(self._keys, name)
@@ -81,6 +85,7 @@ class RankGroups:
             device = "cuda" if kind == "nccl" else "cpu"
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.ask_why(self._why)
+            self._collectives.append(found)
             return found
 
         self.lookups = collective("lookups", timeout)
@@ -137,6 +142,9 @@ class RankGroups:
         self._abort()
         self._pulse.close()
         self.calls.close()
+        deadline = time.monotonic() + LET_GO_WITHIN
+        for collective in self._collectives:
+            collective.let_go(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
