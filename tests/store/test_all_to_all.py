@@ -172,3 +172,17 @@ def test_an_interpreter_that_was_a_rank_ends_as_it_should() -> None:
     )
 
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_rank_that_has_closed_keeps_no_connection_even_where_somebody_keeps_its_error() -> None:
+    def connections() -> int:
+        names = [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+        return names.count("gloo_tcp_loop\n")
+
+    before = connections()
+    with connected(2) as groups:
+        store = store_of(groups[0])
+        groups[1].close()
+        with pytest.raises(UnavailableError) as kept:
+            store.lookup(of(1))
+    assert connections() == before, f"{kept.value} still holds them"

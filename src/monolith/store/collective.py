@@ -103,10 +103,10 @@ class Collective:
     def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to add a tensor up over all ranks; the function returned waits for the sum."""
         summed = tensor.to(self._device)
-        work = self._begin("allreduce", [summed])
+        begun = [self._begin("allreduce", [summed])]
 
         def finish() -> Tensor:
-            self._finish(work)
+            self._finish(begun.pop())  # who keeps this function does not keep the connections
             return summed.to(tensor.device)
 
         return finish
@@ -145,6 +145,8 @@ class Collective:
             return getattr(group, call)(*arguments)
         except RuntimeError as cause:
             raise self._judged(cause) from cause
+        finally:
+            del group  # whoever keeps the error keeps this frame, and must not keep the connections
 
     def _finish(self, work: Any, waiting: Callable[[], None] | None = None) -> None:
         try:
@@ -153,6 +155,8 @@ class Collective:
             work.wait()
         except RuntimeError as cause:
             raise self._judged(cause) from cause
+        finally:
+            del work  # as above
 
     def _judged(self, cause: RuntimeError) -> RetryableError:
         known = self._trouble()
