@@ -39,6 +39,11 @@ def flag_name(path: str) -> str:
     return "--" + path.replace("_", "-")
 
 
+def _as_flag(word: str) -> str:
+    """The flag in a word such as `--table.use_gpu=true`."""
+    return word.partition("=")[0].replace("_", "-")
+
+
 def variable_name(prefix: str, path: str) -> str:
     """`table.dim` as `MONOLITH_TABLE__DIM`."""
     return f"{prefix}_{path.replace('.', '__')}".upper()
@@ -54,7 +59,8 @@ def flags_tree(
     import tyro
 
     explained = not {"-h", "--help"}.isdisjoint(args)
-    shadow = _shadow(cls, tyro, (), dataclasses.MISSING, explained)
+    named = None if explained else {_as_flag(word) for word in args if word.startswith("-")}
+    shadow = _shadow(cls, tyro, (), dataclasses.MISSING, named)
     given, unknown = tyro.cli(shadow, args=args, prog=prog, return_unknown_args=True)
     tree: Node = Branch({}, "flags")
     known = set(leaf_paths(cls))
@@ -140,34 +146,51 @@ def _locate(hint: Any, segments: list[str]) -> tuple[tuple[str, ...], Any] | Non
     return None
 
 
-def _shadow(cls: type, tyro: Any, above: tuple[type, ...], default: Any, explained: bool) -> _Shadow:
+def _shadow(
+    cls: type,
+    tyro: Any,
+    above: tuple[tuple[str, type], ...],
+    default: Any,
+    named: Collection[str] | None,
+) -> _Shadow:
     """A dataclass with the same nested names as `cls`, where every leaf takes any number of words.
 
     Args:
-        explained: With the texts of the fields, which take longer to find than everything else.
+        above: The fields that lead here, each with the class that has it.
+        named: Flags that were given; the others are left out, since each takes a millisecond to prepare. None
+            has all of them, with the texts of the fields, which take longer to find than everything else.
     """
-    hints, docs = field_hints(cls), field_docs(cls) if explained else {}
+    hints, docs = field_hints(cls), field_docs(cls) if named is None else {}
     fields: list[tuple[str, Any, Any]] = []
+    steps = [step for step, _ in above]
+
+    def add(name: str, **explained: str) -> None:
+        told = tyro.conf.arg(**explained)
+        fields.append((name, Annotated[tuple[str, ...], told], dataclasses.field(default=_NOT_GIVEN)))
+
     for field in dataclasses.fields(cls):
         if field.name not in hints:
             continue
         hint = hints[field.name]
-        inner = nested_class(hint, (*above, cls))
+        here, flag = (*above, (field.name, cls)), flag_name(".".join([*steps, field.name]))
+        inner = nested_class(hint, tuple(owner for _, owner in here))
         if inner is not None:
-            nested = _shadow(inner, tyro, (*above, cls), default_of(field, default), explained)
-            kind = nested if explained else Annotated[nested, tyro.conf.arg(help="")]
-            fields.append((field.name, kind, dataclasses.field(default_factory=nested)))
+            if named is None or any(given.startswith(f"{flag}.") for given in named):
+                nested = _shadow(inner, tyro, here, default_of(field, default), named)
+                kind = nested if named is None else Annotated[nested, tyro.conf.arg(help="")]
+                fields.append((field.name, kind, dataclasses.field(default_factory=nested)))
             continue
-        told = tyro.conf.arg(
-            metavar=_metavar(hint),
-            help=docs.get(field.name, ""),
-            help_behavior_hint=_default_hint(default_of(field, default)),
-        )
-        fields.append((field.name, Annotated[tuple[str, ...], told], dataclasses.field(default=_NOT_GIVEN)))
-        if bool in members(hint) and f"no_{field.name}" not in hints:
-            off = tyro.conf.arg(metavar="", help="Turns it off.", help_behavior_hint="")
-            negation = (f"no_{field.name}", Annotated[tuple[str, ...], off])
-            fields.append((*negation, dataclasses.field(default=_NOT_GIVEN)))
+        if named is None or flag in named:
+            shown = _default_hint(default_of(field, default))
+            text = docs.get(field.name, "")
+            add(field.name, metavar=_metavar(hint), help=text, help_behavior_hint=shown)
+        off = f"no_{field.name}"
+        if (
+            (named is None or flag_name(".".join([*steps, off])) in named)
+            and bool in members(hint)
+            and off not in hints
+        ):
+            add(off, metavar="", help="Turns it off.", help_behavior_hint="")
     shadow = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
     shadow.__doc__ = cls.__doc__
     return shadow

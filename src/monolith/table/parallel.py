@@ -55,7 +55,9 @@ def in_parallel(
                 raise
         raise AssertionError("unreachable: the loop returns or raises")
 
-    with ThreadPoolExecutor(max(1, min(workers, len(items))), "table-files") as pool:
+    if min(workers, len(items)) <= 1:  # no thread for one file
+        return [work(item, stop) for item in items]
+    with ThreadPoolExecutor(min(workers, len(items)), "table-files") as pool:
         futures = [pool.submit(one, item) for item in items]
         try:
             wait(futures)
