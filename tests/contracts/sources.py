@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -89,11 +90,25 @@ def write_files(folder: Path, form: Format) -> list[str]:
     for number, size in enumerate(SIZES):
         path = folder / f"{number:02}.{form.name}"
         if not path.exists():
-            with form.writer(str(path)) as writer:
-                writer.write(some_records(IDS[first : first + size]))
+            path.write_bytes(_file_of(form, first, size))
         paths.append(str(path))
         first += size
     return paths
+
+
+_FILES: dict[tuple[str, int], bytes] = {}
+"""By format and first record: what its writer made of them, which is made once."""
+
+
+def _file_of(form: Format, first: int, size: int) -> bytes:
+    key = (repr(form), first if size else -1)
+    if key not in _FILES:
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "file"
+            with form.writer(str(path)) as writer:
+                writer.write(some_records(IDS[first : first + size]))
+            _FILES[key] = path.read_bytes()
+    return _FILES[key]
 
 
 ALL = frozenset({"worker", "epochs", "seed"})

@@ -47,7 +47,8 @@ def prefetch_threads() -> list[threading.Thread]:
 @pytest.fixture(autouse=True)
 def no_thread_left_behind() -> Iterator[None]:
     yield
-    gc.collect()
+    if prefetch_threads():
+        gc.collect()
     for thread in prefetch_threads():
         thread.join(WAIT_SECONDS)
     assert not prefetch_threads()
