@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -109,11 +110,11 @@ class FleetProcesses:
         before = self.checkpoints
         self.wait_for(lambda: self.checkpoints - before, "another checkpoint")
 
-    def wait_for(self, found: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + LIMIT
+    def wait_for(self, found: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+        deadline = time.monotonic() + limit
         while not found():
             if time.monotonic() >= deadline:
-                raise AssertionError(f"waited {LIMIT:g} s for {what}:\n{self._output_with_stacks()}")
+                raise AssertionError(f"waited {limit:g} s for {what}:\n{self._output_with_stacks()}")
             time.sleep(0.05)
 
     def _output_with_stacks(self) -> str:
@@ -215,7 +216,7 @@ class LoopedFleet(FleetProcesses):
     def finish(self) -> None:
         """Wait until every process has exited with 0, but for those who stay away."""
         for thread in self._threads:
-            thread.join(LIMIT)
+            self.wait_for(partial(_has_ended, thread), "all to end", 4 * LIMIT)
         done = [place for place, exits in self.exits.items() if exits[-1:] == [0] or place in self.away]
         assert done == MEMBERS, f"{self.exits}\n{self.output[-5000:]}"
 
@@ -224,6 +225,10 @@ class LoopedFleet(FleetProcesses):
         for thread in self._threads:
             thread.join()
         super().close()
+
+
+def _has_ended(thread: threading.Thread) -> bool:
+    return not thread.is_alive()
 
 
 class QueuedFleet(LoopedFleet):

@@ -180,7 +180,9 @@ def test_a_fleet_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
 def test_a_fleet_that_keeps_going_is_hit_again_and_again(tmp_path: Path, seed: int) -> None:
     """40 blows in all; what is lost is said, and the run comes to its end."""
     kind = FLEETS[seed % len(FLEETS)]
-    with kind(tmp_path, 5000, "--failover.max-retries", "100", *KEEP_GOING) as fleet:
+    away = sum(blow.seconds for blow in schedule(seed, BLOWS, wired=kind is WiredFleet))
+    batches = 5000 + int(25 * away)  # the others go on meanwhile
+    with kind(tmp_path, batches, "--failover.max-retries", "100", *KEEP_GOING) as fleet:
         hit(fleet, seed)
         fleet.finish()
         check_lost_no_more_than_said(fleet)
