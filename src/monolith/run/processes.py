@@ -146,8 +146,9 @@ class ClusterConfig(Checked):
 class DiscoveryConfig(Checked):
     """How the processes of a run find each other."""
 
-    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "files", "ray"] = "consul"
-    """The registry in which the processes find each other."""
+    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
+    """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
+    is named: a folder of the model_dir, for as long as they run."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
     zookeeper_auth: Secret | None = None
