@@ -68,6 +68,9 @@ class RankWorker:
     def state(self) -> WorkerState:
         return WorkerState(position={}, examples=0, skipped=0, event_time=None)
 
+    def go_back(self, start: Start) -> None:
+        """Do nothing: nothing was saved to go back to."""
+
     def take_step(self) -> None:
         self._peers.meet(self)
         found = self._lane.next()

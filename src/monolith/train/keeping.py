@@ -215,7 +215,8 @@ class Keeper:
     def _roll_back(self) -> None:
         if self.newest is None:
             raise RestoreError("cannot roll back: nothing was saved yet")
-        self._restore(self.newest)
+        with self._session.going_back():
+            self._restore(self.newest)
 
     def _restore(self, prefix: str) -> Restored:
         elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))
