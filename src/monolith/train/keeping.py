@@ -135,7 +135,7 @@ class Keeper:
                     window=config.dump_window,
                     clock=self._clock,
                 ),
-                RequestTimeHook(save.timer),
+                RequestTimeHook(save.timer, step_interval=config.request_time_every_steps),
                 *hooks,
             ]
         if config.dense_save is not None:
