@@ -106,7 +106,8 @@ class ClusterConfig(Checked):
         if self.mode == "sync" and self.num_ps:
             said = (
                 f"ranks hold all rows and weights themselves, and num_ps is {self.num_ps}. Weights that are "
-                "averaged over workers whose rows are on servers are not built yet"
+                "averaged over workers whose rows are on servers (partial synchronous training) are not "
+                "built. Set num_ps to 0 to have ranks hold the rows, or mode to async"
             )
             yield Problem(("mode", "num_ps"), said)
         if self.role == "ps" and not self.num_ps:
