@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from train.fleets import read_model
 from train.rank_runs import quiet, train_ranks
 from train.ranks.given import Given, batch_of
 
-from monolith.errors import MonolithError
+from monolith.errors import MonolithError, UnavailableError
 from monolith.feature import Batch
 from monolith.model import UpdateConfig
 from monolith.train import AlertConfig, Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig
+from monolith.train.ranks import agreement
 
 STEPS = 9
 GOING_BACK = AlertConfig(action="rollback", every_steps=1, warmup_checks=1, max_rollbacks=1)
@@ -95,6 +97,25 @@ def test_where_no_rank_can_take_a_step_any_more_all_go_back(tmp_path: Path) -> N
     config = settings(tmp_path, max_skipped_in_a_row=0)
     reports = train_ranks(tasks([Bad(1), Bad(NAN)]), config)
     assert [report.step for report in reports] == [STEPS] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_data_hangs_loses_no_record_by_going_back(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin again from the same checkpoint instead, with data that is opened anew."""
+    monkeypatch.setattr(agreement, "CLOSE_WITHIN", 0.1)
+    ends = threading.Event()
+    given = tasks([Bad(HUGE), Bad(1)])
+    # Each has read the seventh ahead, or tries to, when the sixth turns out bad.
+    given[rank] = replace(given[rank], wait=lambda number: ends.wait(60) if number == 6 else None)
+    try:
+        with pytest.raises(
+            UnavailableError, match=f"rank {rank} cannot go back: its data is still being read"
+        ):
+            train_ranks(given, settings(tmp_path))
+    finally:
+        ends.set()
 
 
 def test_one_rollback_too_many_ends_all(tmp_path: Path) -> None:

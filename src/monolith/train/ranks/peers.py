@@ -27,7 +27,7 @@ import torch
 from monolith.checkpoint import Part
 from monolith.data import Share
 from monolith.data.source import Position
-from monolith.errors import ConfigError, RetryableError
+from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
 from monolith.store import AllToAllStore, LocalStore, MakeStore, RankGroups
 from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
@@ -104,6 +104,8 @@ class RankPeers:
         self._stop: str | None = None
         """Why all stop, as all have heard."""
         self._unfinished = False
+        self._stuck = False
+        """Whether the data of this rank is still being read although it was closed."""
         self._me: Stepper | None = None
 
     @property
@@ -233,7 +235,17 @@ class RankPeers:
     def read_in_step(
         self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
     ) -> Generator[Item | Silence, None, None]:
-        return agreed(items, self._groups.lookups, every=every, pressed=pressed, silences=silences)
+        return agreed(
+            items,
+            self._groups.lookups,
+            every=every,
+            pressed=pressed,
+            silences=silences,
+            on_stuck=self._note_stuck,
+        )
+
+    def _note_stuck(self) -> None:
+        self._stuck = True
 
     def meet(self, me: Stepper) -> str | None:
         self._groups.check()
@@ -284,6 +296,7 @@ class RankPeers:
         self._halts[self._halt] = me.state()
         if not self.leads and self._say(NOTHING).back:  # said when rank 0 lets everybody go
             me.go_back(self._begin_at(None))
+            self._check_read_anew()
         return gathered
 
     def _gather_states(self, me: Stepper) -> Gathered:
@@ -328,7 +341,20 @@ class RankPeers:
             self._begin_at(start)
 
     def go_back(self, start: Start) -> None:
+        self._check_read_anew()
         self._back = start
+
+    def _check_read_anew(self) -> None:
+        """See that nobody still reads the data from where it was before all went back.
+
+        Raises:
+            UnavailableError: Somebody does, and would take an item that is to be trained again.
+        """
+        if self._stuck:
+            raise UnavailableError(
+                f"rank {self._groups.rank} cannot go back: its data is still being read, and gives nothing. "
+                "All begin again from the last checkpoint"
+            )
 
     def note_saved(self, position: Position) -> None:
         if self.leads:
