@@ -535,6 +535,11 @@ def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> N
     assert "run `monolith evaluate` beside it" in said
 
 
+def test_the_short_flag_for_a_mode_gives_the_same_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "train.tasks:Clicks", "--mode", "train_and_eval"]) == 2
+    assert "'train_and_eval' is not supported: a run that trains does not stop" in capsys.readouterr().err
+
+
 def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
     assert "torch_xla is not installed" in problems(None, "--train.accelerator", "xla")
     flags = ["--train.accelerator=xla", "--num_ps=1", "--train.model_dir=m"]

@@ -10,6 +10,9 @@ from monolith.cluster.mpi import (
     World,
     abort_on_exception,
     end_rank,
+    is_restarted_by_launcher,
+    job_of_mpi,
+    keys_are_named,
     world_from_environment,
     world_or_alone,
 )
@@ -21,6 +24,8 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+KEYS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "2950"}
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 
@@ -28,6 +33,30 @@ def test_mpirun_and_torchrun_say_which_rank_this_is():
     assert world_from_environment(MPI) == World(3, 4, 1, 2)
     assert world_from_environment(TORCHRUN) == World(5, 8, 1, 4)
     assert world_from_environment({**MPI, **TORCHRUN}) == World(3, 4, 1, 2)
+    assert world_from_environment(PMI) == World(1, 2, 1, 2)
+    assert world_from_environment({"PMI_RANK": "1", "PMI_SIZE": "2"}) == World(1, 2, 0, 1)
+
+
+def test_each_mpirun_is_told_from_others_by_a_word_that_a_path_may_have():
+    assert job_of_mpi({"OMPI_MCA_ess_base_jobid": "14315"}) == "14315"
+    assert job_of_mpi({"PMIX_NAMESPACE": "prterun-host-7@1", "PMI_JOBID": "3"}) == "prterun-host-7-1"
+    assert job_of_mpi({}) == "0"
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [({**MPI, **KEYS}, True), ({**TORCHRUN, **KEYS}, True), (MPI, False), (KEYS, False), (TORCHRUN, False)],
+)
+def test_ranks_meet_where_the_launcher_says_if_it_does(environ, named):
+    assert keys_are_named(environ) == named
+
+
+@pytest.mark.parametrize(
+    ("environ", "restarted"),
+    [({**MPI, **KEYS}, True), (MPI, True), (PMI, True), ({**TORCHRUN, **KEYS}, True), ({}, False)],
+)
+def test_a_launcher_that_restarts_all_ranks_leaves_nobody_to_wait_for_one(environ, restarted):
+    assert is_restarted_by_launcher(environ) == restarted
 
 
 def test_without_a_launcher_there_is_no_world_or_one_of_one_with_a_warning(caplog):
@@ -98,7 +127,8 @@ def test_a_command_that_failed_ends_all_ranks_of_mpi_and_nobody_else():
     end_rank(MPI, 0, ended.append)
     assert ended == []
     end_rank(MPI, 2, ended.append)
-    assert ended == [2]
+    end_rank(PMI, 3, ended.append)
+    assert ended == [2, 3]
 
 
 ONE_FAILS = """

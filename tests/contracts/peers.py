@@ -35,6 +35,9 @@ class Process:
     def state(self) -> WorkerState:
         return self.said
 
+    def go_back(self, start: Start) -> None:
+        self.step = start.step
+
     def begin(self, start: Start) -> Start | None:
         """Begin as a session does, having restored `start` where this one leads."""
         self.peers.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,19 +24,21 @@ def train_ranks(
     *,
     hooks: Hooks = lambda *_: (),
     ranks: RanksConfig | None = None,
+    clock: Callable[[], float] = time.time,
     **options: Any,
 ) -> list[TrainReport]:
     """Train one task on each rank, together; return their reports.
 
     Args:
         hooks: Makes those of a rank.
+        clock: Of all ranks.
         options: Of `RankGroups`.
     """
 
     def train(rank: int, task: Task, groups: RankGroups) -> TrainReport:
         peers = RankPeers(groups, ranks)
         try:
-            return Trainer(task, config, hooks=partial(hooks, rank), peers=peers).train()
+            return Trainer(task, config, hooks=partial(hooks, rank), peers=peers, clock=clock).train()
         finally:
             groups.close()
 

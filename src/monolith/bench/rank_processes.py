@@ -28,6 +28,7 @@ from monolith.train.ranks.joining import keep_keys, reach_keys
 from monolith.train.ranks.peers import RankPeers
 
 HOST = "127.0.0.1"
+READY = "ready"
 
 
 class StepsDone(NamedTuple):
@@ -68,6 +69,9 @@ class RankWorker:
     def state(self) -> WorkerState:
         return WorkerState(position={}, examples=0, skipped=0, event_time=None)
 
+    def go_back(self, start: Start) -> None:
+        """Do nothing: nothing was saved to go back to."""
+
     def take_step(self) -> None:
         self._peers.meet(self)
         found = self._lane.next()
@@ -96,7 +100,7 @@ def be_rank(pipe: Connection, task: FleetTask, place: tuple[int, int], examples:
         keys = reach_keys(HOST, pipe.recv())
     groups = RankGroups(keys.clone, rank, size, host=HOST)
     worker = RankWorker(task, groups, examples)
-    _answer(pipe, worker.take_step)
+    answer_steps(pipe, worker.take_step)
     groups.part()
     groups.close()
 
@@ -105,12 +109,13 @@ def be_alone(pipe: Connection, task: FleetTask, examples: int) -> None:
     """Be the one process that trains on what all ranks have."""
     torch.set_num_threads(1)
     worker = FleetWorker(task, (), examples, 0)
-    _answer(pipe, worker.step)
+    answer_steps(pipe, worker.step)
     worker.close()
 
 
-def _answer(pipe: Connection, step: Callable[[], None]) -> None:
-    pipe.send("ready")
+def answer_steps(pipe: Connection, step: Callable[[], None]) -> None:
+    """Say that this process is ready, and take the steps it is asked for."""
+    pipe.send(READY)
     for steps in asked_of(pipe):
         began, used = time.perf_counter(), time.process_time()
         for _ in range(steps):
@@ -119,12 +124,10 @@ def _answer(pipe: Connection, step: Callable[[], None]) -> None:
 
 
 class Stepping:
-    """Processes that take steps at the same time."""
+    """Processes that take steps at the same time; all have said that they are ready."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
-        for pipe in pipes:
-            pipe.recv()
 
     def take(self, steps: int) -> StepsDone:
         """Return how long the slowest took, and what all used of the processors."""
@@ -150,4 +153,6 @@ def stepping(task: FleetTask, sizes: Sequence[int], examples: int) -> Iterator[d
             port = ranks[0].recv()
             for pipe in ranks[1:]:
                 pipe.send(port)
+        for pipe in (alone, *itertools.chain(*pipes.values())):
+            pipe.recv()
         yield {0: Stepping([alone]), **{size: Stepping(ranks) for size, ranks in pipes.items()}}

@@ -7,8 +7,8 @@ Each has one thread of torch, and so has the one process.
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from monolith.bench.options import BenchSyncOptions
 from monolith.bench.rank_processes import Stepping, StepsDone, stepping
 from monolith.bench.report import Report, cores
 from monolith.bench.table import counted
+from monolith.bench.torchrec_ranks import torchrec_stepping
 from monolith.errors import ConfigError
 
 ALONE = "one process, one thread"
@@ -62,43 +63,65 @@ def run(options: BenchSyncOptions) -> int:
     plan = SyncPlan.settle(options)
     report = Report("sync")
     report.say("starting one process, and ranks")
-    if find_spec("torchrec") is None:
-        report.say("torchrec is not installed, so its DistributedModelParallel is not measured")
     importlib.import_module("torch._dynamo")  # or every process would, when it makes its optimizer
-    with stepping(plan.task, plan.sizes, plan.batch) as processes:
-        measure(plan, report, processes)
+    with ExitStack() as stack:
+        rivals = {
+            size: stack.enter_context(torchrec_stepping(plan.task, size, plan.batch)) for size in plan.sizes
+        }
+        measure(plan, report, stack.enter_context(stepping(plan.task, plan.sizes, plan.batch)), rivals)
     report.finish()
     if options.json:
         report.print_json()
     return 0
 
 
-def measure(plan: SyncPlan, report: Report, processes: dict[int, Stepping]) -> None:
-    """Hold ranks against the one process, in turns; the best round of each counts."""
+def measure(
+    plan: SyncPlan, report: Report, processes: dict[int, Stepping], rivals: dict[int, Stepping | str]
+) -> None:
+    """Hold ranks against the one process, and against TorchRec, in turns; the best round of each counts.
+
+    Args:
+        rivals: Ranks of TorchRec by their number, or why there are none.
+    """
     report.say("examples a second, of the same batches")
-    steps = {
-        size: max(int(plan.window / max(one.take(4).seconds / 4, 1e-6)), 2) for size, one in processes.items()
-    }
-    best: dict[int, StepsDone] = {}
-    for turn in range(plan.repeats + 1):
-        for size, one in processes.items():
-            found = one.take(steps[size])
-            each = StepsDone(found.seconds / steps[size], found.processor / steps[size])
-            if turn and (size not in best or each.seconds < best[size].seconds):
-                best[size] = each
-    alone = plan.batch / best[0].seconds
-    report.add(ALONE, "examples_per_s", alone, "examples/s")
+    names = {size: f"{counted(size, 'rank')} in step" if size else ALONE for size in processes}
+    racing = {names[size]: one for size, one in processes.items()}
+    racing |= {rival_name(size): one for size, one in rivals.items() if not isinstance(one, str)}
+    best = _raced(plan, racing)
+    rates = {name: plan.batch / one.seconds for name, one in best.items()}
+    report.add(ALONE, "examples_per_s", rates[ALONE], "examples/s")
     for size in plan.sizes:
-        rate = plan.batch / best[size].seconds
-        report.compare(
-            f"{counted(size, 'rank')} in step", "examples_per_s", rate, "examples/s", {ALONE: alone}
-        )
+        rival = rival_name(size)
+        beside = {name: rates[name] for name in (ALONE, rival) if name in rates}
+        report.compare(names[size], "examples_per_s", rates[names[size]], "examples/s", beside)
+        why = rivals.get(size)
+        note = f"torchrec: {why}" if isinstance(why, str) else None
+        report.add(rival, "examples_per_s", rates.get(rival), "examples/s", note=note)
     task = plan.task
     report.show(
         f"DeepFM, {task.features} features of {task.rows:,} ids and {task.dim} floats, {plan.batch:,} "
         f"examples a step, {counted(cores(), 'core')}"
     )
-    for size, each in best.items():
-        name = f"{counted(size, 'rank')} in step, all together" if size else ALONE
-        report.add(name, "processor_ms_per_step", each.processor * 1e3, "ms")
+    for name, each in best.items():
+        together = "" if name == ALONE else ", all together"
+        report.add(name + together, "processor_ms_per_step", each.processor * 1e3, "ms")
     report.show("Processor time of a step")
+
+
+def rival_name(size: int) -> str:
+    return f"{counted(size, 'rank')} of torchrec's DistributedModelParallel"
+
+
+def _raced(plan: SyncPlan, racing: dict[str, Stepping]) -> dict[str, StepsDone]:
+    """Return what one step takes, by name."""
+    steps = {
+        name: max(int(plan.window / max(one.take(4).seconds / 4, 1e-6)), 2) for name, one in racing.items()
+    }
+    best: dict[str, StepsDone] = {}
+    for turn in range(plan.repeats + 1):
+        for name, one in racing.items():
+            found = one.take(steps[name])
+            each = StepsDone(found.seconds / steps[name], found.processor / steps[name])
+            if turn and (name not in best or each.seconds < best[name].seconds):
+                best[name] = each
+    return best

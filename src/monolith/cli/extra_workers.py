@@ -19,7 +19,7 @@ from monolith.cli.task_config import say
 from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member
 from monolith.cluster.launch.processes import Events, StopRequest, run_members
-from monolith.cluster.mpi import MPI_VARIABLES, TORCHRUN_VARIABLES
+from monolith.cluster.mpi import MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 
@@ -80,9 +80,8 @@ def extra_members(
     first = MLPEnv(environ).num_replicas("dsworker") if by_mlp else 0
     host, _ = listen_address(run, environ)
     # They are told all that they need to know: no scheduler has heard of them.
-    silent = [
-        name for name in environ if name.startswith("MLP_") or name in (*MPI_VARIABLES, *TORCHRUN_VARIABLES)
-    ]
+    ranks = (*MPI_VARIABLES, *PMI_VARIABLES, *TORCHRUN_VARIABLES)
+    silent = [name for name in environ if name.startswith("MLP_") or name in ranks]
     words = without_flags(options.words, *_DECIDED)
     members = []
     for number, port in enumerate(ports):

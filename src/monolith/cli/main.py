@@ -36,11 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; by default those of this process.
     """
     status = answer(sys.argv[1:] if argv is None else argv)
-    if status and os.environ.get("OMPI_COMM_WORLD_RANK"):
+    if status and is_rank_of_mpi():
         from monolith.cluster.mpi import end_rank
 
         end_rank(os.environ, status)
     return status
+
+
+def is_rank_of_mpi() -> bool:
+    """Whether mpirun started this process; whom it did not need not wait for an import."""
+    return bool(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK"))
 
 
 def answer(words: Sequence[str]) -> int:
@@ -89,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
 
     observe.configure_logging(shared.log_level, json=shared.json_logs)
     observe.install_stack_dump()
-    if os.environ.get("OMPI_COMM_WORLD_RANK"):  # nobody else has to wait for the import
+    if is_rank_of_mpi():
         from monolith.cluster.mpi import abort_on_exception
 
         abort_on_exception(os.environ)

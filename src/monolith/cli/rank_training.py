@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from monolith.cli.failover import Failover
 from monolith.cluster import Discovery, Waiting
+from monolith.cluster.mpi import is_restarted_by_launcher
 from monolith.errors import RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
@@ -27,7 +28,7 @@ def as_rank(
     """Train in step with the others; where one was lost, go on together from the last checkpoint.
 
     Args:
-        discovery: Where the others are; None where torchrun has started them. It restarts all of them then.
+        discovery: Where the others are; None where variables say it: see `keys_are_named`.
 
     Raises:
         RetryableError: One was lost, and this process is not to try again.
@@ -55,7 +56,7 @@ def as_rank(
                     return attempt(RankPeers(groups, run.ranks))
             except RetryableError as error:
                 lost_others()
-                if discovery is None:
+                if is_restarted_by_launcher(environ):
                     raise
                 failover.lost(error)
     finally:

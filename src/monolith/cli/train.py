@@ -29,6 +29,7 @@ from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
 from monolith.cli.train_report import to_json, write_report
 from monolith.cluster import Discovery, Waiting
+from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
@@ -107,7 +108,7 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             return read_for_others(training.task, secured(run, environ), environ, status)
         task = open_things.enter_context(served_task(options, training.task, run, environ))
         training = replace(training, task=task)
-        if not run.distributed or is_started_by_torchrun(run, environ):
+        if not run.distributed or (run.cluster.mode == "sync" and keys_are_named(environ)):
             return train(
                 options,
                 training,
@@ -138,11 +139,6 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
-
-
-def is_started_by_torchrun(run: RunConfig, environ: Mapping[str, str]) -> bool:
-    """Whether the ranks of a run need no registry to find each other."""
-    return run.cluster.mode == "sync" and "MASTER_ADDR" in environ and "RANK" in environ
 
 
 def dump_features(training: Training) -> int:

@@ -1,5 +1,7 @@
 """MPI and torchrun: which rank this is, and what happens to the others when it fails.
 
+Open MPI says it by variables OMPI_*, those that come from MPICH (Intel MPI, Slurm) by PMI_*.
+
 Ranks that step together wait for each other, so one that has died leaves the rest waiting for
 ever. `abort_on_exception` makes an exception that nobody catches the end of all of them, and
 `end_rank` an error that a command has turned into one line; every `monolith` command uses both.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -26,7 +29,9 @@ MPI_VARIABLES = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
+PMI_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_JOB_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "SLURM_JOB_ID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ def world_from_environment(environ: Mapping[str, str]) -> World | None:
     Raises:
         ConfigError: A variable is no number, or the numbers make no sense.
     """
-    for rank, size, local_rank, local_size in (MPI_VARIABLES, TORCHRUN_VARIABLES):
+    for rank, size, local_rank, local_size in (MPI_VARIABLES, PMI_VARIABLES, TORCHRUN_VARIABLES):
         if environ.get(rank):
             return World(
                 _number(environ, rank, 0),
@@ -94,7 +99,26 @@ def world_from_mpi() -> World:
 
 def is_under_mpi(environ: Mapping[str, str]) -> bool:
     """Whether mpirun started this process."""
-    return bool(environ.get("OMPI_COMM_WORLD_RANK"))
+    return any(environ.get(variables[0]) for variables in (MPI_VARIABLES, PMI_VARIABLES))
+
+
+def job_of_mpi(environ: Mapping[str, str]) -> str:
+    """Return what tells this mpirun from others, in letters that a path may have; "0" where nothing does."""
+    found = next((environ[name] for name in _JOB_VARIABLES if environ.get(name)), "0")
+    return re.sub(r"[^A-Za-z0-9_-]", "-", found)
+
+
+def keys_are_named(environ: Mapping[str, str]) -> bool:
+    """Whether ranks need no registry to find each other: a launcher has numbered them, and variables name the
+    address at which all of them share keys, as those of torchrun do."""
+    named = bool(environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"))
+    return named and world_from_environment(environ) is not None
+
+
+def is_restarted_by_launcher(environ: Mapping[str, str]) -> bool:
+    """Whether a rank that lost another is to end: torchrun and mpirun end all ranks then, and start again all
+    of them or none."""
+    return is_under_mpi(environ) or keys_are_named(environ)
 
 
 def abort_on_exception(
@@ -142,7 +166,7 @@ def end_rank(environ: Mapping[str, str], status: int, abort: Callable[[int], obj
     Args:
         abort: As for `abort_on_exception`.
     """
-    if status and is_under_mpi(environ) and _number(environ, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+    if status and is_under_mpi(environ) and world_or_alone(environ).size > 1:
         sys.stderr.flush()
         (abort or _abort)(status)
 

@@ -127,7 +127,10 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
-_PARTIAL = "not built yet: weights averaged over workers whose rows are on parameter servers"
+_PARTIAL = (
+    "not built yet: weights averaged over workers whose rows are on parameter servers; take cluster.mode "
+    "sync without servers, or async"
+)
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
 _ITEMS = "not built yet: a pass over all items after training"
 _LOG = "log lines are counted in time, not in steps: train.report_every"

@@ -106,7 +106,8 @@ class ClusterConfig(Checked):
         if self.mode == "sync" and self.num_ps:
             said = (
                 f"ranks hold all rows and weights themselves, and num_ps is {self.num_ps}. Weights that are "
-                "averaged over workers whose rows are on servers are not built yet"
+                "averaged over workers whose rows are on servers (partial synchronous training) are not "
+                "built. Set num_ps to 0 to have ranks hold the rows, or mode to async"
             )
             yield Problem(("mode", "num_ps"), said)
         if self.role == "ps" and not self.num_ps:
@@ -146,8 +147,9 @@ class ClusterConfig(Checked):
 class DiscoveryConfig(Checked):
     """How the processes of a run find each other."""
 
-    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "files", "ray"] = "consul"
-    """The registry in which the processes find each other."""
+    kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
+    """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
+    is named: a folder of the model_dir, for as long as they run."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
     zookeeper_auth: Secret | None = None

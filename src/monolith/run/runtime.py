@@ -7,18 +7,21 @@ Nothing here waits, writes or exits: a config and an environment go in, a config
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
+from monolith import filesystem
 from monolith.cluster.addresses import Address, concat_ip_and_port, get_local_host
 from monolith.cluster.consul import ConsulDiscovery
 from monolith.cluster.consul_client import ConsulConfig
 from monolith.cluster.discovery import Discovery
 from monolith.cluster.files_discovery import FilesConfig, FilesDiscovery
 from monolith.cluster.mlp import MLPDiscovery, MLPEnv
-from monolith.cluster.mpi import world_from_environment
+from monolith.cluster.mpi import is_under_mpi, job_of_mpi, world_from_environment, world_or_alone
 from monolith.cluster.ray_discovery import RayDiscovery, RayDiscoveryConfig
 from monolith.cluster.tf_config import TfConfigDiscovery
 from monolith.cluster.yarn import application_master_address
@@ -76,17 +79,19 @@ def role_from_environment(environ: Mapping[str, str]) -> Role | None:
     return Role(
         kind="worker",
         index=world.rank,
-        source="MPI" if environ.get("OMPI_COMM_WORLD_RANK") else "torchrun",
+        source="MPI" if is_under_mpi(environ) else "torchrun",
         num_workers=world.size,
         on_yarn=application_master_address(environ) is not None,
     )
 
 
 def discovery_defaults(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the `defaults` of a config: a scheduler that named all processes is the registry."""
+    """Return the `defaults` of a config: whoever started all processes says how they find each other."""
     if environ.get("TF_CONFIG"):
         return {"discovery.kind": "tf_config"}
-    return {"discovery.kind": "mlp"} if environ.get("MLP_ROLE", "").strip() else {}
+    if environ.get("MLP_ROLE", "").strip():
+        return {"discovery.kind": "mlp"}
+    return {"discovery.kind": "mpi"} if is_under_mpi(environ) else {}
 
 
 def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
@@ -141,6 +146,8 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
         return TfConfigDiscovery.from_json(discovery.tf_config or "")
     if discovery.kind == "mlp":
         return MLPDiscovery(MLPEnv(environ))
+    if discovery.kind == "mpi":
+        return _met_in_model_dir(config, environ)
     if discovery.kind == "files":
         return FilesDiscovery(FilesConfig(folder=discovery.folder or ""))
     if discovery.kind == "ray":
@@ -161,11 +168,37 @@ def open_discovery(config: RunConfig, environ: Mapping[str, str]) -> AbstractCon
     return ZooKeeperDiscovery(config.job.name, ZooKeeperConfig(servers=servers, auth=auth))
 
 
+@contextmanager
+def _met_in_model_dir(config: RunConfig, environ: Mapping[str, str]) -> Iterator[Discovery]:
+    """Give the registry of the processes of one mpirun: a folder, which is gone after them.
+
+    Raises:
+        ConfigError: mpirun did not start this process, or the model_dir is no path of this machine.
+    """
+    model_dir = config.train.model_dir
+    if not is_under_mpi(environ):
+        raise ConfigError("discovery by mpi is for processes that mpirun started, and this one was not")
+    if filesystem.is_remote(model_dir):
+        raise ConfigError(
+            f"the ranks of mpirun meet in a folder of the model_dir, and {model_dir} is remote. Say where "
+            "rank 0 is, by `mpirun -x MASTER_ADDR=<host> -x MASTER_PORT=<port>`, or name a registry by "
+            "discovery.kind"
+        )
+    folder = Path(model_dir) / "mpirun" / job_of_mpi(environ)
+    try:
+        with FilesDiscovery(FilesConfig(folder=str(folder))) as discovery:
+            yield discovery
+    finally:
+        if config.cluster.role == "worker" and config.cluster.index == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return host and port that this process is to listen on; port 0 is any free one.
 
     What the config says counts most. Then where the registry says that others look for this
-    process, if it is one that a scheduler wrote; then the machine's own address.
+    process, if it is one that a scheduler wrote; then the machine's own address, or, where mpirun started
+    all of them on this machine, one that no other machine reaches.
 
     Raises:
         ConfigError: The registry says nothing of this process.
@@ -177,6 +210,8 @@ def listen_address(config: RunConfig, environ: Mapping[str, str]) -> tuple[str, 
         given = _from_tf_config(config.discovery.tf_config or "", environ).address
     elif kind == "mlp":
         given = _mlp_address(environ)
+    elif kind == "mpi" and (world := world_or_alone(environ)).size == world.local_size:
+        given = "127.0.0.1:0"
     if given is None:
         return cluster.listen or get_local_host(environ), cluster.port
     address = Address.parse(given)

@@ -146,6 +146,9 @@ class TrainConfig:
     operator_files_every_steps: int = 100
     """How often operator_files looks for dump_<step> and stop_<step>, in steps; their steps are multiples of
     it."""
+    request_time_every_steps: int = 1000
+    """How often operator_files looks at limit_req_time, and whether the data has reached it, in steps. Among
+    ranks, the data of rank 0 says it for all."""
     dump_window: TideWindow | None = None
     """The daily hours, UTC, in which a run with operator_files saves by itself; outside of them only where a
     file asks for it. None saves at any hour."""
@@ -168,6 +171,7 @@ class TrainConfig:
             "evict_every_steps",
             "summary_every_steps",
             "operator_files_every_steps",
+            "request_time_every_steps",
         ):
             given = getattr(self, name)
             if given is not None and given < (1 if name.endswith("every_steps") else 0):

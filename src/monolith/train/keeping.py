@@ -135,7 +135,7 @@ class Keeper:
                     window=config.dump_window,
                     clock=self._clock,
                 ),
-                RequestTimeHook(save.timer),
+                RequestTimeHook(save.timer, step_interval=config.request_time_every_steps),
                 *hooks,
             ]
         if config.dense_save is not None:
@@ -215,7 +215,8 @@ class Keeper:
     def _roll_back(self) -> None:
         if self.newest is None:
             raise RestoreError("cannot roll back: nothing was saved yet")
-        self._restore(self.newest)
+        with self._session.going_back():
+            self._restore(self.newest)
 
     def _restore(self, prefix: str) -> Restored:
         elsewhere = filesystem.parent(prefix) != filesystem.parent(self._checkpointer.saver.names.prefix(0))

@@ -11,6 +11,7 @@ several ranks. It tells its peers where it stands, and they tell it what to do a
     refresh      before a step that came after a wait: take the newest weights
     count        which step of the model this one was
     halted       the others are held back, and have said where they stand, while a moment is cut
+    go_back      all go on from an earlier checkpoint, which was restored while they are held back
     note_saved   that moment is on disk, so every source may forget what came before it
     wait_for_more  the data has ended here: others may be lost, or leave, and leave work to this process
     gather       this process has no more to do: wait for the others
@@ -129,6 +130,9 @@ class Stepper(Protocol):
 
     def state(self) -> WorkerState:
         """Return what a checkpoint keeps of this process."""
+
+    def go_back(self, start: Start) -> None:
+        """Go on from a step and a place in the data that were before; the model was restored to them."""
 
 
 class Participant(Stepper, Protocol):
@@ -282,6 +286,10 @@ class Peers(Protocol):
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         """Hold the others between their steps, as the one that leads, while a moment is cut."""
 
+    def go_back(self, start: Start) -> None:
+        """Have everybody go on from where this process, which leads, restored the model to while it holds the
+        others."""
+
     def note_saved(self, position: Position) -> None:
         """Hear, as the one that leads, that the moment with this position is on disk."""
 
@@ -406,6 +414,9 @@ class Alone:
 
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         return nullcontext(Gathered(step=me.step))
+
+    def go_back(self, start: Start) -> None:
+        """Do nothing: nobody else has anything to restore."""
 
     def note_saved(self, position: Position) -> None:
         """Do nothing: nobody else has a source."""

@@ -325,6 +325,24 @@ class Session:
             self._take_in(gathered)
             yield
 
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Hold the others while this process, which leads, restores an earlier checkpoint; all go on from
+        it."""
+        with self.together():
+            yield
+            self._others = ()  # what they had done by then was counted and saved
+            self._peers.go_back(Start(step=self._step, positions=tuple(self._starts)))
+
+    def go_back(self, start: Start) -> None:
+        self._be_at(start.step)
+        if self._evictions is not None:
+            self._evictions.begin(start.step)
+        if start.positions:
+            self._read_from(start.positions[self._peers.share.worker])
+        self.examples = self._skipping.batches = 0
+        self._restored_examples = self._restored_skipped = 0
+
     def gather(self, run: Run, look: Callable[[], None]) -> None:
         """Wait for the others, where this process leads: it has no more to do.
 

@@ -264,10 +264,13 @@ class Trainer:
                 try:
                     return session.take_step()
                 except DivergedError as error:
-                    if keeper is None or keeper.alert is None:
+                    if keeper is not None and keeper.alert is not None:
+                        keeper.alert.go_on_after(error, run)
+                    elif not self._goes_back_with_others:
                         raise
-                    keeper.alert.go_on_after(error, run)
-                    return session.take_step()
+                    if peers.in_step:
+                        session.meet(run)
+                    return None if run.stop_reason is not None else session.take_step()
 
             drive(
                 run,
@@ -467,6 +470,13 @@ class Trainer:
             run.request_stop(f"max_steps is {limit}, and the model has already taken {run.step} steps")
         if self.config.steps == 0:
             run.request_stop("steps is 0, so there is nothing to do")
+
+    @property
+    def _goes_back_with_others(self) -> bool:
+        """Whether another process, which leads, says what becomes of steps that no rank can take."""
+        alert = self.config.alert
+        follows = self._peers.in_step and not self._peers.leads
+        return follows and alert is not None and alert.action == "rollback"
 
     def _forget_run(self) -> None:
         self._run = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from services.servers import free_port
 from store.ranks import SOON, all_at_once
 from torch import Tensor
 from torch import distributed as dist
@@ -123,6 +125,22 @@ def test_torchrun_keeps_the_keys(stack: ExitStack) -> None:
         }
         meetings = [meeting(rank, None, environ) for rank in range(2)]
         assert sizes(joined(stack, *meetings)) == [(0, 2), (1, 2)]
+
+
+def test_mpirun_may_name_the_address_at_which_rank_0_keeps_them_and_others_wait_for_it(
+    stack: ExitStack,
+) -> None:
+    environ = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
+    waits = threading.Event()
+    other = meeting(1, None, environ, on_waiting=lambda _: waits.set())
+
+    def keeps() -> RankGroups:
+        assert waits.wait(60)
+        return meeting(0, None, environ).join()
+
+    groups = all_at_once(keeps, other.join)
+    stack.callback(lambda: all_at_once(*(one.close for one in groups)))
+    assert sizes(groups) == [(0, 2), (1, 2)]
 
 
 def test_without_a_registry_torchrun_must_have_started_them() -> None:

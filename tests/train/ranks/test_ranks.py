@@ -27,6 +27,7 @@ from monolith.train.ranks.config import RanksConfig
 PLAIN = quiet(TrainConfig(), prefetch=0, async_push=False)
 """Nothing is stale."""
 SPEEDY = [PLAIN, quiet(TrainConfig(), prefetch=1), quiet(TrainConfig(), prefetch=2)]
+NOW_AND_AHEAD = [SPEEDY[0], SPEEDY[2]]
 
 
 class Watch(Hook):
@@ -59,12 +60,12 @@ def saved_rows(task: Given, model_dir: Path) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_feature_is_trained_by_all(size: int, pipelined: bool, tmp_path: Path) -> None:
-    config = replace(SPEEDY[pipelined], model_dir=str(tmp_path), max_steps=2 + 2 * pipelined)
+@pytest.mark.parametrize("config", SPEEDY)
+def test_a_feature_is_trained_by_all(size: int, config: TrainConfig, tmp_path: Path) -> None:
+    steps = 4 if config.prefetch else 2
     task = Given(batches=[batch_of(*[[1, 2, 3, 4]] * 5)] * 5)
-    reports = train_ranks([task] * size, config)
-    assert [report.step for report in reports] == [2 + 2 * pipelined] * size
+    reports = train_ranks([task] * size, replace(config, model_dir=str(tmp_path), max_steps=steps))
+    assert [report.step for report in reports] == [steps] * size
     rows = saved_rows(task, tmp_path)
     assert sorted(rows) == [1, 2, 3, 4]
     assert len({tuple(value) for _, value, _ in rows.values()}) == 1
@@ -91,31 +92,34 @@ def test_ten_steps_of_adagrad_equal_a_dense_embedding_at_each_step(size: int) ->
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_float_features_are_read_and_rows_trained(size: int) -> None:
+@pytest.mark.parametrize("config", NOW_AND_AHEAD)
+def test_float_features_are_read_and_rows_trained(size: int, config: TrainConfig) -> None:
     floats = {"x": torch.arange(6.0).view(3, 2)}
     task = Given(
         batches=[batch_of([1], [2], [3], floats=floats)] * 2,
         predict=lambda _, batch: batch.floats["x"].sum(1),
     )
     watched = Watched()
-    train_ranks([task] * size, PLAIN, hooks=watched)
+    train_ranks([task] * size, config, hooks=watched)
     assert all(one.steps[1].predictions["sum"].tolist() == [1, 5, 9] for one in watched.values())
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_of_a_sequence_the_first_are_trained(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", NOW_AND_AHEAD)
+def test_of_a_sequence_the_first_are_trained(size: int, config: TrainConfig, tmp_path: Path) -> None:
     task = Given(batches=[batch_of([1, 2, 3], [2, 4])] * 2, combiner=FirstN(2))
-    train_ranks([task] * size, replace(PLAIN, model_dir=str(tmp_path)))
+    train_ranks([task] * size, replace(config, model_dir=str(tmp_path)))
     trained = {key for key, (_, value, _) in saved_rows(task, tmp_path).items() if any(value)}
     assert trained == {1, 2, 4}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_model_that_reads_no_ids_takes_its_steps_too(size: int) -> None:
+@pytest.mark.parametrize("config", NOW_AND_AHEAD)
+def test_a_model_that_reads_no_ids_takes_its_steps_too(size: int, config: TrainConfig) -> None:
     task = Given(
         batches=[batch_of([], [])] * 2, dense=True, loss=lambda model, *_: 0 * model.top.bias.sum() + 3
     )
-    reports = train_ranks([task] * size, PLAIN)
+    reports = train_ranks([task] * size, config)
     assert [report.step for report in reports] == [2] * size
 
 
@@ -194,24 +198,54 @@ def test_ranks_learn_what_one_process_learns_of_their_batches_together(
         ), "the weights of all ranks are the same bits"
 
 
-def test_they_are_the_same_bits_where_sums_are(tmp_path: Path) -> None:
-    """Each id is met once by each of two ranks, and all numbers are small: no sum is rounded."""
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 2)])
+def test_they_are_the_same_bits_where_sums_are(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """All numbers are small, and the examples are as many as a power of two: no sum is rounded."""
 
     def exact(model: Any, vectors: Tensor, batch: Batch) -> Tensor:
         return ((vectors * batch.labels["y"][:, None]).sum(1) + model.top.weight.sum()).mean()
 
+    labels = iter([0.5, 2.0, 1.0, -0.25, 1.5, 0.5, 4.0, 0.125])
     batches = [
-        [batch_of([1], [2], labels={"y": torch.tensor(y)}) for y in ((0.5, 2.0), (1.0, -0.25))],
-        [batch_of([2], [1], labels={"y": torch.tensor(y)}) for y in ((1.5, 0.5), (4.0, 0.125))],
+        [
+            batch_of(*([1], [2])[:size], labels={"y": torch.tensor([next(labels) for _ in range(size)])})
+            for _ in range(2)
+        ]
+        for size in sizes
     ]
     task = Given(dense=True, loss=exact, update=UpdateConfig())
     alone = replace(task, batches=[end_to_end(step) for step in zip(*batches, strict=True)])
     Trainer(alone, replace(PLAIN, model_dir=str(tmp_path / "one"))).train()
-    train_ranks(
-        [replace(task, batches=mine) for mine in batches], replace(PLAIN, model_dir=str(tmp_path / "two"))
-    )
-    one, two = (read_model(alone, tmp_path / name) for name in ("one", "two"))
-    assert (one.rows, one.weights) == (two.rows, two.weights)
+    tasks = [replace(task, batches=mine) for mine in batches]
+    train_ranks(tasks, replace(PLAIN, model_dir=str(tmp_path / "ranks")))
+    one, ranks = (read_model(alone, tmp_path / name) for name in ("one", "ranks"))
+    assert (one.rows, one.weights) == (ranks.rows, ranks.weights)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_rows_are_the_same_bits_whatever_the_numbers_where_a_rank_meets_an_id_once(
+    size: int, prefetch: int, tmp_path: Path
+) -> None:
+    """Their gradients are added up in the order of ranks, which is that of the batches laid end to end."""
+    draw = torch.Generator().manual_seed(7)
+    batches = [
+        [
+            batch_of(
+                *torch.randperm(9, generator=draw).view(3, 3).tolist(),
+                labels={"y": torch.randn(3, generator=draw)},
+            )
+            for _ in range(8)
+        ]
+        for _ in range(size)
+    ]
+    task = Given(loss=lambda _, vectors, batch: (vectors * batch.labels["y"][:, None]).sum())
+    alone = replace(task, batches=[end_to_end(step) for step in zip(*batches, strict=True)])
+    config = quiet(TrainConfig(), prefetch=prefetch, async_push=prefetch > 0)
+    Trainer(alone, replace(config, model_dir=str(tmp_path / "one"))).train()
+    tasks = [replace(task, batches=mine) for mine in batches]
+    train_ranks(tasks, replace(config, model_dir=str(tmp_path / "ranks")))
+    assert saved_rows(alone, tmp_path / "one") == saved_rows(alone, tmp_path / "ranks")
 
 
 @pytest.mark.parametrize(

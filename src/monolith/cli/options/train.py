@@ -31,7 +31,7 @@ class TrainOptions:
     one; by default job.task of the config."""
     launch: Literal["local", "ray"] | None = None
     """Start all processes of the run: as children of this one, or on a Ray cluster."""
-    mode: Literal["async", "sync", "train", "eval", "infer"] | None = None
+    mode: Literal["async", "sync", "train", "eval", "infer", "train_and_eval"] | None = None
     """How several processes train: async, each at its own pace, on parameter servers; or sync, all in step as
     ranks, which hold the rows themselves. The other words are those of job.mode, by its old name."""
     num_ps: int | None = None

@@ -323,6 +323,9 @@ class FleetPeers:
             self._halts[halt.number] = state
             yield self._gathered(halt.states)
 
+    def go_back(self, start: Start) -> None:  # noqa: ARG002
+        raise ConfigError("alert: several processes cannot roll back together yet")  # and `check` said so
+
     def note_saved(self, position: Position) -> None:
         if self.leads:
             # Of several at which this process had come no further, the first: the others may not be on disk.

@@ -59,15 +59,17 @@ class _Reader(Generic[Item]):
             raise found
         return (Readiness.ENDED if found is None else Readiness.READY), found
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """End; return whether nobody reads the items any more."""
         self._over.set()
         self._thread.join(CLOSE_WITHIN)
         if self._thread.is_alive():
             _log.warning("the source is still being read; its thread ends when that returns")
-            return
+            return False
         close = getattr(self._items, "close", None)
         if close is not None:
             close()
+        return True
 
     def _read(self) -> None:
         try:
@@ -95,6 +97,7 @@ def agreed(
     every: float,
     pressed: Callable[[], bool],
     silences: bool = True,
+    on_stuck: Callable[[], None] = lambda: None,
 ) -> Generator[Item | Silence, None, None]:
     """Give the items of this rank that all ranks train on, and `SILENT` where somebody has none for now.
 
@@ -104,6 +107,7 @@ def agreed(
         every: Seconds that an item may take before the others hear that there is none.
         pressed: Whether this rank wants to wait no more, so that a silence is given in any case.
         silences: Whether they are given otherwise.
+        on_stuck: Called where this is closed, and the items are still being read.
     """
     reader = _Reader(items)
     try:
@@ -124,4 +128,5 @@ def agreed(
             assert item is not None
             yield item
     finally:
-        reader.close()
+        if not reader.close():
+            on_stuck()

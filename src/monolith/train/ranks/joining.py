@@ -10,7 +10,8 @@ attempt to train has keys of its own:
 A process that restarts may find the keys of an attempt that has failed and does not know it yet. Its place is
 taken there; so it says that it was lost, and waits for the next.
 
-Under torchrun the launcher keeps the keys and restarts all ranks, so there is one attempt for each start.
+Under torchrun the launcher keeps the keys and restarts all ranks, so there is one attempt for each start. So
+there is under mpirun, where rank 0 keeps the keys: at the address that variables name, or that it registers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class RankMeeting:
     Args:
         rank: Which one this process is.
         size: How many there are.
-        discovery: Where rank 0 says how to reach it; None under torchrun, whose variables say it.
+        discovery: Where rank 0 says how to reach it; None where variables say it, as those of torchrun do.
         environ: Of this process.
         host: The address of this process, by which others reach it.
         start: How long to wait for the others.
@@ -118,7 +119,10 @@ class RankMeeting:
     def _find(self, began: float) -> KeyValues:
         """Return the keys of the newest attempt; as rank 0, those of a new one."""
         if self._discovery is None:
-            return self._keys_of_launcher()
+            while True:
+                with suppress(UnavailableError):  # who keeps them may not be there yet
+                    return self._keys_of_launcher()
+                self._wait(began, 0)
         if self._rank == 0:
             return self._keep_keys(self._discovery)
         while True:

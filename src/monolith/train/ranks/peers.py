@@ -5,6 +5,8 @@ Between two steps all ranks say a word, which most of the time is nothing. Rank 
     meet       everybody says a word, and goes on, or stops, at the same step
     halted     rank 0 says so in place of meeting: all finish their updates, say where they stand, and meet
                again when it lets them go
+    go_back    while it holds them, rank 0 has restored the rows of all: they take its weights, its step and
+               their places in the data
     gather     the word of who has no more to do; all stop where they hear it
     leave      the others wait, through the halts of rank 0's last saves, until it says that all is over
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -24,7 +27,7 @@ import torch
 from monolith.checkpoint import Part
 from monolith.data import Share
 from monolith.data.source import Position
-from monolith.errors import ConfigError, RetryableError
+from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
 from monolith.store import AllToAllStore, LocalStore, MakeStore, RankGroups
 from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
@@ -94,11 +97,15 @@ class RankPeers:
         self._halt = 0
         self._halted: Gathered | None = None
         """While this rank, which leads, holds the others."""
+        self._back: Start | None = None
+        """Where all go on when it lets them go, if that is elsewhere."""
         self._saved = self._told_saved = 0
         self._joined = False
         self._stop: str | None = None
         """Why all stop, as all have heard."""
         self._unfinished = False
+        self._stuck = False
+        """Whether the data of this rank is still being read although it was closed."""
         self._me: Stepper | None = None
 
     @property
@@ -131,8 +138,6 @@ class RankPeers:
 
     def check(self, config: TrainConfig) -> None:
         self._run = config
-        if config.alert is not None and config.alert.action == "rollback":
-            raise ConfigError("alert: ranks cannot roll back together yet; set alert.action to 'stop'")
         if config.hooks.slow_start_steps:
             raise ConfigError(
                 "hooks.slow_start_steps: ranks take every step together, so none can start late"
@@ -202,6 +207,10 @@ class RankPeers:
             self._groups.check()
             time.sleep(LOOK_EVERY)
         self._joined = True
+        return self._begin_at(start)
+
+    def _begin_at(self, start: Start | None) -> Start:
+        """Take up where rank 0 says, with its weights."""
         said = say_to_all(self._groups.control, Start, start if self.leads else None)
         assert said[0] is not None
         self._take_weights()
@@ -226,7 +235,17 @@ class RankPeers:
     def read_in_step(
         self, items: Iterator[Item], *, every: float, pressed: Callable[[], bool], silences: bool
     ) -> Generator[Item | Silence, None, None]:
-        return agreed(items, self._groups.lookups, every=every, pressed=pressed, silences=silences)
+        return agreed(
+            items,
+            self._groups.lookups,
+            every=every,
+            pressed=pressed,
+            silences=silences,
+            on_stuck=self._note_stuck,
+        )
+
+    def _note_stuck(self) -> None:
+        self._stuck = True
 
     def meet(self, me: Stepper) -> str | None:
         self._groups.check()
@@ -246,13 +265,7 @@ class RankPeers:
         """Say a word and hear those of all; return that of rank 0."""
         if self.leads and self._saved > self._told_saved:
             self._told_saved = self._saved
-            word = Word(
-                stop=word.stop,
-                interrupted=word.interrupted,
-                halt=word.halt,
-                saved=self._saved,
-                over=word.over,
-            )
+            word = replace(word, saved=self._saved)
         key, waits = WAITS.format(rank=self._groups.rank), False
 
         def waiting() -> None:
@@ -281,8 +294,9 @@ class RankPeers:
         self._halt += 1
         gathered = self._gather_states(me)
         self._halts[self._halt] = me.state()
-        if not self.leads:
-            self._say(NOTHING)  # until rank 0 lets everybody go
+        if not self.leads and self._say(NOTHING).back:  # said when rank 0 lets everybody go
+            me.go_back(self._begin_at(None))
+            self._check_read_anew()
         return gathered
 
     def _gather_states(self, me: Stepper) -> Gathered:
@@ -313,6 +327,7 @@ class RankPeers:
         try:
             yield self._halted
         except BaseException:
+            self._back = None
             with suppress(RetryableError):
                 self._let_go()
             raise
@@ -320,7 +335,26 @@ class RankPeers:
 
     def _let_go(self) -> None:
         self._halted = None
-        self._say(NOTHING)
+        start, self._back = self._back, None
+        self._say(Word(back=start is not None))
+        if start is not None:
+            self._begin_at(start)
+
+    def go_back(self, start: Start) -> None:
+        self._check_read_anew()
+        self._back = start
+
+    def _check_read_anew(self) -> None:
+        """See that nobody still reads the data from where it was before all went back.
+
+        Raises:
+            UnavailableError: Somebody does, and would take an item that is to be trained again.
+        """
+        if self._stuck:
+            raise UnavailableError(
+                f"rank {self._groups.rank} cannot go back: its data is still being read, and gives nothing. "
+                "All begin again from the last checkpoint"
+            )
 
     def note_saved(self, position: Position) -> None:
         if self.leads:

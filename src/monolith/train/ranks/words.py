@@ -27,6 +27,8 @@ class Word:
     """Of rank 0: everybody stands still, for the so manieth time; 0 for nobody."""
     saved: Count = 0
     """Of rank 0: the halt whose moment is on disk by now."""
+    back: bool = False
+    """Of rank 0, as it lets everybody go: an earlier checkpoint was restored, and they go on from it."""
     over: bool = False
     """Of rank 0: all is saved, and everybody may leave."""
 
