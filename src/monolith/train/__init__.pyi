@@ -1,6 +1,8 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
+from monolith.train.evaluate_config import EvaluateConfig
+from monolith.train.evaluation_log import Evaluation
 from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.joining import join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
@@ -19,6 +21,8 @@ __all__ = [
     "METRICS",
     "AlertConfig",
     "Alone",
+    "EvaluateConfig",
+    "Evaluation",
     "ExpiryConfig",
     "Fleet",
     "FleetPeers",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
+from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.hooks.config import HooksConfig
 
@@ -130,6 +131,7 @@ class TrainConfig:
     """How often the dense weights alone are saved too, in `dense_only` below model_dir; None never."""
     keep: KeepConfig = field(default_factory=KeepConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tide: TideWindow | None = None
     """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
     with `save.tide_secs` it goes on, and saves that often."""
@@ -180,6 +182,11 @@ class TrainConfig:
             )
         if self.prefetch < 0:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
+        if self.deterministic and self.evaluate.every is not None:
+            raise ConfigError(
+                "train: a deterministic run is evaluated by steps, not by time: set evaluate.every_steps, or "
+                "deterministic=False"
+            )
         if self.deterministic and self.save.secs is not None:
             raise ConfigError(
                 "train: a deterministic run saves by steps, not by seconds: set save.steps, "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -159,6 +160,19 @@ class Model:
                 "column in the BatchSpec's labels, or override outputs() if the loss needs none"
             )
         return outputs
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the module, which trains, be in eval mode for the length of a block."""
+        trained = [module for module in self.module.modules() if module.training]
+        mode, self._mode = self._mode, Mode.EVALUATE
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self._mode = mode
+            for module in trained:
+                module.training = True
 
     def close(self) -> None:
         for store in self.stores:

@@ -145,6 +145,8 @@ class Session:
         """Whether work was given back since the data was last read from where it stands: it may have ended
         before."""
         self._interrupted = False
+        self._holds = False
+        """Whether the others are held back now."""
         self._drains = False
         """Whether somebody waits for the lane to be done with what it was asked for."""
         self._skipping = Skipping(config.max_skipped_in_a_row)
@@ -320,9 +322,25 @@ class Session:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Hold back whoever else trains this model, while a moment is cut."""
+        """Hold back whoever else trains this model, while a moment is cut; within a block that does so
+        already, nothing more."""
+        if self._holds:
+            yield
+            return
         with self._peers.halted(self) as gathered:
             self._take_in(gathered)
+            self._holds = True
+            try:
+                yield
+            finally:
+                self._holds = False
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Hold the others back, with every update done and the newest weights here, to look at the model."""
+        with self.together():
+            self.drain()
+            self._peers.refresh()
             yield
 
     def gather(self, run: Run, look: Callable[[], None]) -> None:

@@ -12,7 +12,6 @@ record it had not trained on. Evaluating and predicting read checkpoints and wri
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import random
 import sys
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from monolith import filesystem
@@ -33,6 +31,7 @@ from monolith.checkpoint import (
     ModelDirLock,
     Restored,
     Saver,
+    StatePart,
     go_back,
     start_from,
 )
@@ -43,6 +42,8 @@ from monolith.observe import Metrics
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.config import TrainConfig
+from monolith.train.evaluating import BestSoFar, EvaluateHook, measured, outputs_of
+from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
@@ -57,7 +58,6 @@ from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_manifest
-from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
@@ -68,6 +68,15 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 Report = Callable[[str, WindowRow], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestEvaluation:
+    """Which step did best when it was evaluated, and how well."""
+
+    step: int
+    metric: str
+    value: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +103,12 @@ class TrainReport:
     """By "head/metric": the rows of the windows that ended in this run."""
     checkpoint: str | None
     """The last checkpoint that was saved."""
+    evaluation: Evaluation | None = None
+    """The last evaluation of this run, where `evaluate` of its config asks for some."""
+    evaluations: int = 0
+    """How many evaluations there were in this run."""
+    best: BestEvaluation | None = None
+    """The best evaluation, of all runs."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """By table: ids refused because the table is full, in this process; a server logs its own."""
     overdue: Mapping[str, int] = field(default_factory=dict)
@@ -113,6 +128,8 @@ class LocalRun:
         """Holds everybody who trains this model between their steps."""
         self.save: SaveHook | None = None
         """Saves on demand; None where nothing is kept."""
+        self.evaluate: EvaluateHook | None = None
+        """Evaluates while the run trains; None where that is not asked for, or another process does."""
         self._model_dir = model_dir
         self._lock = threading.Lock()  # guards the reason
         self._stop_reason: str | None = None
@@ -227,7 +244,11 @@ class Trainer:
             open_things.callback(session.close)
             self._run = run = LocalRun(session, model_dir, peers.barrier)
             open_things.callback(self._forget_run)
-            keeper = Keeper(session, config, self._clock) if model_dir else None
+            best = BestSoFar(config.evaluate)
+            more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
+            keeper = Keeper(session, config, self._clock, more) if model_dir else None
+            if config.evaluate.enabled and peers.leads:
+                run.evaluate = self._evaluate_hook(run, best, keeper)
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
             first, first_step, first_skipped = session.examples, session.step, session.skipped
@@ -288,6 +309,9 @@ class Trainer:
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
+                evaluation=None if run.evaluate is None else run.evaluate.latest,
+                evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
+                best=_best(best),
                 refused=_refused(session),
                 overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
                 departed=peers.departed,
@@ -314,18 +338,7 @@ class Trainer:
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
-        metrics = HeadMetrics(self.task, Mode.EVALUATE)
-        examples, loss = 0, 0.0
-        for batch, outputs in self._outputs(Mode.EVALUATE, steps, checkpoint):
-            metrics.update(outputs.predictions, batch)
-            examples += len(batch)
-            loss += float(outputs.loss) * len(batch)
-            if advance is not None:
-                advance(len(batch))
-        if not examples:
-            raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
-        found = {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
-        return found | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint), advance)
 
     def predict(
         self, *, steps: int | None = None, checkpoint: str | None = None
@@ -396,17 +409,7 @@ class Trainer:
             )
             restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            with own.drawn():
-                data = self.task.dataset(mode)
-            with contextlib.closing(data):
-                batches = iter(data)
-                for _ in itertools.count() if steps is None else range(steps):
-                    with own.drawn(), torch.no_grad():
-                        batch = next(batches, None)
-                        if batch is None:
-                            return
-                        outputs = model.outputs(batch, model.prepare(batch))
-                    yield batch, outputs
+            yield from outputs_of(model, mode, own, steps)
 
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config
@@ -425,8 +428,15 @@ class Trainer:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
-            hooks += kept
+        if run.evaluate is not None:
+            hooks.append(run.evaluate)
+        hooks += kept
         return hooks
+
+    def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: Keeper | None) -> EvaluateHook:
+        config = self.config
+        log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
+        return EvaluateHook(run.session, config.evaluate, best, seed=config.seed, keeper=keeper, log=log)
 
     def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
         return installed_hooks(
@@ -477,6 +487,12 @@ def _refused(session: Session) -> dict[str, int]:
     stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
     here = [store for store in stores if isinstance(store, LocalStore)]
     return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
+
+
+def _best(best: BestSoFar) -> BestEvaluation | None:
+    if best.step is None or best.metric is None:
+        return None
+    return BestEvaluation(step=best.step, metric=best.metric, value=best.value)
 
 
 class _SessionHook(Hook):

@@ -133,6 +133,11 @@ class RankPeers:
         self._run = config
         if config.alert is not None and config.alert.action == "rollback":
             raise ConfigError("alert: ranks cannot roll back together yet; set alert.action to 'stop'")
+        if config.evaluate.enabled:
+            raise ConfigError(
+                "train.evaluate: ranks look up every row together, so one of them cannot evaluate by itself. "
+                "Leave it out, and run `monolith evaluate TASK --model-dir ... --follow` beside the run"
+            )
         if config.hooks.slow_start_steps:
             raise ConfigError(
                 "hooks.slow_start_steps: ranks take every step together, so none can start late"
