@@ -4,6 +4,7 @@ Files, streams and generated logs are sources: they yield records by column and 
 """
 
 from monolith.data.config import DataConfig, DataServiceConfig
+from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
@@ -33,6 +34,7 @@ __all__ = [
     "DataServiceConfig",
     "DriftConfig",
     "DriftingStream",
+    "Epochs",
     "FileSource",
     "Format",
     "JoinedSource",
@@ -55,5 +57,6 @@ __all__ = [
     "concat",
     "format_of",
     "make_batch",
+    "read_epochs",
     "share_out",
 ]

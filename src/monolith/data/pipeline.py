@@ -30,6 +30,7 @@ from typing import Generic, Protocol, TextIO, TypeVar
 from torch import Tensor
 
 from monolith.data.bad_values import BadValues
+from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.handing import HandsOut, handing
 from monolith.data.holding import Rebatched, Shuffled, Taken
@@ -127,6 +128,10 @@ class Pipeline:
         """Have the source read one share of its data; see `SharedSource`."""
         share_out(self._source, share)
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Have the source read its data several times; see `read_epochs`."""
+        read_epochs(self._source, epochs)
+
     def position(self) -> Position:
         return self._source.position()
 
@@ -178,6 +183,10 @@ class Batches:
         """Have the source read one share of its data; see `SharedSource`."""
         share_out(self._batches, share)
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Have the source read its data several times; see `read_epochs`."""
+        read_epochs(self._batches, epochs)
+
     def position(self) -> Position:
         return self._batches.position()
 
@@ -213,6 +222,9 @@ class _Passing:
 
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, epochs)
 
     def position(self) -> Position:
         return self._source.position()
@@ -365,6 +377,9 @@ class _Ahead(Generic[Item]):
 
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, epochs)
 
     def position(self) -> Position:
         return self._source.position() if self._position is None else self._position

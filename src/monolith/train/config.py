@@ -110,6 +110,12 @@ class TrainConfig:
     """The run ends when the model has taken so many steps in all its runs."""
     max_time: timedelta | None = None
     """The run ends after so long."""
+    epochs: int | None = None
+    """How often the training data is read, in another order each time; None leaves that to the task. Needs
+    data that ends, such as files."""
+    shuffle_buffer: int = 65_536
+    """The records that are mixed with each other at a time where `epochs` is given and the task's source does
+    not shuffle by itself; 0 leaves their order."""
     seed: int = 0
     """The seed of the first weights and of random numbers."""
     deterministic: bool = False
@@ -180,6 +186,10 @@ class TrainConfig:
             raise ConfigError(
                 f"train: max_skipped_in_a_row must be 0 or more, got {self.max_skipped_in_a_row}"
             )
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"train: epochs must be at least 1, or None, got {self.epochs}")
+        if self.shuffle_buffer < 0:
+            raise ConfigError(f"train: shuffle_buffer must be 0 or more, got {self.shuffle_buffer}")
         if self.prefetch < 0:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
         if self.deterministic and self.evaluate.every is not None:

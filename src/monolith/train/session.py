@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Share, Stream, share_out
+from monolith.data import Epochs, Share, Stream, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
@@ -22,6 +22,7 @@ from monolith.errors import (
     DivergedError,
     FeatureError,
     NonFiniteError,
+    NotRepeatableError,
     NotShareableError,
 )
 from monolith.feature import Batch
@@ -56,19 +57,28 @@ class _Read(NamedTuple):
 _Lane = Lane[_Read, LookedUp]
 
 
-def open_data(task: Task, share: Share) -> Stream[Batch]:
+def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[Batch]:
     """Return the data to train on, or one share of it.
 
+    Args:
+        epochs: How often it is read; None leaves that to the task.
+
     Raises:
-        ConfigError: It cannot be shared out.
+        ConfigError: It cannot be shared out, or not be read several times.
     """
     data = task.dataset(Mode.TRAIN)
-    if share.workers == 1:
-        return data
     try:
-        share_out(data, share)
+        if epochs is not None:
+            read_epochs(data, epochs)
+        if share.workers > 1:
+            share_out(data, share)
     except BaseException as cause:
         data.close()
+        if isinstance(cause, NotRepeatableError):
+            raise ConfigError(
+                f"train.epochs: task {task.name!r}: {cause}. Leave train.epochs out, or use a source of "
+                "monolith.data that ends, such as FileSource or MemorySource."
+            ) from cause
         if not isinstance(cause, NotShareableError):
             raise
         raise ConfigError(

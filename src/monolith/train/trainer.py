@@ -35,6 +35,7 @@ from monolith.checkpoint import (
     go_back,
     start_from,
 )
+from monolith.data import Epochs
 from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -380,13 +381,19 @@ class Trainer:
                 accelerator=self._accelerator,
             )
             made.callback(model.close)
-            data = open_data(self.task, peers.share)
+            data = open_data(self.task, peers.share, self._epochs())
             made.callback(data.close)
             session = Session(
                 model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
             )
             made.pop_all()
             return session
+
+    def _epochs(self) -> Epochs | None:
+        config = self.config
+        if config.epochs is None:
+            return None
+        return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
 
     def _outputs(
         self, mode: Mode, steps: int | None, checkpoint: str | None

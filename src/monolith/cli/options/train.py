@@ -53,6 +53,12 @@ class TrainOptions:
     """End the run when the model has taken this many steps in all its runs."""
     max_time: str | None = None
     """End the run after this long: seconds, or as in 90m or 1h30m."""
+    epochs: int | None = None
+    """Read the training data this often, in another order each time."""
+    evaluate_every_steps: int | None = None
+    """Evaluate the model on the task's evaluation data every so many steps, and keep the best checkpoint."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row that were no better than the best."""
     seed: int | None = None
     """The seed of the first weights and of random numbers."""
     deterministic: bool = False
