@@ -1,6 +1,7 @@
 """`monolith evaluate TASK` and `monolith predict TASK`: what a checkpoint is worth, and what it says.
 
-Both read checkpoints and write nothing to the model_dir, so they may run beside the training.
+Both read checkpoints and change nothing of the training, so they may run beside it. Only `evaluate --follow`
+writes to the model_dir: to the folder eval in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from monolith.checkpoint import named_checkpoint, read_manifest
+from monolith.cli.following import follow
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading, say
 from monolith.data import Format, Records, RecordWriter, format_of
@@ -37,6 +39,8 @@ PREDICTION = "prediction"
 def evaluate(options: EvaluateOptions) -> int:
     """Print a checkpoint's metrics."""
     task, config = load_reading(options)
+    if options.follow:
+        return follow(options, task, config, bar(options, "Evaluating"))
     checkpoint, step = settled(config)
     with bar(options, "Evaluating") as shown:
         found = Trainer(task, config).evaluate(

@@ -7,6 +7,7 @@ from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.joining import join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers
+from monolith.train.following import FollowConfig, Follower
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
@@ -26,6 +27,8 @@ __all__ = [
     "ExpiryConfig",
     "Fleet",
     "FleetPeers",
+    "FollowConfig",
+    "Follower",
     "Hook",
     "KeepConfig",
     "Lane",

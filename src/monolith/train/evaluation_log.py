@@ -89,13 +89,29 @@ class EvaluationLog:
         return found
 
     def add(self, evaluation: Evaluation) -> None:
-        """Write a line, in place of those of the same step and later ones, and a point of each curve."""
+        """Write a line, in place of those of the same step and later ones, and a point of each curve.
+
+        Evaluations of checkpoints replace only such, and those of a run as it trains only such.
+        """
         filesystem.make_dirs(self._folder)
-        kept = [line for line in self.lines() if line["step"] < evaluation.step]
+        saved = evaluation.checkpoint is not None
+        kept = [
+            line
+            for line in self.lines()
+            if line["step"] < evaluation.step or (line.get("checkpoint") is not None) != saved
+        ]
         lines = [*kept, {**evaluation.to_json(), "time": self._clock()}]
         with filesystem.atomic_write(self._path) as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self._draw(evaluation)
+
+    def taken(self) -> list[tuple[str, float]]:
+        """Return the checkpoints of which there are lines: their names, and when each was saved."""
+        return [
+            (str(line["checkpoint"]), float(line["saved_at"]))
+            for line in self.lines()
+            if line.get("checkpoint") is not None and line.get("saved_at") is not None
+        ]
 
     def close(self) -> None:
         if self._writer is not None:

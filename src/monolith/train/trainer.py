@@ -58,7 +58,7 @@ from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
-from monolith.train.manifest import write_run_manifest
+from monolith.train.manifest import write_run_end, write_run_manifest
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
@@ -298,6 +298,11 @@ class Trainer:
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
             )
+            finished = not run.interrupted and peers.finished
+            if model_dir:
+                reason = run.stop_reason or ""
+                now = self._clock()
+                write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
@@ -306,7 +311,7 @@ class Trainer:
                 dense_staleness=None if (stale := session.staleness) is None else stale.most,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
-                finished=not run.interrupted and peers.finished,
+                finished=finished,
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,

@@ -119,7 +119,10 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateOptions:
-    """Measure a checkpoint of a task on its evaluation data."""
+    """Measure a checkpoint of a task on its evaluation data; or, with --follow, each one that a run saves.
+
+    What --follow finds is also in eval below the model_dir: event files for TensorBoard, and metrics.jsonl.
+    """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
     """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
@@ -131,8 +134,17 @@ class EvaluateOptions:
     set: Settings = ()
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
-    files; by default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
+    files, or best; by default the newest."""
+    follow: bool = False
+    """Evaluate each checkpoint that a run saves, until the run is finished."""
+    last_step: int | None = None
+    """End --follow with the checkpoint of this step or a later one; by default train.max_steps of the config,
+    or where the run says that it is finished."""
+    timeout: str = "1h"
+    """End --follow when no new checkpoint came for so long: seconds, or as in 90m; 0 waits for ever."""
+    poll: str = "5s"
+    """How often --follow looks for a new checkpoint."""
     steps: int | None = None
     """The number of batches to evaluate; by default all there are."""
     threads: int | None = None
@@ -165,8 +177,8 @@ class PredictOptions:
     set: Settings = ()
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
-    files; by default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
+    files, or best; by default the newest."""
     columns: tuple[str, ...] = ()
     """Features of the batch to write too, such as user, to know whose prediction it is."""
     steps: int | None = None
