@@ -7,21 +7,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
+from types import TracebackType
+from typing import Protocol, Self
 
 from monolith.checkpoint import checkpoint_exists
 from monolith.cli.options.train import EvaluateOptions
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import say
 from monolith.config import parse_duration
+from monolith.data import Stream
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RestoreError
-from monolith.observe import Progress
+from monolith.feature import Batch
 from monolith.train import Evaluation, FollowConfig, Follower, Task, TrainConfig, Trainer
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.train.following import Found
 
 AGAIN = "run the same command again to go on with the checkpoints that are new"
+
+
+class ShownReading(Protocol):
+    """Shows how far an evaluation has come."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None: ...
+    def open(self, data: Stream[Batch]) -> None: ...
+    def advance(self, amount: float = 1) -> None: ...
 
 
 class _StoppedError(Exception):
@@ -32,12 +45,12 @@ def follow(
     options: EvaluateOptions,
     task: Task,
     config: TrainConfig,
-    bar: AbstractContextManager[Progress],
+    watched: Callable[[], ShownReading],
 ) -> int:
     """Evaluate checkpoints as they come, write what was found, and return the exit status.
 
     Args:
-        bar: Shows how far an evaluation has come.
+        watched: Shows how far an evaluation has come.
     """
     if options.checkpoint is not None:
         raise ConfigError("evaluate: --follow reads every new checkpoint, --checkpoint one; give one of them")
@@ -46,16 +59,10 @@ def follow(
     log = EvaluationLog(config.model_dir)
     follower = Follower(config.model_dir, settings, wait=stop.wait, clock=time.monotonic, taken=log.taken())
     trainer, done = Trainer(task, config), 0
-    with StopSignals(lambda _: stop.set(), say, doing="this batch", again=AGAIN) as signals, bar as shown:
-
-        def advance(examples: int) -> None:
-            shown.advance(examples)
-            if stop.is_set():
-                raise _StoppedError
-
+    with StopSignals(lambda _: stop.set(), say, doing="this batch", again=AGAIN) as signals:
         for found in follower:
             try:
-                evaluation = evaluated(trainer, found, options.steps, advance)
+                evaluation = evaluated(trainer, found, options.steps, watched(), stop)
             except _StoppedError:
                 break
             except (FileMissingError, RestoreError, CorruptFileError):
@@ -92,11 +99,18 @@ def follow_config(options: EvaluateOptions, config: TrainConfig) -> FollowConfig
 
 
 def evaluated(
-    trainer: Trainer, found: Found, steps: int | None, advance: Callable[[int], object]
+    trainer: Trainer, found: Found, steps: int | None, watched: ShownReading, stop: threading.Event
 ) -> Evaluation:
-    """Evaluate one checkpoint."""
+    """Evaluate one checkpoint, unless somebody stops it meanwhile."""
     began = time.monotonic()
-    values = trainer.evaluate(steps=steps, checkpoint=found.prefix, advance=advance)
+    with watched as shown:
+
+        def advance(examples: int) -> None:
+            shown.advance(examples)
+            if stop.is_set():
+                raise _StoppedError
+
+        values = trainer.evaluate(steps=steps, checkpoint=found.prefix, advance=advance, on_open=shown.open)
     examples = int(values.pop("examples"))
     return Evaluation(
         step=found.step,

@@ -12,6 +12,7 @@ from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
+from monolith.data.layers import keep_columns, known_size
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
@@ -56,6 +57,8 @@ __all__ = [
     "Watch",
     "concat",
     "format_of",
+    "keep_columns",
+    "known_size",
     "make_batch",
     "read_epochs",
     "share_out",

@@ -14,6 +14,7 @@ from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
+from monolith.data.layers import known_size
 from monolith.data.records import Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
@@ -86,6 +87,10 @@ class Holding:
 
     def read_epochs(self, epochs: Epochs) -> None:
         read_epochs(self._source, epochs)
+
+    @property
+    def below(self) -> Source:
+        return self._source
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
@@ -341,6 +346,10 @@ class Taken(Holding):
             raise ConfigError(f"pipeline: cannot take {records} records")
         self._records = records
         self._taken = 0
+
+    def size(self) -> int | None:
+        below = known_size(self._source)
+        return None if below is None else min(below, self._records)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(

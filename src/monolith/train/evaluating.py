@@ -18,11 +18,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from monolith.checkpoint import BestCheckpoint
+from monolith.data import Stream
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import EvaluateConfig
@@ -38,6 +40,9 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 LOSS = "loss"
+
+OnOpen = Callable[[Stream[Batch]], object]
+"""Told of data that was opened and not read yet."""
 
 
 def measured(
@@ -68,23 +73,37 @@ def measured(
 
 
 def outputs_of(
-    model: Model, mode: Mode, own: OwnRandom, steps: int | None
+    model: Model,
+    mode: Mode,
+    own: OwnRandom,
+    steps: int | None,
+    *,
+    on_open: OnOpen | None = None,
+    heads: Sequence[str] = (),
 ) -> Iterator[tuple[Batch, Outputs]]:
     """Yield the batches of a mode, read anew, and what a model in eval mode says of them.
 
     Args:
         own: Where random numbers are drawn from.
         steps: Batches to read; None reads all.
+        on_open: Given the data before it is read.
+        heads: The labels that the model was trained on: a batch without any gets those, as NaN, so that
+            predictions have the same names with and without labels.
     """
     with own.drawn():
         data = model.task.dataset(mode)
     with closing(data):
+        if on_open is not None:
+            on_open(data)
         batches = iter(data)
         for _ in itertools.count() if steps is None else range(steps):
             with own.drawn(), torch.no_grad():
                 batch = next(batches, None)
                 if batch is None:
                     return
+                if heads and not batch.labels:
+                    unknown = torch.full((len(batch),), math.nan)
+                    batch = replace(batch, labels=dict.fromkeys(heads, unknown))
                 outputs = model.outputs(batch, model.prepare(batch))
             yield batch, outputs
 

@@ -163,6 +163,8 @@ class Session:
         self._step = 0
         self.examples = 0
         """Trained on so far, in all runs."""
+        self._heads: tuple[str, ...] = ()
+        """The labels of the last batch that had some."""
         self._restored_examples = self._restored_skipped = 0
         self._starts: list[Position] = []
         """Where the data of each worker goes on, if a checkpoint said so."""
@@ -427,6 +429,7 @@ class Session:
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
         self.examples += len(batch)
+        self._heads = tuple(batch.labels) or self._heads
         self.expiry.observe(batch.ids)
         if self._evictions is not None and self._evictions.crossed(self.step):
             self.evict()
@@ -650,6 +653,7 @@ class Session:
             "examples": self.total_examples,
             "skipped": self.total_skipped,
             "event_times": self.expiry.state(),
+            "heads": list(self._heads),
         }
 
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
@@ -657,3 +661,4 @@ class Session:
         self._skipping.batches = int(saved.get("skipped", 0))
         self._restored_examples, self._restored_skipped = self.examples, self.skipped
         self.expiry.restore(saved.get("event_times", []))
+        self._heads = tuple(saved.get("heads", ()))

@@ -33,6 +33,7 @@ from monolith.checkpoint import (
     Saver,
     StatePart,
     go_back,
+    read_manifest,
     start_from,
 )
 from monolith.data import Epochs
@@ -43,7 +44,7 @@ from monolith.observe import Metrics
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.config import TrainConfig
-from monolith.train.evaluating import BestSoFar, EvaluateHook, measured, outputs_of
+from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
@@ -330,6 +331,7 @@ class Trainer:
         steps: int | None = None,
         checkpoint: str | None = None,
         advance: Callable[[int], object] | None = None,
+        on_open: OnOpen | None = None,
     ) -> dict[str, float]:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
 
@@ -340,17 +342,26 @@ class Trainer:
             steps: Batches to look at; by default all there are.
             checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
             advance: Told the examples of each batch that is done.
+            on_open: Given the data before it is read.
 
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
-        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint), advance)
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open), advance)
 
     def predict(
-        self, *, steps: int | None = None, checkpoint: str | None = None
+        self,
+        *,
+        steps: int | None = None,
+        checkpoint: str | None = None,
+        on_open: OnOpen | None = None,
     ) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
-        """Yield the batches to predict, and what the model says of each; see `evaluate`."""
-        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint):
+        """Yield the batches to predict, and what the model says of each; see `evaluate`.
+
+        Data without labels is predicted under the names of those that the model was trained on; its batches
+        then have them as NaN.
+        """
+        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint, on_open):
             yield batch, outputs.predictions
 
     def dump_features(self, *, steps: int | None = None, batches_per_file: int = 100) -> int:
@@ -401,7 +412,7 @@ class Trainer:
         return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
 
     def _outputs(
-        self, mode: Mode, steps: int | None, checkpoint: str | None
+        self, mode: Mode, steps: int | None, checkpoint: str | None, on_open: OnOpen | None = None
     ) -> Iterator[tuple[Batch, Outputs]]:
         config = self.config
         if not config.model_dir:
@@ -421,7 +432,8 @@ class Trainer:
             )
             restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            yield from outputs_of(model, mode, own, steps)
+            heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
+            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
 
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config
@@ -499,6 +511,12 @@ def _refused(session: Session) -> dict[str, int]:
     stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
     here = [store for store in stores if isinstance(store, LocalStore)]
     return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
+
+
+def _trained_heads(prefix: str) -> Sequence[str]:
+    """Return the labels that a checkpoint was trained on; none where an older one does not say."""
+    progress = read_manifest(prefix).manifest.parts.get("progress", {})
+    return [str(head) for head in progress.get("value", {}).get("heads", ())]
 
 
 def _best(best: BestSoFar) -> BestEvaluation | None:

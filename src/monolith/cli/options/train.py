@@ -159,8 +159,8 @@ class EvaluateOptions:
 class PredictOptions:
     """Write the predictions of a checkpoint of a task for its prediction data to a file.
 
-    Columns are prediction.HEAD, label.HEAD where the data has labels, and line_id.FIELD where batches have
-    them as features.
+    Columns are prediction.LABEL and label.LABEL for each label that the model was trained on, empty where the
+    data has none; those of --columns; and line_id.FIELD where batches have them as features.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
@@ -180,7 +180,7 @@ class PredictOptions:
     """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
     files, or best; by default the newest."""
     columns: tuple[str, ...] = ()
-    """Features of the batch to write too, such as user, to know whose prediction it is."""
+    """Columns of the data to write too, as they are, such as user_id,price; or features of the batch."""
     steps: int | None = None
     """The number of batches to predict; by default all there are."""
     threads: int | None = None

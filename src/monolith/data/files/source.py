@@ -166,8 +166,17 @@ class FileSource:
         if self._paths is None:
             raise NotRepeatableError("a file source with a watch or a queue is read once")
         check_unsaid("file source", self._own_epochs, settled=bool(self._settings))
+        self._own_epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
         self._files = ListedPaths(self._paths, epochs.count, self._shuffle)
+
+    def size(self) -> int | None:
+        """How many records a list of files has, for each time it is read; None where its format does not say
+        so without reading them, or there is no end."""
+        count = getattr(self._format, "count", None)
+        if self._paths is None or count is None or not self._alone or self._own_epochs is None:
+            return None
+        return sum(int(count(path)) for path in self._paths) * self._own_epochs
 
     def __iter__(self) -> Iterator[Records]:
         if self._closed:

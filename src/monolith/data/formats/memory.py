@@ -70,6 +70,11 @@ class MemorySource:
         """Read every so manieth record."""
         self._share.tell(share)
 
+    def size(self) -> int | None:
+        """How many records there are to read; None without end."""
+        self._settle()
+        return self._total
+
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
         check_unsaid("memory source", self._epochs, settled=bool(self._settings))
