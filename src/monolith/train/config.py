@@ -148,6 +148,10 @@ class TrainConfig:
     ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
     """The examples, or the event time, over which each reported metric is computed."""
+    eval_predictions: Literal["auto", "always", "never"] = "auto"
+    """Whether the metrics of training are computed on predictions in eval mode, which costs a second forward
+    pass in each step. auto does so only where the model has layers that differ in training, such as dropout
+    and batch norm, or whose forward looks at self.training; never takes the predictions of the step."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     operator_files: bool = False
     """Whether the run obeys the files dump_<step>, stop_<step> and limit_req_time in the model_dir."""

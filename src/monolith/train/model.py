@@ -161,6 +161,11 @@ class Model:
             )
         return outputs
 
+    @property
+    def differs_in_eval(self) -> bool:
+        """Whether the module has a layer that says something else in eval mode, as far as one can see."""
+        return any(map(_differs_in_eval, self.module.modules()))
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Have the module, which trains, be in eval mode for the length of a block."""
@@ -207,6 +212,17 @@ class Model:
                 tables[name] = store.table(name)
             filters |= store.filters
         return tables, filters
+
+
+def _differs_in_eval(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.track_running_stats
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "training" in code.co_names  # it looks in which mode it is
 
 
 def _schedule(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

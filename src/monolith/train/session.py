@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from monolith.checkpoint import Part, StatePart
 from monolith.data import Epochs, Share, Stream, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
@@ -159,6 +162,9 @@ class Session:
         """Whether the others are held back now."""
         self._drains = False
         """Whether somebody waits for the lane to be done with what it was asked for."""
+        asked = config.eval_predictions
+        self._predicts_in_eval = asked == "always" or (asked == "auto" and model.differs_in_eval)
+        """Whether each batch is predicted in eval mode, too, for metrics."""
         self._skipping = Skipping(config.max_skipped_in_a_row)
         self._step = 0
         self.examples = 0
@@ -442,7 +448,10 @@ class Session:
         settle = lane.drain if self.config.deterministic else None
         if self.in_step:
             settle = self._refuse_other_ids
+        said = self._said_in_eval(batch, rows, settle)
         outputs = self.model.outputs(batch, rows, otherwise=settle)
+        if said is not None:
+            outputs = Outputs(outputs.loss, said)
         try:
             apply_gradients(
                 outputs.loss,
@@ -461,6 +470,15 @@ class Session:
             return None
         self._skipping.note_trained()
         return outputs
+
+    def _said_in_eval(
+        self, batch: Batch, rows: LookedUp, settle: Callable[[], None] | None
+    ) -> Mapping[str, Tensor] | None:
+        """Return what the model says of a batch in eval mode; None where that is what it says in training."""
+        if not self._predicts_in_eval:
+            return None
+        with self.model.evaluating(), torch.no_grad():
+            return self.model.outputs(batch, rows, otherwise=settle).predictions
 
     def _count(self) -> int:
         """Return which step this is, now that the weights took it."""
