@@ -14,6 +14,7 @@ NB_MODULE(_core, m) {
   monolith::bind_table_group(m);
   monolith::bind_layouts(m);
   monolith::bind_routes(m);
+  monolith::bind_ranking(m);
   monolith::bind_fids(m);
   monolith::bind_examples(m);
   monolith::bind_csv(m);

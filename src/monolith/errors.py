@@ -8,7 +8,8 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── InvalidParamError   a parameter's name, path or class makes no sense     (also AssertionError)
     │   ├── FrozenParamsError   the parameters were frozen                           (also TypeError)
     │   ├── UnknownTaskError    no task of that name can be found or imported        (also LookupError)
-    │   └── NotShareableError   several workers would each read all of the data
+    │   ├── NotShareableError   several workers would each read all of the data
+    │   └── NotRepeatableError  data cannot be read several times
     ├── MissingExtraError       an optional package is needed; names the extra       (also ImportError)
     ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
     │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
@@ -84,6 +85,10 @@ class UnknownTaskError(ConfigError, LookupError):
 
 class NotShareableError(ConfigError):
     """A source cannot be shared out among workers, so that each would read all of its data."""
+
+
+class NotRepeatableError(ConfigError):
+    """A source cannot be read several times, in another order each time."""
 
 
 class MissingExtraError(MonolithError, ImportError):

@@ -600,7 +600,9 @@ def test_parquet_has_plain_numbers(trained: str, tmp_path: Path) -> None:
     [
         ([], "needs --to"),
         (["--to", "p.xyz"], "its name does not tell its format"),
-        (["--to", "{}/p.csv", "--columns", "usr"], "no feature 'usr'; they have user, item, context"),
+        (["--to", "{}/p.csv", "--columns", "usr"], "no column 'usr' to pass through; it has"),
+        (["--to", "{}/p.csv", "--columns", "usr"], "Did you mean 'user'?"),
+        (["--to", "{}/p.csv", "--columns", "user,prediction.click"], "no column 'prediction.click'"),
     ],
 )
 def test_predictions_that_cannot_be_written_leave_no_file(

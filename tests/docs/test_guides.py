@@ -72,6 +72,11 @@ def check_distributed(names: dict[str, Any]) -> None:
     assert [start["from_step"] for start in read_run_manifest(str(model))] == [60, 0]
 
 
+def check_evaluation(names: dict[str, Any]) -> None:
+    assert "stopped early" in names["report"].stop_reason or names["report"].step == 200
+    assert names["lines"][-1]["step"] == names["report"].step
+
+
 def check_contributing(names: dict[str, Any]) -> None:
     assert names["optimizer"].param_groups[0]["step"] == 1
     assert 0 < names["report"].step < 40  # stopped by the hook
@@ -81,6 +86,7 @@ CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
     "data.md": check_data,
+    "evaluation.md": check_evaluation,
     "README.md": check_readme,
     "table.md": check_table,
     "models.md": check_models,

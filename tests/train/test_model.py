@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from train.tasks import Clicks
 
 from monolith.errors import ConfigError
@@ -14,7 +15,7 @@ from monolith.model import DeepFM
 from monolith.store import LocalStore, Store
 from monolith.table import TableConfig
 from monolith.train import Mode
-from monolith.train.model import Model
+from monolith.train.model import Model, _differs_in_eval
 
 
 class Two(Clicks):
@@ -56,3 +57,20 @@ def test_a_model_without_rows_cannot_be_trained() -> None:
 
     with pytest.raises(ConfigError, match="no EmbeddingCollection"):
         Model(Dense(), Mode.TRAIN, seed=0)
+
+
+def test_a_model_knows_which_layers_say_something_else_in_eval_mode() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.dropout(x, 0.5, self.training)
+
+    plain = [nn.Linear(2, 2), nn.Dropout(0.0), nn.LayerNorm(2), nn.GRU(2, 2)]
+    differing = [
+        nn.Dropout(0.1),
+        nn.BatchNorm1d(2),
+        nn.MultiheadAttention(2, 1, dropout=0.1),
+        nn.RReLU(),
+        Own(),
+    ]
+    assert not any(map(_differs_in_eval, plain))
+    assert all(map(_differs_in_eval, differing))

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from train.tasks import Clicks
 
 from monolith.checkpoint.folder.manifest import read_manifest
 from monolith.data import Share
 from monolith.errors import UnavailableError
-from monolith.train import Alone, Hook, SaveConfig, TrainConfig, Trainer
+from monolith.feature import Batch
+from monolith.train import Alone, Hook, Outputs, Run, SaveConfig, TrainConfig, Trainer
 from monolith.train.hook import StepResult
 from monolith.train.peers import Gathered, Participant, Start, WorkerState
 
@@ -155,3 +157,64 @@ def test_a_clean_end_is_not_a_failure() -> None:
     peers = Losing()
     train(peers, steps=2)
     assert peers.failures == []
+
+
+# Predictions for metrics
+
+
+class Counted(Clicks):
+    """Remembers in which mode its model was run, and what it said."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        object.__setattr__(self, "modes", [])
+        object.__setattr__(self, "said", [])
+
+    modes: list[bool]
+    said: list[list[float]]
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        found = super().outputs(model, batch)
+        self.modes.append(model.training)
+        if not model.training:
+            self.said.append(found.predictions["click"].tolist())
+        return found
+
+
+def predicted(task: Counted, **config: Any) -> list[list[float]]:
+    """Train for three steps; return the predictions that hooks and metrics are given."""
+
+    class Note(Hook):
+        def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+            seen.append(result.predictions["click"].tolist())
+
+    seen: list[list[float]] = []
+    Trainer(task, TrainConfig(steps=3, **config), hooks=[Note()]).train()
+    return seen
+
+
+def test_metrics_see_what_a_model_with_dropout_says_in_eval_mode() -> None:
+    task = Counted(dropout=0.5, batch_size=16)
+    assert predicted(task) == task.said
+    assert task.modes == [False, True] * 3
+
+
+def test_a_model_that_says_the_same_in_both_modes_is_run_once() -> None:
+    task = Counted(batch_size=16)
+    once = predicted(task)
+    assert task.modes == [True] * 3
+    assert predicted(Counted(batch_size=16), eval_predictions="always") == once
+
+
+def test_the_second_pass_can_be_left_out_and_changes_nothing_that_is_trained() -> None:
+    losses: dict[str, list[float]] = {}
+    for asked in ("auto", "never"):
+        task = Counted(dropout=0.5, batch_size=16)
+
+        class Note(Hook):
+            def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+                losses.setdefault(asked, []).append(float(result.loss))  # noqa: B023
+
+        Trainer(task, TrainConfig(steps=3, eval_predictions=asked, seed=3), hooks=[Note()]).train()
+    assert losses["auto"] == losses["never"]
+    assert task.modes == [True] * 3

@@ -7,6 +7,7 @@ checkpointer.restore(prefix)
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
 from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.folder.best import BestCheckpoint, read_best, write_best
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import Saver, checkpoint_exists, require_checkpoint
@@ -30,6 +31,7 @@ from monolith.checkpoint.shares import merge_entries
 from monolith.checkpoint.tables import TablesPart
 
 __all__ = [
+    "BestCheckpoint",
     "CheckpointState",
     "Checkpointer",
     "CkptInfo",
@@ -64,6 +66,7 @@ __all__ = [
     "list_checkpoints",
     "merge_entries",
     "named_checkpoint",
+    "read_best",
     "read_chain",
     "read_checkpoint_state",
     "read_ckpt_info",
@@ -75,4 +78,5 @@ __all__ = [
     "resolve_restore",
     "start_from",
     "wait_for_start",
+    "write_best",
 ]

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Literal
 
 from monolith import filesystem
+from monolith.checkpoint.folder.best import BEST
 from monolith.checkpoint.folder.manifest import needs_of, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import is_in_folder, require_checkpoint
@@ -115,6 +116,11 @@ def to_go_back_to(model_dir: str, name: str) -> str | None:
     Raises:
         RestoreError: There is none of that name, it is damaged, or a later one must not be replaced.
     """
+    if name == BEST:  # which one that is changes as the run goes on, and each start would go back again
+        found = filesystem.base_name(named_checkpoint(model_dir, name))
+        raise RestoreError(
+            f"cannot go back to {BEST}, which changes as the run goes on: name {found} instead"
+        )
     done = _marked(model_dir)
     if done is not None and is_named(done, name):
         return None

@@ -58,6 +58,7 @@ def list_(options: CheckpointListOptions) -> int:
                         "name": one.name,
                         "latest": "latest" in one.marks,
                         "listed": "listed" in one.marks,
+                        "best": "best" in one.marks,
                         "exempt": "exempt" in one.marks,
                         "ok": one.problem is None,
                     }
@@ -99,7 +100,7 @@ def rows_text(one: Listed) -> str:
 
 def kept_text(one: Listed) -> str:
     shown = [mark for mark in one.marks if not (mark == "listed" and "latest" in one.marks)]
-    return ", ".join(f"[bold]{mark}[/bold]" if mark == "latest" else mark for mark in shown)
+    return ", ".join(f"[bold]{mark}[/bold]" if mark in ("latest", "best") else mark for mark in shown)
 
 
 # inspect

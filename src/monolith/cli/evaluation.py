@@ -1,6 +1,7 @@
 """`monolith evaluate TASK` and `monolith predict TASK`: what a checkpoint is worth, and what it says.
 
-Both read checkpoints and write nothing to the model_dir, so they may run beside the training.
+Both read checkpoints and change nothing of the training, so they may run beside it. Only `evaluate --follow`
+writes to the model_dir: to the folder eval in it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from rich.table import Table
 from torch import Tensor
 
 from monolith.checkpoint import named_checkpoint, read_manifest
+from monolith.cli.following import follow
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading, say
-from monolith.data import Format, Records, RecordWriter, format_of
+from monolith.data import Format, Records, RecordWriter, Stream, format_of, keep_columns, known_size
 from monolith.data.formats import ParquetFormat
-from monolith.data.records import LABEL, LINE_ID
+from monolith.data.records import LABEL, LINE_ID, known_columns
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
@@ -37,10 +39,12 @@ PREDICTION = "prediction"
 def evaluate(options: EvaluateOptions) -> int:
     """Print a checkpoint's metrics."""
     task, config = load_reading(options)
+    if options.follow:
+        return follow(options, task, config, lambda: ReadingBar(options, "Evaluating"))
     checkpoint, step = settled(config)
-    with bar(options, "Evaluating") as shown:
+    with ReadingBar(options, "Evaluating") as shown:
         found = Trainer(task, config).evaluate(
-            steps=options.steps, checkpoint=checkpoint, advance=shown.advance
+            steps=options.steps, checkpoint=checkpoint, advance=shown.advance, on_open=shown.open
         )
     examples = int(found.pop("examples"))
     if options.json:
@@ -69,10 +73,19 @@ def predict(options: PredictOptions) -> int:
     checkpoint, step = settled(config)
     examples = 0
     with ExitStack() as open_things:
-        shown = open_things.enter_context(bar(options, "Predicting"))
+        shown = open_things.enter_context(ReadingBar(options, "Predicting"))
         file: RecordWriter | None = None
-        for batch, predictions in Trainer(task, config).predict(steps=options.steps, checkpoint=checkpoint):
-            records = to_records(batch, predictions, options.columns)
+        columns = [name for given in options.columns for name in given.split(",") if name]
+
+        def on_open(data: Stream[Batch]) -> None:
+            if columns:
+                keep_columns(data, columns)
+            shown.open(data)
+
+        for batch, predictions in Trainer(task, config).predict(
+            steps=options.steps, checkpoint=checkpoint, on_open=on_open
+        ):
+            records = to_records(batch, predictions, columns)
             if file is None:
                 file = open_things.enter_context(writer(kind, options.to, records))
             file.write(records)
@@ -119,13 +132,16 @@ def to_records(batch: Batch, predictions: Mapping[str, Tensor], columns: Sequenc
     """Return predictions and labels by head, and what says whose they are."""
     made = {column_of(PREDICTION, head): one_each(given) for head, given in predictions.items()}
     made |= {column_of(LABEL, head): one_each(given, drop_nan=True) for head, given in batch.labels.items()}
-    ids = batch.ids
-    if unknown := [name for name in columns if name not in ids.names]:
-        known = ", ".join(ids.names)
-        raise ConfigError(f"predict: the batches have no feature {unknown[0]!r}; they have {known}")
-    wanted = [name for name in ids.names if name.startswith(LINE_ID) or name in columns]
+    ids, raw = batch.ids, batch.raw
+    if unknown := [name for name in columns if name not in raw and name not in ids.names]:
+        known = known_columns(unknown[0], ids.names)
+        raise ConfigError(f"predict: the batches have no feature {unknown[0]!r}; {known}")
+    if taken := [name for name in columns if name in made]:
+        raise ConfigError(f"predict: --columns {taken[0]}: a column of that name is written already")
+    wanted = [name for name in ids.names if name not in raw and (name.startswith(LINE_ID) or name in columns)]
     shared = {name for name, alone in zip(ids.names, ids.shared, strict=True) if alone and name in wanted}
-    return Records(len(batch), {**made, **{name: ids[name] for name in wanted}}, frozenset(shared))
+    passed = {name: raw[name] if name in raw else ids[name] for name in [*columns, *wanted]}
+    return Records(len(batch), {**made, **passed}, frozenset(shared))
 
 
 def column_of(kind: str, head: str) -> str:
@@ -149,12 +165,25 @@ def writer(kind: Format, path: str, records: Records) -> AbstractContextManager[
 # What is shown
 
 
-class _Silent:
-    def advance(self, amount: float = 1) -> None: ...
+class ReadingBar(ExitStack):
+    """Shows how far reading has come, from when the data is opened: with percent and time left where
+    somebody knows how many examples there are."""
 
+    def __init__(self, options: EvaluateOptions | PredictOptions, label: str) -> None:
+        super().__init__()
+        self._options = options
+        self._label = label
+        self._bar: Progress | None = None
 
-def bar(options: EvaluateOptions | PredictOptions, label: str) -> AbstractContextManager[Progress]:
-    return nullcontext(_Silent()) if options.quiet else progress(label, unit="examples")
+    def open(self, data: Stream[Batch]) -> None:
+        """Begin to show what is read of some data."""
+        if not self._options.quiet:
+            total = None if self._options.steps is not None else known_size(data)
+            self._bar = self.enter_context(progress(self._label, total, unit="examples"))
+
+    def advance(self, amount: float = 1) -> None:
+        if self._bar is not None:
+            self._bar.advance(amount)
 
 
 def write_json(task: Task, checkpoint: str, step: int, **more: Any) -> None:

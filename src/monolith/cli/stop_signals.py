@@ -21,9 +21,20 @@ class StopSignals:
     Args:
         stop: Called on that thread.
         say: Given a line for the person who sent the signal.
+        doing: What is finished before it stops.
+        again: What a person may do after an abort.
     """
 
-    def __init__(self, stop: Callable[[str], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stop: Callable[[str], None],
+        say: Callable[[str], None],
+        *,
+        doing: str = "this step",
+        again: str = "run the same command again to continue from the last checkpoint",
+    ) -> None:
+        self._doing = doing
+        self._again = again
         self._stop = stop
         self._say = say
         self._notes: queue.SimpleQueue[signal.Signals | None] = (
@@ -55,7 +66,7 @@ class StopSignals:
         self._notes.put(None)
         self._thread.join()
         if self._aborted:
-            self._say("aborted; run the same command again to continue from the last checkpoint")
+            self._say(f"aborted; {self._again}")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.received is not None:
@@ -67,5 +78,5 @@ class StopSignals:
     def _watch(self) -> None:
         while (received := self._notes.get()) is not None:
             again = "press Ctrl-C again" if received is signal.SIGINT else "send it again"
-            self._say(f"{received.name}: stopping after this step; {again} to abort")
+            self._say(f"{received.name}: stopping after {self._doing}; {again} to abort")
             self._stop(received.name)

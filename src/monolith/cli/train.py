@@ -444,6 +444,7 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         metrics=run.session.metrics.values,
         skipped=lambda: run.session.total_skipped,
         staleness=lambda: None if (found := run.session.staleness) is None else found.last,
+        evaluated=lambda: last.metrics if run.evaluate and (last := run.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
     )

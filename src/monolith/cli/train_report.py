@@ -47,6 +47,9 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
             for name, rows in report.windows.items()
             if rows
         },
+        "evaluations": report.evaluations,
+        "evaluation": None if report.evaluation is None else report.evaluation.to_json(),
+        "best": None if report.best is None else asdict(report.best),
     }
 
 
@@ -76,6 +79,14 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
             if name.endswith("auc") and value is not None
         },
     }
+    if report.get("evaluation") is not None:
+        facts |= {
+            f"eval {name.replace('/', ' ')}": f"{value:.4f}"
+            for name, value in report["evaluation"]["metrics"].items()
+            if value is not None and (name == "loss" or name.endswith("auc"))
+        }
+    if best := report.get("best"):
+        facts["best"] = f"{best['metric'].replace('/', ' ')} {best['value']:.4f} at step {best['step']:,}"
     for name, words in (("refused", "ids found no room"), ("overdue", "expired rows were kept")):
         if report.get(name):
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())

@@ -4,6 +4,7 @@ Files, streams and generated logs are sources: they yield records by column and 
 """
 
 from monolith.data.config import DataConfig, DataServiceConfig
+from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
@@ -11,6 +12,7 @@ from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
+from monolith.data.layers import keep_columns, known_size
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
@@ -33,6 +35,7 @@ __all__ = [
     "DataServiceConfig",
     "DriftConfig",
     "DriftingStream",
+    "Epochs",
     "FileSource",
     "Format",
     "JoinedSource",
@@ -54,6 +57,9 @@ __all__ = [
     "Watch",
     "concat",
     "format_of",
+    "keep_columns",
+    "known_size",
     "make_batch",
+    "read_epochs",
     "share_out",
 ]

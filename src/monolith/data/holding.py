@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
+from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
+from monolith.data.layers import known_size
 from monolith.data.records import Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position, Source, commit_to, set_bad_aside
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,13 @@ class Holding:
 
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, epochs)
+
+    @property
+    def below(self) -> Source:
+        return self._source
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
@@ -272,6 +281,9 @@ class Shuffled(Holding):
         self._config = config
         self._number = self._taken = self._length = 0
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, replace(epochs, buffer=0))  # each stretch has an order of its own here
+
     def __iter__(self) -> Iterator[Records]:
         shuffler: Shuffler[_Mark] = Shuffler(
             self._config.buffer,
@@ -334,6 +346,16 @@ class Taken(Holding):
             raise ConfigError(f"pipeline: cannot take {records} records")
         self._records = records
         self._taken = 0
+
+    def size(self) -> int | None:
+        below = known_size(self._source)
+        return None if below is None else min(below, self._records)
+
+    def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
+        raise NotRepeatableError(
+            f"take({self._records}) of a pipeline ends the data after so many records, so it cannot be read "
+            "several times"
+        )
 
     def __iter__(self) -> Iterator[Records]:
         if self._taken >= self._records:

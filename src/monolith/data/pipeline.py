@@ -30,10 +30,12 @@ from typing import Generic, Protocol, TextIO, TypeVar
 from torch import Tensor
 
 from monolith.data.bad_values import BadValues
+from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.handing import HandsOut, handing
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
+from monolith.data.kept import Kept
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
@@ -127,6 +129,15 @@ class Pipeline:
         """Have the source read one share of its data; see `SharedSource`."""
         share_out(self._source, share)
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Have the source read its data several times; see `read_epochs`."""
+        read_epochs(self._source, epochs)
+
+    @property
+    def below(self) -> Source:
+        """What this stands on; see `layers`."""
+        return self._source
+
     def position(self) -> Position:
         return self._source.position()
 
@@ -178,6 +189,15 @@ class Batches:
         """Have the source read one share of its data; see `SharedSource`."""
         share_out(self._batches, share)
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Have the source read its data several times; see `read_epochs`."""
+        read_epochs(self._batches, epochs)
+
+    @property
+    def below(self) -> Stream[Batch]:
+        """What this stands on; see `layers`."""
+        return self._batches
+
     def position(self) -> Position:
         return self._batches.position()
 
@@ -214,6 +234,13 @@ class _Passing:
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
 
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, epochs)
+
+    @property
+    def below(self) -> Source:
+        return self._source
+
     def position(self) -> Position:
         return self._source.position()
 
@@ -245,6 +272,9 @@ class _Mapped(_Passing):
         super().__init__(source)
         self._function = function
 
+    def size(self) -> None:
+        """Nobody knows how many records a function makes."""
+
     def __iter__(self) -> Iterator[Records]:
         with closed_after(self._source) as batches:
             for records in batches:
@@ -260,6 +290,11 @@ class _Batched(_Passing):
         super().__init__(source)
         self._spec = spec
         self._make = BatchMaker(spec)
+        self._kept: Kept | None = None
+
+    def keep_columns(self, names: Sequence[str]) -> None:
+        """Have every batch carry these columns; see `KeepsColumns`."""
+        self._kept = Kept(names)
 
     def __iter__(self) -> Iterator[Batch]:
         bad = BadValues(self._spec, self.set_aside)
@@ -267,7 +302,8 @@ class _Batched(_Passing):
             for records in batches:
                 fine = bad.left_out(records)
                 if len(fine) or not len(records):
-                    yield self._make(fine)
+                    batch = self._make(fine)
+                    yield batch if self._kept is None else self._kept.beside(batch, fine)
         bad.judge(at_end=True)
         self._make.end()
 
@@ -365,6 +401,13 @@ class _Ahead(Generic[Item]):
 
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        read_epochs(self._source, epochs)
+
+    @property
+    def below(self) -> Stream[Item]:
+        return self._source
 
     def position(self) -> Position:
         return self._source.position() if self._position is None else self._position

@@ -133,6 +133,8 @@ class Batch:
     """Features that are numbers already: float32 of shape (examples, width)."""
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     """By task: float32 of shape (examples,)."""
+    raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
+    """Columns of the data as they were read, for whoever asked for some beside the batch: not for models."""
 
     def __post_init__(self) -> None:
         for kind, tensors in (("feature", self.floats), ("label", self.labels)):

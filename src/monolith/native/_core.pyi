@@ -656,6 +656,11 @@ class Routes:
     def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Write the rows of each server where the caller has them."""
 
+def ranking_metrics(scores: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], relevance: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], ks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Write recall, NDCG and hit rate at each k, and the reciprocal rank, of each query to a row of `out`.
+    """
+
 def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per string; string i is text[splits[i]:splits[i + 1]]."""
 

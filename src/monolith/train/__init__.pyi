@@ -1,10 +1,13 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
+from monolith.train.evaluate_config import EvaluateConfig
+from monolith.train.evaluation_log import Evaluation
 from monolith.train.fleet.fleet import Fleet
 from monolith.train.fleet.joining import join_fleet
 from monolith.train.fleet.parameter_server import serve_parameters
 from monolith.train.fleet.peers import FleetPeers
+from monolith.train.following import FollowConfig, Follower
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
@@ -19,9 +22,13 @@ __all__ = [
     "METRICS",
     "AlertConfig",
     "Alone",
+    "EvaluateConfig",
+    "Evaluation",
     "ExpiryConfig",
     "Fleet",
     "FleetPeers",
+    "FollowConfig",
+    "Follower",
     "Hook",
     "KeepConfig",
     "Lane",

@@ -9,6 +9,7 @@ from typing import Literal
 
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
+from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.hooks.config import HooksConfig
 
@@ -109,6 +110,12 @@ class TrainConfig:
     """The run ends when the model has taken so many steps in all its runs."""
     max_time: timedelta | None = None
     """The run ends after so long."""
+    epochs: int | None = None
+    """How often the training data is read, in another order each time; None leaves that to the task. Needs
+    data that ends, such as files."""
+    shuffle_buffer: int = 65_536
+    """The records that are mixed with each other at a time where `epochs` is given and the task's source does
+    not shuffle by itself; 0 leaves their order."""
     seed: int = 0
     """The seed of the first weights and of random numbers."""
     deterministic: bool = False
@@ -130,6 +137,7 @@ class TrainConfig:
     """How often the dense weights alone are saved too, in `dense_only` below model_dir; None never."""
     keep: KeepConfig = field(default_factory=KeepConfig)
     restore: RestoreConfig = field(default_factory=RestoreConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     tide: TideWindow | None = None
     """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
     with `save.tide_secs` it goes on, and saves that often."""
@@ -140,6 +148,10 @@ class TrainConfig:
     ends the run before it saves. A skipped batch counts as read, and neither as a step nor as trained on."""
     metric_window: int | timedelta = 100_000
     """The examples, or the event time, over which each reported metric is computed."""
+    eval_predictions: Literal["auto", "always", "never"] = "auto"
+    """Whether the metrics of training are computed on predictions in eval mode, which costs a second forward
+    pass in each step. auto does so only where the model has layers that differ in training, such as dropout
+    and batch norm, or whose forward looks at self.training; never takes the predictions of the step."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     operator_files: bool = False
     """Whether the run obeys the files dump_<step>, stop_<step> and limit_req_time in the model_dir."""
@@ -182,8 +194,17 @@ class TrainConfig:
             raise ConfigError(
                 f"train: max_skipped_in_a_row must be 0 or more, got {self.max_skipped_in_a_row}"
             )
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"train: epochs must be at least 1, or None, got {self.epochs}")
+        if self.shuffle_buffer < 0:
+            raise ConfigError(f"train: shuffle_buffer must be 0 or more, got {self.shuffle_buffer}")
         if self.prefetch < 0:
             raise ConfigError(f"train: prefetch must be 0 or more, got {self.prefetch}")
+        if self.deterministic and self.evaluate.every is not None:
+            raise ConfigError(
+                "train: a deterministic run is evaluated by steps, not by time: set evaluate.every_steps, or "
+                "deterministic=False"
+            )
         if self.deterministic and self.save.secs is not None:
             raise ConfigError(
                 "train: a deterministic run saves by steps, not by seconds: set save.steps, "

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from monolith import filesystem
 from monolith.checkpoint import (
+    BestCheckpoint,
     Checkpointer,
     Moment,
+    Part,
     Restored,
     RestoreOptions,
     Saver,
     checkpoint_exists,
+    read_best,
     resolve_restore,
+    write_best,
 )
 from monolith.checkpoint.folder.manifest import needs_of
 from monolith.checkpoint.folder.state_files import TableKind, update_monolith_checkpoint
@@ -65,9 +69,19 @@ def newest_checkpoint(config: TrainConfig, mode: Literal["train", "eval", "predi
 
 
 class Keeper:
-    """Saves a session and restores it. Used by the training thread, but for what is written beside it."""
+    """Saves a session and restores it. Used by the training thread, but for what is written beside it.
 
-    def __init__(self, session: Session, config: TrainConfig, clock: Callable[[], float]) -> None:
+    Args:
+        more: What else a checkpoint keeps.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: TrainConfig,
+        clock: Callable[[], float],
+        more: Sequence[Part] = (),
+    ) -> None:
         self._session = session
         self._config = config
         self._clock = clock
@@ -81,7 +95,7 @@ class Keeper:
         with contextlib.suppress(CorruptFileError):  # it is left as it is, and said
             update_monolith_checkpoint(config.model_dir, table_kind=TableKind.MULTI_CUCKOO_HASH_MAP)
         self._checkpointer = Checkpointer(
-            saver, session.parts(), full_every=config.keep.full_every, clock=clock
+            saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
         )
         self._positions: dict[int, Position] = {}
         self.save: SaveHook | None = None
@@ -91,6 +105,8 @@ class Keeper:
         self._lock = threading.Lock()  # guards what follows
         self._safe: Position | None = None
         self._began_from: LastCheckpoint | None = None
+        self._best: BestCheckpoint | None = None
+        """What is the best once it is on disk."""
         session.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
@@ -184,6 +200,31 @@ class Keeper:
         self.save.look(run, wanted=self._session.save_wanted and not self.save.is_writing)
         self.commit()
 
+    def named_best(self) -> BestCheckpoint | None:
+        """Return which checkpoint the folder names as the best."""
+        return read_best(self._config.model_dir)
+
+    def keep_best(self, run: Run, step: int, metric: str, value: float) -> None:
+        """Save the model as it stands at a step, and name it the best once it is on disk."""
+        assert self.save is not None
+        self.save.wait()
+        if self.save.has_saved(step):
+            self.name_best(step, metric, value)
+            return
+        with self._lock:
+            self._best = self._as_best(step, metric, value)
+        self.save.look(run, wanted=True)
+
+    def name_best(self, step: int, metric: str, value: float) -> None:
+        """Name the checkpoint of a step the best, if it is on disk and not named so."""
+        best = self._as_best(step, metric, value)
+        if checkpoint_exists(best.prefix(self._config.model_dir)) and best != self.named_best():
+            write_best(self._config.model_dir, best)
+
+    def _as_best(self, step: int, metric: str, value: float) -> BestCheckpoint:
+        name = filesystem.base_name(self._checkpointer.saver.names.prefix(step))
+        return BestCheckpoint(name=name, step=step, metric=metric, value=value)
+
     def commit(self) -> None:
         """Tell the source what is safe by now."""
         with self._lock:
@@ -202,6 +243,9 @@ class Keeper:
             self._safe = self._positions.pop(step, self._safe)
             for earlier in [one for one in self._positions if one < step]:
                 del self._positions[earlier]
+            best = self._best if self._best is not None and self._best.step == step else None
+        if best is not None:
+            write_best(self._config.model_dir, best)
 
     def _last(self) -> LastCheckpoint | None:
         """Return what holds the newest state that was saved or restored. From any thread."""

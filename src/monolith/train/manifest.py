@@ -20,7 +20,6 @@ RUN_MANIFEST = "run.json"
 
 def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: int, now: float) -> None:
     """Add this start to the manifest: the newest first. Secrets are masked; only its owner reads it."""
-    path = filesystem.join(model_dir, RUN_MANIFEST)
     starts = read_run_manifest(model_dir)
     starts.insert(
         0,
@@ -42,8 +41,15 @@ def write_run_manifest(model_dir: str, task: Task, config: TrainConfig, step: in
     )
     for start in starts:  # those of older versions, too
         start["command"] = masked_words(start.get("command", []))
-    with filesystem.atomic_write(path, private=True) as file:
-        file.write(json.dumps({"starts": starts[:100]}, indent=2, default=str).encode())
+    _write(model_dir, starts)
+
+
+def write_run_end(model_dir: str, *, step: int, reason: str, finished: bool, now: float) -> None:
+    """Note in the manifest how the newest start has ended, for whoever follows the run."""
+    starts = read_run_manifest(model_dir)
+    if starts:
+        starts[0]["ended"] = {"step": step, "reason": reason, "finished": finished, "at": now}
+        _write(model_dir, starts)
 
 
 def read_run_manifest(model_dir: str) -> list[dict[str, Any]]:
@@ -60,6 +66,11 @@ def read_run_manifest(model_dir: str) -> list[dict[str, Any]]:
         return list(starts)
     except (ValueError, KeyError, TypeError) as cause:
         raise CorruptFileError(path, 0, f"the run's manifest makes no sense: {cause}") from cause
+
+
+def _write(model_dir: str, starts: list[dict[str, Any]]) -> None:
+    with filesystem.atomic_write(filesystem.join(model_dir, RUN_MANIFEST), private=True) as file:
+        file.write(json.dumps({"starts": starts[:100]}, indent=2, default=str).encode())
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -160,6 +161,24 @@ class Model:
             )
         return outputs
 
+    @property
+    def differs_in_eval(self) -> bool:
+        """Whether the module has a layer that says something else in eval mode, as far as one can see."""
+        return any(map(_differs_in_eval, self.module.modules()))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the module, which trains, be in eval mode for the length of a block."""
+        trained = [module for module in self.module.modules() if module.training]
+        mode, self._mode = self._mode, Mode.EVALUATE
+        self.module.eval()
+        try:
+            yield
+        finally:
+            self._mode = mode
+            for module in trained:
+                module.training = True
+
     def close(self) -> None:
         for store in self.stores:
             store.close()
@@ -193,6 +212,17 @@ class Model:
                 tables[name] = store.table(name)
             filters |= store.filters
         return tables, filters
+
+
+def _differs_in_eval(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.track_running_stats
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return module.dropout > 0
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "training" in code.co_names  # it looks in which mode it is
 
 
 def _schedule(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:

@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Share, Stream, share_out
+from monolith.data import Epochs, Share, Stream, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
@@ -22,6 +25,7 @@ from monolith.errors import (
     DivergedError,
     FeatureError,
     NonFiniteError,
+    NotRepeatableError,
     NotShareableError,
 )
 from monolith.feature import Batch
@@ -56,19 +60,28 @@ class _Read(NamedTuple):
 _Lane = Lane[_Read, LookedUp]
 
 
-def open_data(task: Task, share: Share) -> Stream[Batch]:
+def open_data(task: Task, share: Share, epochs: Epochs | None = None) -> Stream[Batch]:
     """Return the data to train on, or one share of it.
 
+    Args:
+        epochs: How often it is read; None leaves that to the task.
+
     Raises:
-        ConfigError: It cannot be shared out.
+        ConfigError: It cannot be shared out, or not be read several times.
     """
     data = task.dataset(Mode.TRAIN)
-    if share.workers == 1:
-        return data
     try:
-        share_out(data, share)
+        if epochs is not None:
+            read_epochs(data, epochs)
+        if share.workers > 1:
+            share_out(data, share)
     except BaseException as cause:
         data.close()
+        if isinstance(cause, NotRepeatableError):
+            raise ConfigError(
+                f"train.epochs: task {task.name!r}: {cause}. Leave train.epochs out, or use a source of "
+                "monolith.data that ends, such as FileSource or MemorySource."
+            ) from cause
         if not isinstance(cause, NotShareableError):
             raise
         raise ConfigError(
@@ -145,12 +158,19 @@ class Session:
         """Whether work was given back since the data was last read from where it stands: it may have ended
         before."""
         self._interrupted = False
+        self._holds = False
+        """Whether the others are held back now."""
         self._drains = False
         """Whether somebody waits for the lane to be done with what it was asked for."""
+        asked = config.eval_predictions
+        self._predicts_in_eval = asked == "always" or (asked == "auto" and model.differs_in_eval)
+        """Whether each batch is predicted in eval mode, too, for metrics."""
         self._skipping = Skipping(config.max_skipped_in_a_row)
         self._step = 0
         self.examples = 0
         """Trained on so far, in all runs."""
+        self._heads: tuple[str, ...] = ()
+        """The labels of the last batch that had some."""
         self._restored_examples = self._restored_skipped = 0
         self._starts: list[Position] = []
         """Where the data of each worker goes on, if a checkpoint said so."""
@@ -320,9 +340,25 @@ class Session:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Hold back whoever else trains this model, while a moment is cut."""
+        """Hold back whoever else trains this model, while a moment is cut; within a block that does so
+        already, nothing more."""
+        if self._holds:
+            yield
+            return
         with self._peers.halted(self) as gathered:
             self._take_in(gathered)
+            self._holds = True
+            try:
+                yield
+            finally:
+                self._holds = False
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Hold the others back, with every update done and the newest weights here, to look at the model."""
+        with self.together():
+            self.drain()
+            self._peers.refresh()
             yield
 
     @contextmanager
@@ -417,6 +453,7 @@ class Session:
         loss = outputs.loss.detach()
         predictions = {head: tensor.detach() for head, tensor in outputs.predictions.items()}
         self.examples += len(batch)
+        self._heads = tuple(batch.labels) or self._heads
         self.expiry.observe(batch.ids)
         if self._evictions is not None and self._evictions.crossed(self.step):
             self.evict()
@@ -429,7 +466,10 @@ class Session:
         settle = lane.drain if self.config.deterministic else None
         if self.in_step:
             settle = self._refuse_other_ids
+        said = self._said_in_eval(batch, rows, settle)
         outputs = self.model.outputs(batch, rows, otherwise=settle)
+        if said is not None:
+            outputs = Outputs(outputs.loss, said)
         try:
             apply_gradients(
                 outputs.loss,
@@ -448,6 +488,15 @@ class Session:
             return None
         self._skipping.note_trained()
         return outputs
+
+    def _said_in_eval(
+        self, batch: Batch, rows: LookedUp, settle: Callable[[], None] | None
+    ) -> Mapping[str, Tensor] | None:
+        """Return what the model says of a batch in eval mode; None where that is what it says in training."""
+        if not self._predicts_in_eval:
+            return None
+        with self.model.evaluating(), torch.no_grad():
+            return self.model.outputs(batch, rows, otherwise=settle).predictions
 
     def _count(self) -> int:
         """Return which step this is, now that the weights took it."""
@@ -640,6 +689,7 @@ class Session:
             "examples": self.total_examples,
             "skipped": self.total_skipped,
             "event_times": self.expiry.state(),
+            "heads": list(self._heads),
         }
 
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
@@ -647,3 +697,4 @@ class Session:
         self._skipping.batches = int(saved.get("skipped", 0))
         self._restored_examples, self._restored_skipped = self.examples, self.skipped
         self.expiry.restore(saved.get("event_times", []))
+        self._heads = tuple(saved.get("heads", ()))

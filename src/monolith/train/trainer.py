@@ -12,7 +12,6 @@ record it had not trained on. Evaluating and predicting read checkpoints and wri
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import random
 import sys
@@ -23,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from monolith import filesystem
@@ -33,9 +31,12 @@ from monolith.checkpoint import (
     ModelDirLock,
     Restored,
     Saver,
+    StatePart,
     go_back,
+    read_manifest,
     start_from,
 )
+from monolith.data import Epochs
 from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -43,6 +44,8 @@ from monolith.observe import Metrics
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.config import TrainConfig
+from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
+from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
@@ -56,8 +59,7 @@ from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
-from monolith.train.manifest import write_run_manifest
-from monolith.train.metrics.heads import HeadMetrics
+from monolith.train.manifest import write_run_end, write_run_manifest
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
@@ -68,6 +70,15 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 Report = Callable[[str, WindowRow], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestEvaluation:
+    """Which step did best when it was evaluated, and how well."""
+
+    step: int
+    metric: str
+    value: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +105,12 @@ class TrainReport:
     """By "head/metric": the rows of the windows that ended in this run."""
     checkpoint: str | None
     """The last checkpoint that was saved."""
+    evaluation: Evaluation | None = None
+    """The last evaluation of this run, where `evaluate` of its config asks for some."""
+    evaluations: int = 0
+    """How many evaluations there were in this run."""
+    best: BestEvaluation | None = None
+    """The best evaluation, of all runs."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """By table: ids refused because the table is full, in this process; a server logs its own."""
     overdue: Mapping[str, int] = field(default_factory=dict)
@@ -113,6 +130,8 @@ class LocalRun:
         """Holds everybody who trains this model between their steps."""
         self.save: SaveHook | None = None
         """Saves on demand; None where nothing is kept."""
+        self.evaluate: EvaluateHook | None = None
+        """Evaluates while the run trains; None where that is not asked for, or another process does."""
         self._model_dir = model_dir
         self._lock = threading.Lock()  # guards the reason
         self._stop_reason: str | None = None
@@ -227,7 +246,11 @@ class Trainer:
             open_things.callback(session.close)
             self._run = run = LocalRun(session, model_dir, peers.barrier)
             open_things.callback(self._forget_run)
-            keeper = Keeper(session, config, self._clock) if model_dir else None
+            best = BestSoFar(config.evaluate)
+            more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
+            keeper = Keeper(session, config, self._clock, more) if model_dir else None
+            if config.evaluate.enabled and peers.leads:
+                run.evaluate = self._evaluate_hook(run, best, keeper)
             own = self._own_hooks(run, keeper, began)
             given = self._hooks(run) if callable(self._hooks) else self._hooks
             first, first_step, first_skipped = session.examples, session.step, session.skipped
@@ -279,6 +302,11 @@ class Trainer:
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
             )
+            finished = not run.interrupted and peers.finished
+            if model_dir:
+                reason = run.stop_reason or ""
+                now = self._clock()
+                write_run_end(model_dir, step=session.step, reason=reason, finished=finished, now=now)
             return TrainReport(
                 step=session.step,
                 steps=session.step - first_step,
@@ -287,10 +315,13 @@ class Trainer:
                 dense_staleness=None if (stale := session.staleness) is None else stale.most,
                 seconds=time.monotonic() - began,
                 stop_reason=run.stop_reason or "",
-                finished=not run.interrupted and peers.finished,
+                finished=finished,
                 restored_from=restored[0].prefix if restored else None,
                 windows=windows,
                 checkpoint=None if keeper is None else keeper.newest,
+                evaluation=None if run.evaluate is None else run.evaluate.latest,
+                evaluations=0 if run.evaluate is None else run.evaluate.evaluations,
+                best=_best(best),
                 refused=_refused(session),
                 overdue={name: rows for name, rows in session.expiry.overdue.items() if rows},
                 departed=peers.departed,
@@ -303,6 +334,7 @@ class Trainer:
         steps: int | None = None,
         checkpoint: str | None = None,
         advance: Callable[[int], object] | None = None,
+        on_open: OnOpen | None = None,
     ) -> dict[str, float]:
         """Return the task's metrics on its evaluation data, as "head/metric", and "examples" and "loss".
 
@@ -313,28 +345,26 @@ class Trainer:
             steps: Batches to look at; by default all there are.
             checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
             advance: Told the examples of each batch that is done.
+            on_open: Given the data before it is read.
 
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
-        metrics = HeadMetrics(self.task, Mode.EVALUATE)
-        examples, loss = 0, 0.0
-        for batch, outputs in self._outputs(Mode.EVALUATE, steps, checkpoint):
-            metrics.update(outputs.predictions, batch)
-            examples += len(batch)
-            loss += float(outputs.loss) * len(batch)
-            if advance is not None:
-                advance(len(batch))
-        if not examples:
-            raise ConfigError(f"task {self.task.name!r}: dataset(Mode.EVALUATE) has no examples")
-        found = {**metrics.values(), "loss": loss / examples, "examples": float(examples)}
-        return found | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open), advance)
 
     def predict(
-        self, *, steps: int | None = None, checkpoint: str | None = None
+        self,
+        *,
+        steps: int | None = None,
+        checkpoint: str | None = None,
+        on_open: OnOpen | None = None,
     ) -> Iterator[tuple[Batch, Mapping[str, Tensor]]]:
-        """Yield the batches to predict, and what the model says of each; see `evaluate`."""
-        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint):
+        """Yield the batches to predict, and what the model says of each; see `evaluate`.
+
+        Data without labels is predicted under the names of those that the model was trained on; its batches
+        then have them as NaN.
+        """
+        for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint, on_open):
             yield batch, outputs.predictions
 
     def dump_features(self, *, steps: int | None = None, batches_per_file: int = 100) -> int:
@@ -370,7 +400,7 @@ class Trainer:
                 accelerator=self._accelerator,
             )
             made.callback(model.close)
-            data = open_data(self.task, peers.share)
+            data = open_data(self.task, peers.share, self._epochs())
             made.callback(data.close)
             session = Session(
                 model, data, peers, config, report=report, clock=self._clock, metrics=self._metrics
@@ -378,8 +408,14 @@ class Trainer:
             made.pop_all()
             return session
 
+    def _epochs(self) -> Epochs | None:
+        config = self.config
+        if config.epochs is None:
+            return None
+        return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
+
     def _outputs(
-        self, mode: Mode, steps: int | None, checkpoint: str | None
+        self, mode: Mode, steps: int | None, checkpoint: str | None, on_open: OnOpen | None = None
     ) -> Iterator[tuple[Batch, Outputs]]:
         config = self.config
         if not config.model_dir:
@@ -399,17 +435,8 @@ class Trainer:
             )
             restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            with own.drawn():
-                data = self.task.dataset(mode)
-            with contextlib.closing(data):
-                batches = iter(data)
-                for _ in itertools.count() if steps is None else range(steps):
-                    with own.drawn(), torch.no_grad():
-                        batch = next(batches, None)
-                        if batch is None:
-                            return
-                        outputs = model.outputs(batch, model.prepare(batch))
-                    yield batch, outputs
+            heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
+            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
 
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config
@@ -428,8 +455,15 @@ class Trainer:
             hooks += self._summary_hooks(run)
             hooks += self._insight_hooks(run)
             hooks.append(TableInfoHook(run.session.model.stats))
-            hooks += kept
+        if run.evaluate is not None:
+            hooks.append(run.evaluate)
+        hooks += kept
         return hooks
+
+    def _evaluate_hook(self, run: LocalRun, best: BestSoFar, keeper: Keeper | None) -> EvaluateHook:
+        config = self.config
+        log = None if keeper is None else EvaluationLog(config.model_dir, clock=self._clock)
+        return EvaluateHook(run.session, config.evaluate, best, seed=config.seed, keeper=keeper, log=log)
 
     def _asked_hooks(self, run: LocalRun, rest: Sequence[Hook]) -> list[Hook]:
         return installed_hooks(
@@ -487,6 +521,18 @@ def _refused(session: Session) -> dict[str, int]:
     stores = [one.inner if isinstance(one, AllToAllStore) else one for one in session.model.stores]
     here = [store for store in stores if isinstance(store, LocalStore)]
     return {name: stats.refused for one in here for name, stats in one.stats().items() if stats.refused}
+
+
+def _trained_heads(prefix: str) -> Sequence[str]:
+    """Return the labels that a checkpoint was trained on; none where an older one does not say."""
+    progress = read_manifest(prefix).manifest.parts.get("progress", {})
+    return [str(head) for head in progress.get("value", {}).get("heads", ())]
+
+
+def _best(best: BestSoFar) -> BestEvaluation | None:
+    if best.step is None or best.metric is None:
+        return None
+    return BestEvaluation(step=best.step, metric=best.metric, value=best.value)
 
 
 class _SessionHook(Hook):

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from monolith import filesystem
+from monolith.checkpoint.folder.best import read_best
 from monolith.checkpoint.folder.retention import Retention, Saved, exempt_paths
 from monolith.checkpoint.folder.state_files import (
     CHECKPOINT_FILE,
@@ -97,8 +98,8 @@ class Saver:
         keep_every: Of those that leave, one per period is kept for good.
         relative_paths: Whether the folder may be moved or copied.
         pad_step_number: Whether steps are written with 8 digits at least.
-        exempt: Never deleted, as are those the file `monolith_checkpoint` names. An absolute path,
-            or a name in `model_dir`.
+        exempt: Never deleted, as are those the file `monolith_checkpoint` names and the best one. An
+            absolute path, or a name in `model_dir`.
         table_kind: Noted in `monolith_checkpoint` where it has none.
         clock: Unix seconds.
 
@@ -291,6 +292,7 @@ class Saver:
         """What may not be deleted now; None if nobody can tell, and so nothing may."""
         try:
             state = load_monolith_checkpoint(self._model_dir)
+            best = read_best(self._model_dir)
         except (CorruptFileError, FilesystemError) as cause:
             _log.error(
                 "%s. It may name checkpoints to keep, so none is deleted and it is left as it is "
@@ -299,6 +301,7 @@ class Saver:
             )
             return None
         entries = self._exempt + (() if state is None else state.exempt_model_checkpoint_paths)
+        entries += () if best is None else (best.name,)
         return frozenset(map(self._spelled, exempt_paths(entries, self._model_dir)))
 
     def _check_needs(self, prefix: str, needs: Sequence[str]) -> None:

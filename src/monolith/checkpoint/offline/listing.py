@@ -2,6 +2,7 @@
 
     latest      a run goes on from it
     listed      a run may go back to it
+    best        never deleted as long as no later one is better, by the file `best_checkpoint`
     exempt      never deleted, because `monolith_checkpoint` says so
     needed      not listed, and one that stays continues it
     released    goes with the next save
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from monolith import filesystem
+from monolith.checkpoint.folder.best import BEST, BEST_FILE, read_best
 from monolith.checkpoint.folder.manifest import Link, read_manifest
 from monolith.checkpoint.folder.retention import exempt_paths
 from monolith.checkpoint.folder.saver import MANIFEST, checkpoint_exists, is_in_folder
@@ -96,11 +98,13 @@ def named_checkpoint(model_dir: str, name: str) -> str:
     there and sound.
 
     Args:
-        name: Its name, such as model.ckpt-30; its step; or the whole prefix of its files.
+        name: Its name, such as model.ckpt-30; its step; the whole prefix of its files; or `best`.
 
     Raises:
         RestoreError: There is none of that name, or it is damaged; says which there are.
     """
+    if name == BEST:
+        name = _best_name(model_dir)
     try:
         there = list_checkpoints(model_dir).checkpoints
     except FileMissingError:
@@ -119,6 +123,16 @@ def named_checkpoint(model_dir: str, name: str) -> str:
         )
     prefix = meant[0].prefix
     return filesystem.join(model_dir, meant[0].name) if is_in_folder(prefix, model_dir) else prefix
+
+
+def _best_name(model_dir: str) -> str:
+    best = read_best(model_dir)
+    if best is None:
+        raise RestoreError(
+            f"nobody has said which checkpoint of {model_dir} is the best: there is no {BEST_FILE} in it. "
+            "Train with train.evaluate, such as --train.evaluate.every_steps 1000, or name a checkpoint"
+        )
+    return best.name
 
 
 def is_named(prefix: str, name: str) -> bool:
@@ -144,6 +158,7 @@ class _Folder:
         self.latest: str | None = None
         self.listed: dict[str, float | None] = {}
         self.exempt: frozenset[str] = frozenset()
+        self.best: str | None = None
         self.journal = Journal()
         self._read_state_files()
         self.complete = [filesystem.join(folder, name) for name in complete_names(folder)]
@@ -154,7 +169,10 @@ class _Folder:
         staying = [
             prefix
             for prefix in self.links
-            if prefix in self.listed or prefix in self.exempt or prefix not in self.journal.released
+            if prefix in self.listed
+            or prefix in self.exempt
+            or prefix == self.best
+            or prefix not in self.journal.released
         ]
         self.needed = {needed for prefix in staying for needed in self._chain(prefix)[0] if needed != prefix}
 
@@ -178,6 +196,11 @@ class _Folder:
             known = load_monolith_checkpoint(self.folder)
             if known is not None:
                 self.exempt = exempt_paths(known.exempt_model_checkpoint_paths, self.folder)
+        except (CorruptFileError, FilesystemError) as error:
+            self.problems.append(str(error))
+        try:
+            best = read_best(self.folder)
+            self.best = None if best is None else best.prefix(self.folder)
         except (CorruptFileError, FilesystemError) as error:
             self.problems.append(str(error))
         try:
@@ -249,6 +272,7 @@ class _Folder:
         marks = {
             "latest": prefix == self.latest,
             "listed": prefix in self.listed,
+            "best": prefix == self.best,
             "exempt": prefix in self.exempt,
         }
         if not any(marks.values()) and prefix in {*self.links, *self.own_problems}:

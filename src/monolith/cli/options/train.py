@@ -53,6 +53,12 @@ class TrainOptions:
     """End the run when the model has taken this many steps in all its runs."""
     max_time: str | None = None
     """End the run after this long: seconds, or as in 90m or 1h30m."""
+    epochs: int | None = None
+    """Read the training data this often, in another order each time."""
+    evaluate_every_steps: int | None = None
+    """Evaluate the model on the task's evaluation data every so many steps, and keep the best checkpoint."""
+    patience: int | None = None
+    """Stop after this many evaluations in a row that were no better than the best."""
     seed: int | None = None
     """The seed of the first weights and of random numbers."""
     deterministic: bool = False
@@ -113,7 +119,10 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateOptions:
-    """Measure a checkpoint of a task on its evaluation data."""
+    """Measure a checkpoint of a task on its evaluation data; or, with --follow, each one that a run saves.
+
+    What --follow finds is also in eval below the model_dir: event files for TensorBoard, and metrics.jsonl.
+    """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
     """The task: package.module:Name or path/to/file.py:Name of a Task, a subclass, or a function that returns
@@ -125,8 +134,17 @@ class EvaluateOptions:
     set: Settings = ()
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
-    files; by default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
+    files, or best; by default the newest."""
+    follow: bool = False
+    """Evaluate each checkpoint that a run saves, until the run is finished."""
+    last_step: int | None = None
+    """End --follow with the checkpoint of this step or a later one; by default train.max_steps of the config,
+    or where the run says that it is finished."""
+    timeout: str = "1h"
+    """End --follow when no new checkpoint came for so long: seconds, or as in 90m; 0 waits for ever."""
+    poll: str = "5s"
+    """How often --follow looks for a new checkpoint."""
     steps: int | None = None
     """The number of batches to evaluate; by default all there are."""
     threads: int | None = None
@@ -141,8 +159,8 @@ class EvaluateOptions:
 class PredictOptions:
     """Write the predictions of a checkpoint of a task for its prediction data to a file.
 
-    Columns are prediction.HEAD, label.HEAD where the data has labels, and line_id.FIELD where batches have
-    them as features.
+    Columns are prediction.LABEL and label.LABEL for each label that the model was trained on, empty where the
+    data has none; those of --columns; and line_id.FIELD where batches have them as features.
     """
 
     task: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[TASK]")] = None
@@ -159,10 +177,10 @@ class PredictOptions:
     set: Settings = ()
     """A setting of the task, as key=value; may be given several times."""
     checkpoint: str | None = None
-    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, or the whole prefix of its
-    files; by default the newest."""
+    """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
+    files, or best; by default the newest."""
     columns: tuple[str, ...] = ()
-    """Features of the batch to write too, such as user, to know whose prediction it is."""
+    """Columns of the data to write too, as they are, such as user_id,price; or features of the batch."""
     steps: int | None = None
     """The number of batches to predict; by default all there are."""
     threads: int | None = None

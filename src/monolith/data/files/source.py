@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
+from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.files.discovery import Watch
 from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Queued, Spot, Step, Watched
 from monolith.data.files.work_queue import FileQueue
@@ -30,7 +31,13 @@ from monolith.data.records import Records, known_columns
 from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import ShuffleConfig, permutation
 from monolith.data.source import Position
-from monolith.errors import ConfigError, DataError, RestoreError, TooManyBadRecordsError
+from monolith.errors import (
+    ConfigError,
+    DataError,
+    NotRepeatableError,
+    RestoreError,
+    TooManyBadRecordsError,
+)
 from monolith.filesystem import atomic_write, base_name, join, make_dirs
 from monolith.observe import Metrics
 
@@ -112,6 +119,8 @@ class FileSource:
         if isinstance(files, str):
             files = [files]
         self._files: Files
+        self._own_epochs = epochs
+        self._paths = files if isinstance(files, Sequence) else None
         if isinstance(files, Sequence):
             self._files = ListedPaths(files, epochs, shuffle)
         elif epochs != 1:
@@ -151,6 +160,23 @@ class FileSource:
         """Read one share: of a list or a watch, the files that are dealt to it; of a queue, whatever is left,
         under the number of the worker."""
         self._share.tell(share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Read a list several times; see `Epochs`. An order of its own, if it has one, stays."""
+        if self._paths is None:
+            raise NotRepeatableError("a file source with a watch or a queue is read once")
+        check_unsaid("file source", self._own_epochs, settled=bool(self._settings))
+        self._own_epochs = epochs.count
+        self._shuffle = self._shuffle or epochs.shuffle
+        self._files = ListedPaths(self._paths, epochs.count, self._shuffle)
+
+    def size(self) -> int | None:
+        """How many records a list of files has, for each time it is read; None where its format does not say
+        so without reading them, or there is no end."""
+        count = getattr(self._format, "count", None)
+        if self._paths is None or count is None or not self._alone or self._own_epochs is None:
+            return None
+        return sum(int(count(path)) for path in self._paths) * self._own_epochs
 
     def __iter__(self) -> Iterator[Records]:
         if self._closed:

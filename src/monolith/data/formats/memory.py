@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.records import Records
 from monolith.data.share import Share, ShareChoice
 from monolith.data.shuffling import permutation
@@ -68,6 +69,18 @@ class MemorySource:
     def read_share(self, share: Share) -> None:
         """Read every so manieth record."""
         self._share.tell(share)
+
+    def size(self) -> int | None:
+        """How many records there are to read; None without end."""
+        self._settle()
+        return self._total
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
+        check_unsaid("memory source", self._epochs, settled=bool(self._settings))
+        self._epochs = epochs.count
+        if self._seed is None and epochs.shuffle is not None:
+            self._seed = epochs.seed
 
     def __iter__(self) -> Iterator[Records]:
         self._settle()

@@ -13,6 +13,7 @@ and not merely whether it knows who clicks a lot.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,21 +133,21 @@ class StreamingAuc:
         self._negative = np.add.reduceat(self._negative, starts)
 
 
-class GroupedAuc:
-    """The AUC within each group, such as a user, averaged by the weight of the group's examples.
+class GroupedExamples(ABC):
+    """A metric of examples within each group, such as a user, which keeps them until it is asked.
 
-    A group whose examples are all of one class has nothing to rank and is left out. Memory is bounded
-    by `max_examples`, 32 bytes each: when they are exceeded, groups are drawn by the hash of their id
-    until half the room is free, and the value is that of the drawn ones, every one of which is whole.
-    Of one group only the first `max_per_group` examples count, so that a crawler is not the measure.
+    Memory is bounded by `max_examples`, 32 bytes each: when they are exceeded, groups are drawn by the hash
+    of their id until half the room is free, and the value is that of the drawn ones, every one of which is
+    whole. Of one group only the first `max_per_group` examples count, so that a crawler is not the measure.
     """
 
-    def __init__(self, max_examples: int = 1 << 20, max_per_group: int = 1024) -> None:
+    def __init__(self, name: str, max_examples: int, max_per_group: int) -> None:
         if not 2 <= max_per_group <= max_examples // 2:
             raise ConfigError(
-                "gauc: max_per_group must be from 2 to half of max_examples, "
+                f"{name}: max_per_group must be from 2 to half of max_examples, "
                 f"got {max_per_group} and {max_examples}"
             )
+        self.name = name
         self._most = max_examples
         self._most_each = max_per_group
         self.reset()
@@ -163,11 +164,11 @@ class GroupedAuc:
         weights: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> None:
-        """Take in examples whose labels are 0 or 1, each with the id of its group."""
+        """Take in examples, each with the id of its group."""
         if groups is None:
-            raise MetricError("gauc: needs the group of each example, such as its user; pass groups")
-        scored = Scored.read("gauc", predictions, labels, weights, groups)
-        scored.require_classes("gauc")
+            raise MetricError(f"{self.name}: needs the group of each example, such as its user; pass groups")
+        scored = Scored.read(self.name, predictions, labels, weights, groups)
+        self._check(scored)
         assert scored.groups is not None
         drawn = _select(scored, mix(scored.groups) <= self._below)
         if len(drawn):
@@ -176,32 +177,12 @@ class GroupedAuc:
         if self._held > self._most:
             self._thin_out()
 
-    def value(self) -> float:
-        """From 0 to 1; NaN while no group has both classes."""
-        found = self._whole()
-        if not len(found):
-            return math.nan
-        assert found.groups is not None
-        _, group = np.unique(found.groups, return_inverse=True)
-        order = np.lexsort((found.predictions, group))
-        group, scores = group[order], found.predictions[order]
-        positive = (found.weights * found.labels)[order]
-        negative = (found.weights * (1 - found.labels))[order]
-        # Ties first: one entry for each score of each group, then sums within groups.
-        new_group = np.concatenate([[True], np.diff(group) != 0])
-        first = np.flatnonzero(new_group | np.concatenate([[True], np.diff(scores) != 0]))
-        positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
-        starts = np.flatnonzero(new_group[first])
-        sizes = np.diff(np.append(starts, len(first)))
-        below = np.cumsum(negative) - negative
-        below -= np.repeat(below[starts], sizes)
-        wins = np.add.reduceat(positive * (below + negative / 2), starts)
-        positives, negatives = np.add.reduceat(positive, starts), np.add.reduceat(negative, starts)
-        both = (positives > 0) & (negatives > 0)
-        if not both.any():
-            return math.nan
-        weight = (positives + negatives)[both]
-        return float((wins[both] / (positives * negatives)[both] * weight).sum() / weight.sum())
+    @abstractmethod
+    def value(self) -> float: ...
+
+    @abstractmethod
+    def _check(self, scored: Scored) -> None:
+        """Refuse labels that make no sense."""
 
     def drawn(self) -> float:
         """The share of all groups that the value is about: 1.0 while every group fitted."""
@@ -225,7 +206,7 @@ class GroupedAuc:
             "weights": np.float64,
             "groups": np.int64,
         }
-        arrays = read_arrays("gauc", state, kinds)
+        arrays = read_arrays(self.name, state, kinds)
         self._below = np.uint64(int(state.get("below", _NO_LIMIT)))
         self._chunks = [Scored(**arrays)]
         self._held = len(self._chunks[0])
@@ -259,6 +240,46 @@ class GroupedAuc:
         self._below = drawn[fitting - 1]
         kept = _select(whole, hashes <= self._below)
         self._chunks, self._held = [kept], len(kept)
+
+
+class GroupedAuc(GroupedExamples):
+    """The AUC within each group, such as a user, averaged by the weight of the group's examples.
+
+    A group whose examples are all of one class has nothing to rank and is left out.
+    """
+
+    def __init__(self, max_examples: int = 1 << 20, max_per_group: int = 1024) -> None:
+        super().__init__("gauc", max_examples, max_per_group)
+
+    def _check(self, scored: Scored) -> None:
+        scored.require_classes(self.name)
+
+    def value(self) -> float:
+        """From 0 to 1; NaN while no group has both classes."""
+        found = self._whole()
+        if not len(found):
+            return math.nan
+        assert found.groups is not None
+        _, group = np.unique(found.groups, return_inverse=True)
+        order = np.lexsort((found.predictions, group))
+        group, scores = group[order], found.predictions[order]
+        positive = (found.weights * found.labels)[order]
+        negative = (found.weights * (1 - found.labels))[order]
+        # Ties first: one entry for each score of each group, then sums within groups.
+        new_group = np.concatenate([[True], np.diff(group) != 0])
+        first = np.flatnonzero(new_group | np.concatenate([[True], np.diff(scores) != 0]))
+        positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+        starts = np.flatnonzero(new_group[first])
+        sizes = np.diff(np.append(starts, len(first)))
+        below = np.cumsum(negative) - negative
+        below -= np.repeat(below[starts], sizes)
+        wins = np.add.reduceat(positive * (below + negative / 2), starts)
+        positives, negatives = np.add.reduceat(positive, starts), np.add.reduceat(negative, starts)
+        both = (positives > 0) & (negatives > 0)
+        if not both.any():
+            return math.nan
+        weight = (positives + negatives)[both]
+        return float((wins[both] / (positives * negatives)[both] * weight).sum() / weight.sum())
 
 
 def read_arrays(

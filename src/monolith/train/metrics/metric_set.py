@@ -25,6 +25,7 @@ from torch import Tensor
 
 from monolith.errors import ConfigError, MetricError, RestoreError
 from monolith.train.metrics.auc import GroupedAuc, StreamingAuc
+from monolith.train.metrics.ranking import RankingMetric
 from monolith.train.metrics.scored import Floats, Scored
 
 __all__ = [
@@ -209,6 +210,7 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "gauc": GroupedAuc,
     "ne": NormalizedEntropy,
     "calibration": Calibration,
+    "mrr": partial(RankingMetric, "mrr"),
     "log_loss": partial(MeanLoss, "log"),
     "squared_loss": partial(MeanLoss, "squared"),
     "absolute_loss": partial(MeanLoss, "absolute"),
@@ -216,11 +218,16 @@ METRICS: dict[str, Callable[[], Metric]] = {
 
 
 def make_metric(name: str) -> Metric:
-    """Return a new metric of that name."""
+    """Return a new metric of a name of `METRICS`, or of a ranking metric with its k, such as ndcg@10."""
+    if (ranking := RankingMetric.named(name)) is not None:
+        return ranking
     if name not in METRICS:
         near = difflib.get_close_matches(name, METRICS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no metric is called {name!r}; {hint}Choose one of {', '.join(METRICS)}")
+        raise ConfigError(
+            f"no metric is called {name!r}; {hint}Choose one of {', '.join(METRICS)}, "
+            "or of recall@10, ndcg@10 and hit_rate@10, with any k"
+        )
     return METRICS[name]()
 
 

@@ -138,6 +138,11 @@ class RankPeers:
 
     def check(self, config: TrainConfig) -> None:
         self._run = config
+        if config.evaluate.enabled:
+            raise ConfigError(
+                "train.evaluate: ranks look up every row together, so one of them cannot evaluate by itself. "
+                "Leave it out, and run `monolith evaluate TASK --model-dir ... --follow` beside the run"
+            )
         if config.hooks.slow_start_steps:
             raise ConfigError(
                 "hooks.slow_start_steps: ranks take every step together, so none can start late"

@@ -227,3 +227,15 @@ def test_the_staleness_of_dense_weights_is_told_where_there_is_some() -> None:
     metrics = Metrics()
     gauge_standing(metrics)(standing(staleness=3))
     assert b"train_dense_staleness_steps 3.0" in metrics.render()
+
+
+def test_the_last_evaluation_is_in_the_line_and_in_the_gauges() -> None:
+    found = {"click/auc": 0.75, "click/log_loss": 0.5, "loss": 0.25}
+    shown = Shown(evaluated=lambda: found | {"click/ne": math.nan}).run(2)[-1]
+    assert shown.evaluated == found
+    assert describe_standing(shown)["eval click auc"] == "0.7500"
+    assert "eval loss" not in describe_standing(shown)
+    assert describe_standing(standing(evaluated={"loss": 0.25}))["eval loss"] == "0.2500"
+    metrics = Metrics()
+    gauge_standing(metrics)(shown)
+    assert b'train_evaluated_metric{metric="click/log_loss"} 0.5' in metrics.render()

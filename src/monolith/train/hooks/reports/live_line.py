@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch import Tensor
@@ -60,6 +60,8 @@ class Standing:
     staleness: int | None = None
     """Steps, of all workers, that the dense weights of the last gradient lacked when it was applied; None
     without parameter servers."""
+    evaluated: Mapping[str, float] = field(default_factory=dict)
+    """By "head/metric", what the last evaluation found; none before there was one."""
 
 
 class LiveLineHook(Hook):
@@ -71,6 +73,7 @@ class LiveLineHook(Hook):
         metrics: Their values over the last window, as "head/metric".
         skipped: How many batches were not trained on.
         staleness: How many steps the dense weights lack; None without parameter servers.
+        evaluated: What the last evaluation found, as "head/metric".
         steps: How many steps this run is to take.
         max_steps: At which step it ends; the nearer of the two counts.
         clock: Unix seconds, for the lag.
@@ -86,6 +89,7 @@ class LiveLineHook(Hook):
         metrics: Callable[[], Mapping[str, float]] = dict,
         skipped: Callable[[], int] = lambda: 0,
         staleness: Callable[[], int | None] = lambda: None,
+        evaluated: Callable[[], Mapping[str, float]] = dict,
         steps: int | None = None,
         max_steps: int | None = None,
         clock: Callable[[], float] = time.time,
@@ -97,6 +101,7 @@ class LiveLineHook(Hook):
         self._metrics = metrics
         self._skipped = skipped
         self._staleness = staleness
+        self._evaluated = evaluated
         self._steps = steps
         self._max_steps = max_steps
         self._clock = clock
@@ -140,7 +145,7 @@ class LiveLineHook(Hook):
                 examples=self._examples,
                 examples_per_s=self._speed(now),
                 loss=math.nan if self._loss is None else float(self._loss) / self._losses,
-                metrics={name: value for name, value in self._metrics().items() if not math.isnan(value)},
+                metrics=_said(self._metrics()),
                 lag_seconds=max(self._clock() - self._event_time, 0.0) if self._event_time > 0 else None,
                 rows=sum(table.rows for table in stats),
                 bytes=sum(table.bytes_total for table in stats),
@@ -150,6 +155,7 @@ class LiveLineHook(Hook):
                 skipped=self._skipped(),
                 non_finite=sum(table.non_finite for table in stats),
                 staleness=self._staleness(),
+                evaluated=_said(self._evaluated()),
             )
         )
         self._spoke = True
@@ -175,6 +181,11 @@ class LiveLineHook(Hook):
         return (self._examples - examples) / (now - then) if now > then else 0.0
 
 
+def _said(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have something to say."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
 # What becomes of it
 
 
@@ -188,6 +199,7 @@ def describe_standing(standing: Standing) -> dict[str, str]:
             for name, value in standing.metrics.items()
             if name.endswith("auc")
         },
+        **{f"eval {name.replace('/', ' ')}": f"{value:.4f}" for name, value in _shown(standing.evaluated)},
         "rows": f"{standing.rows:,}",
         "memory": describe_bytes(standing.bytes),
     }
@@ -209,6 +221,12 @@ def describe_standing(standing: Standing) -> dict[str, str]:
     return facts
 
 
+def _shown(evaluated: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return what fits into a line of an evaluation: its AUCs, or the loss where it has none."""
+    aucs = [(name, value) for name, value in evaluated.items() if name.endswith("auc")]
+    return aucs or [(name, value) for name, value in evaluated.items() if name == "loss"]
+
+
 def log_standing(standing: Standing) -> None:
     """Write a line to the log; a log of JSON has the numbers as they are, too."""
     facts = ", ".join(f"{name} {value}" for name, value in describe_standing(standing).items())
@@ -222,7 +240,12 @@ def log_standing(standing: Standing) -> None:
     numbers |= {"staleness": standing.staleness}
     if math.isnan(standing.loss):
         numbers["loss"] = None  # JSON has no NaN
-    _log.info("step %s: %s", done, facts, extra={**numbers, "metrics": dict(standing.metrics)})
+    _log.info(
+        "step %s: %s",
+        done,
+        facts,
+        extra={**numbers, "metrics": dict(standing.metrics), "evaluated": dict(standing.evaluated)},
+    )
 
 
 def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
@@ -250,6 +273,8 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
     )
     quality = metrics.gauge("train_metric", "The metric over the last window", ["metric"])
 
+    evaluated = metrics.gauge("train_evaluated_metric", "The metric of the last evaluation", ["metric"])
+
     def show(standing: Standing) -> None:
         for name, gauge in numbers.items():
             gauge.set(getattr(standing, name))
@@ -259,5 +284,7 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
             staleness.set(standing.staleness)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
+        for name, value in standing.evaluated.items():
+            evaluated.set(value, metric=name)
 
     return show

@@ -269,6 +269,11 @@ class SaveHook(Hook):
         with self._turn:
             return self._is_writing()
 
+    def has_saved(self, step: int) -> bool:
+        """Whether the last save of this run is on disk and of this step. From any thread."""
+        with self._lock:
+            return self._saved is not None and self._saved[0] == step
+
     # The life of a run
 
     def begin(self, run: Run) -> None:  # noqa: ARG002

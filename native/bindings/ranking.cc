@@ -1,0 +1,30 @@
+// Python face of monolith::ranking_metrics: releases the GIL, adds no behaviour.
+#include "ranking.h"
+
+#include "arrays.h"
+#include "bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace monolith {
+namespace {
+
+using Out = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+void metrics(const Column<float>& scores, const Column<float>& relevance, const Column<std::int64_t>& splits,
+             const Column<std::int64_t>& ks, const Out& out) {
+  nb::gil_scoped_release unlocked;
+  ranking_metrics(as_span(scores), as_span(relevance), as_span(splits), as_span(ks), as_span(out));
+}
+
+}  // namespace
+
+void bind_ranking(nb::module_& m) {
+  m.def(
+      "ranking_metrics", &metrics, "scores"_a.noconvert(), "relevance"_a.noconvert(), "splits"_a.noconvert(),
+      "ks"_a.noconvert(), "out"_a.noconvert(),
+      "Write recall, NDCG and hit rate at each k, and the reciprocal rank, of each query to a row of `out`.");
+}
+
+}  // namespace monolith

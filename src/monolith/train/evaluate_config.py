@@ -1,0 +1,87 @@
+"""How a run is evaluated while it trains, as settings; `evaluating` obeys them.
+
+Nothing here needs torch: a command reads settings before it decides whether to train.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from monolith.errors import ConfigError
+
+MORE_IS_BETTER = ("auc", "gauc", "recall", "ndcg", "hit_rate", "mrr")
+LESS_IS_BETTER = ("loss", "log_loss", "ne", "squared_loss", "absolute_loss")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """How often a run is evaluated while it trains, on dataset(Mode.EVALUATE), and what follows from it.
+
+    Off unless every_steps or every is given. Training stands still meanwhile; `monolith evaluate --follow`
+    is another process that evaluates checkpoints beside the run instead.
+    """
+
+    every_steps: int | None = None
+    """How many steps there are between evaluations of the model, on the task's evaluation data; None counts
+    none."""
+    every: timedelta | None = None
+    """How much time there is between evaluations of the model, such as 10m; not beside every_steps."""
+    steps: int | None = None
+    """How many batches each evaluation reads; None reads all there are."""
+    metric: str | None = None
+    """The metric by which evaluations are compared, such as click/auc or auc; None takes the first AUC, or
+    the loss where there is none."""
+    mode: Literal["max", "min"] | None = None
+    """Whether more or less of the metric is better; None knows it of the metrics there are, but for
+    calibration."""
+    min_delta: float = 0.0
+    """By how much the metric must be better than the best one before, to count as better."""
+    patience: int | None = None
+    """How many evaluations in a row may be no better than the best before the run stops early; None never
+    stops for that."""
+    keep_best: bool = True
+    """Whether the best evaluation is saved as a checkpoint that is kept, and called best in `--checkpoint
+    best`; needs a model_dir."""
+    at_end: bool = True
+    """Whether the model is evaluated once more at the end of a run that is not interrupted."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every is not None:
+            raise ConfigError("evaluate: every_steps and every are both given; give one of them")
+        for name in ("every_steps", "steps", "patience"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ConfigError(f"evaluate: {name} must be at least 1, or None, got {given}")
+        if self.every is not None and self.every <= timedelta(0):
+            raise ConfigError(f"evaluate: every must be above 0, got {self.every}")
+        if self.min_delta < 0:
+            raise ConfigError(f"evaluate: min_delta must not be negative, got {self.min_delta}")
+        if self.patience is not None and not self.enabled:
+            raise ConfigError(
+                "evaluate: patience counts evaluations, and there are none; set every_steps or every"
+            )
+        if self.metric is not None:
+            self.direction(self.metric)  # or an error, before anything is trained
+
+    @property
+    def enabled(self) -> bool:
+        return self.every_steps is not None or self.every is not None
+
+    def direction(self, metric: str) -> Literal["max", "min"]:
+        """Return whether more or less of a metric is better.
+
+        Raises:
+            ConfigError: Nobody knows.
+        """
+        if self.mode is not None:
+            return self.mode
+        kind = metric.rpartition("/")[2].partition("@")[0]
+        if kind in MORE_IS_BETTER:
+            return "max"
+        if kind in LESS_IS_BETTER:
+            return "min"
+        raise ConfigError(
+            f"evaluate: whether more or less of {metric!r} is better is not known; set mode to max or min"
+        )

@@ -1,0 +1,334 @@
+"""Evaluating a run while it trains: on held data, with the model as it stands, and what follows from it.
+
+    due ──all stand still, every update done──► measured ──better than the best──► saved, and named the best
+                                                    └──not, `patience` times in a row──► the run stops early
+
+What was best and how long ago is part of every checkpoint: a run that was killed compares on as if it had
+not been. The model is the one that trains, in eval mode for as long; rows are only read, random numbers are
+the evaluation's own, and the data is opened anew each time. So all that training notices is what it notices
+of a save: its updates are done before it goes on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from monolith.checkpoint import BestCheckpoint
+from monolith.data import Stream
+from monolith.errors import ConfigError
+from monolith.feature import Batch
+from monolith.train.evaluate_config import EvaluateConfig
+from monolith.train.evaluation_log import Evaluation, EvaluationLog
+from monolith.train.every import Every
+from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.metrics.heads import HeadMetrics
+from monolith.train.model import Model
+from monolith.train.own_random import OwnRandom
+from monolith.train.session import Session
+from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
+
+LOSS = "loss"
+
+OnOpen = Callable[[Stream[Batch]], object]
+"""Told of data that was opened and not read yet."""
+
+
+def measured(
+    task: Task,
+    outputs: Iterable[tuple[Batch, Outputs]],
+    advance: Callable[[int], object] | None = None,
+) -> dict[str, float]:
+    """Return the task's metrics over batches, as "head/metric", and "examples" and "loss".
+
+    Args:
+        advance: Told the examples of each batch that is done.
+
+    Raises:
+        ConfigError: There are no batches.
+    """
+    metrics = HeadMetrics(task, Mode.EVALUATE)
+    examples, loss = 0, 0.0
+    for batch, found in outputs:
+        metrics.update(found.predictions, batch)
+        examples += len(batch)
+        loss += float(found.loss) * len(batch)
+        if advance is not None:
+            advance(len(batch))
+    if not examples:
+        raise ConfigError(f"task {task.name!r}: dataset(Mode.EVALUATE) has no examples")
+    values = {**metrics.values(), LOSS: loss / examples, "examples": float(examples)}
+    return values | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
+
+
+def outputs_of(
+    model: Model,
+    mode: Mode,
+    own: OwnRandom,
+    steps: int | None,
+    *,
+    on_open: OnOpen | None = None,
+    heads: Sequence[str] = (),
+) -> Iterator[tuple[Batch, Outputs]]:
+    """Yield the batches of a mode, read anew, and what a model in eval mode says of them.
+
+    Args:
+        own: Where random numbers are drawn from.
+        steps: Batches to read; None reads all.
+        on_open: Given the data before it is read.
+        heads: The labels that the model was trained on: a batch without any gets those, as NaN, so that
+            predictions have the same names with and without labels.
+    """
+    with own.drawn():
+        data = model.task.dataset(mode)
+    with closing(data):
+        if on_open is not None:
+            on_open(data)
+        batches = iter(data)
+        for _ in itertools.count() if steps is None else range(steps):
+            with own.drawn(), torch.no_grad():
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                if heads and not batch.labels:
+                    unknown = torch.full((len(batch),), math.nan)
+                    batch = replace(batch, labels=dict.fromkeys(heads, unknown))
+                outputs = model.outputs(batch, model.prepare(batch))
+            yield batch, outputs
+
+
+class BestSoFar:
+    """Which evaluation was the best, and how many there were since. Its state is part of a checkpoint."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        self._config = config
+        self.metric: str | None = None
+        """By which evaluations are compared; None before the first."""
+        self.step: int | None = None
+        """Of the best one; None before there is one."""
+        self.value = math.nan
+        self.since = 0
+        """Evaluations since then that were no better."""
+        self.last_step: int | None = None
+        """Of the last evaluation."""
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the run is to stop, because too many in a row were no better."""
+        patience = self._config.patience
+        return patience is not None and self.since >= patience
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Take in an evaluation; return whether it is the best.
+
+        Raises:
+            ConfigError: It has no such metric.
+        """
+        metric = self._choose(metrics)
+        if metric != self.metric:
+            if self.metric is not None:
+                _log.warning("evaluations are compared by %s from now on, not by %s", metric, self.metric)
+            self.metric, self.step, self.value, self.since = metric, None, math.nan, 0
+        self.last_step = step
+        if self._is_better(metrics[metric]):
+            self.step, self.value, self.since = step, metrics[metric], 0
+            return True
+        self.since += 1
+        return False
+
+    def reconcile(self, named: BestCheckpoint | None, step: int) -> None:
+        """Believe what the folder names as the best, where it is of this history and better than what is
+        known: it was found at the end of a run, after the last save."""
+        if named is None or named.metric != self.metric or named.step > step:
+            return
+        if self._is_better(named.value):
+            self.step, self.value, self.since = named.step, named.value, 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "metric": self.metric,
+            "step": self.step,
+            "value": None if math.isnan(self.value) else self.value,
+            "since": self.since,
+            "last_step": self.last_step,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.metric, self.step, self.since = state["metric"], state["step"], int(state["since"])
+        self.value = math.nan if state["value"] is None else float(state["value"])
+        self.last_step = state["last_step"]
+
+    def _is_better(self, value: float) -> bool:
+        assert self.metric is not None
+        if not math.isfinite(value):
+            return False
+        if self.step is None:
+            return True
+        gain = value - self.value if self._config.direction(self.metric) == "max" else self.value - value
+        return gain > self._config.min_delta
+
+    def _choose(self, metrics: Mapping[str, float]) -> str:
+        wanted = self._config.metric
+        if wanted is None:
+            aucs = [name for name in metrics if name.endswith("auc")]
+            return aucs[0] if aucs else LOSS
+        found = [name for name in metrics if wanted == name or name.endswith(f"/{wanted}")]
+        if not found:
+            raise ConfigError(_no_metric(wanted, list(metrics)))
+        return found[0]
+
+
+def _no_metric(wanted: str, there: Sequence[str]) -> str:
+    near = difflib.get_close_matches(wanted, there, n=1)
+    near = near or difflib.get_close_matches(wanted.rpartition("/")[2], there, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"evaluate: there is no metric {wanted!r}; there are {', '.join(there)}.{hint}"
+
+
+class KeepsBest(Protocol):
+    """Whoever saves the model."""
+
+    def named_best(self) -> BestCheckpoint | None:
+        """Return which checkpoint the folder names as the best."""
+
+    def keep_best(self, run: Run, step: int, metric: str, value: float) -> None:
+        """Save the model as it stands at a step, and name it the best once it is on disk."""
+
+    def name_best(self, step: int, metric: str, value: float) -> None:
+        """Name the checkpoint of a step the best, if it is on disk."""
+
+
+class EvaluateHook(Hook):
+    """Evaluates the model that trains, where this process leads; comes before the hook that saves.
+
+    Args:
+        config: Is enabled.
+        keeper: Saves the best; None where nothing is kept.
+        log: Where evaluations are written; None where nothing is kept.
+        clock: Seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: EvaluateConfig,
+        best: BestSoFar,
+        *,
+        seed: int = 0,
+        keeper: KeepsBest | None = None,
+        log: EvaluationLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._session = session
+        self._config = config
+        self._seed = seed
+        self._keeper = keeper
+        self._log = log
+        self._clock = clock
+        self._every = None if config.every_steps is None else Every(config.every_steps)
+        self._due_at = math.inf
+        self.best = best
+        self.latest: Evaluation | None = None
+        """The last evaluation of this run. Read by any thread."""
+        self.evaluations = 0
+        """How many there were in this run."""
+        _check_metric(session.task, config)
+
+    def after_create(self, run: Run) -> None:
+        if self._every is not None:
+            self._every.begin(run.step)
+        self._wait()
+        if self._keeper is not None and self._config.keep_best and self.best.metric is not None:
+            self.best.reconcile(self._keeper.named_best(), run.step)
+            if self.best.step is not None:
+                self._keeper.name_best(self.best.step, self.best.metric, self.best.value)
+        if self.best.gives_up:
+            run.request_stop(self._why_early())
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        crossed = self._every is not None and self._every.crossed(run.step)
+        if crossed or self._clock() >= self._due_at:
+            self._evaluate(run)
+
+    def end(self, run: Run) -> None:
+        if self._config.at_end and not run.interrupted and self.best.last_step != run.step:
+            self._evaluate(run)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _evaluate(self, run: Run) -> None:
+        with self._session.standing_still():
+            found = self._measure(run)
+            if found is None:
+                return
+            self.latest, self.evaluations = found, self.evaluations + 1
+            is_best = self.best.take(found.step, found.metrics)
+            assert self.best.metric is not None
+            _log.info(
+                "evaluated step %d in %.1f s: %s",
+                found.step,
+                found.seconds,
+                ", ".join(f"{name} {value:.6f}" for name, value in found.metrics.items()),
+                extra={"evaluation": found.to_json()},
+            )
+            if self._log is not None:
+                self._log.add(found)
+            if is_best and self._keeper is not None and self._config.keep_best:
+                self._keeper.keep_best(run, found.step, self.best.metric, self.best.value)
+        if self.best.gives_up:
+            run.request_stop(self._why_early())
+        self._wait()  # what it took is not counted against the next
+
+    def _measure(self, run: Run) -> Evaluation | None:
+        """Return what the model is worth as it stands; None where the run was interrupted meanwhile."""
+        began, session = self._clock(), self._session
+
+        def until_interrupted() -> Iterator[tuple[Batch, Outputs]]:
+            for found in outputs_of(session.model, Mode.EVALUATE, OwnRandom(self._seed), self._config.steps):
+                yield found
+                if session.interrupted:
+                    return
+
+        with session.model.evaluating():
+            values = measured(session.task, until_interrupted())
+        if session.interrupted:
+            return None
+        examples = int(values.pop("examples"))
+        return Evaluation(step=run.step, metrics=values, examples=examples, seconds=self._clock() - began)
+
+    def _wait(self) -> None:
+        if self._config.every is not None:
+            self._due_at = self._clock() + self._config.every.total_seconds()
+
+    def _why_early(self) -> str:
+        best = f"the best, {self.best.value:.6f}, was at step {self.best.step}"
+        return f"stopped early: {self.best.since} evaluations had no better {self.best.metric}; {best}"
+
+
+def _check_metric(task: Task, config: EvaluateConfig) -> None:
+    """Refuse a metric that no evaluation will have, before anything is trained."""
+    if config.metric is None:
+        return
+    wanted = task.metrics(Mode.EVALUATE)
+    if isinstance(wanted, Mapping):
+        there = [f"{head}/{name}" for head, names in wanted.items() for name in names]
+    else:
+        there = list(wanted)
+    kinds = {name.rpartition("/")[2] for name in there}
+    kind = config.metric.rpartition("/")[2]
+    known_head = not isinstance(wanted, Mapping) or "/" not in config.metric or config.metric in there
+    if kind != LOSS and (kind not in kinds or not known_head):
+        raise ConfigError(f"task {task.name!r}: {_no_metric(config.metric, [*there, LOSS])}")

@@ -1,0 +1,132 @@
+"""What evaluations found, where people look for it: `<model_dir>/eval`, for TensorBoard and as JSON lines.
+
+A line says of which step it is, when, and every metric. The file is replaced in one step each time, so that
+it can lie anywhere and is never half written. Lines of steps that are still to come, which a run that went
+back has left, go when the first of the new history is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from monolith import filesystem
+from monolith.errors import CorruptFileError, FileMissingError
+from monolith.observe.summary_files import SummaryWriter
+
+FOLDER = "eval"
+"""Below the model's folder; TensorBoard shows it as a run of its own."""
+LINES = "metrics.jsonl"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """What one evaluation found."""
+
+    step: int
+    metrics: Mapping[str, float]
+    """By "head/metric", and the loss; NaN where there is nothing to say."""
+    examples: int
+    seconds: float
+    """How long it took."""
+    checkpoint: str | None = None
+    """The name of the checkpoint that was evaluated; None where it was the model of a run as it trains."""
+    saved_at: float | None = None
+    """Unix seconds at which that was saved."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return {
+            "step": self.step,
+            "checkpoint": self.checkpoint,
+            "saved_at": self.saved_at,
+            "examples": self.examples,
+            "seconds": round(self.seconds, 3),
+            "metrics": {
+                name: value if math.isfinite(value) else None for name, value in self.metrics.items()
+            },
+        }
+
+
+class EvaluationLog:
+    """Writes evaluations to the folder `eval` of a model. One process writes at a time.
+
+    Args:
+        clock: Unix seconds, which lines are stamped with.
+    """
+
+    def __init__(self, model_dir: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = filesystem.join(model_dir, FOLDER)
+        self._path = filesystem.join(self._folder, LINES)
+        self._clock = clock
+        self._writer: SummaryWriter | None = None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines that are there, oldest first.
+
+        Raises:
+            CorruptFileError: One is no JSON.
+        """
+        try:
+            text = filesystem.read_bytes(self._path).decode()
+        except FileMissingError:
+            return []
+        found = []
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                found.append({"step": int((one := json.loads(line))["step"]), **one})
+            except (ValueError, KeyError, TypeError) as cause:
+                reason = f"line {number} is no evaluation: {cause}. Move the file away to begin another"
+                raise CorruptFileError(self._path, 0, reason) from cause
+        return found
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Write a line, in place of those of the same step and later ones, and a point of each curve.
+
+        Evaluations of checkpoints replace only such, and those of a run as it trains only such.
+        """
+        filesystem.make_dirs(self._folder)
+        saved = evaluation.checkpoint is not None
+        kept = [
+            line
+            for line in self.lines()
+            if line["step"] < evaluation.step or (line.get("checkpoint") is not None) != saved
+        ]
+        lines = [*kept, {**evaluation.to_json(), "time": self._clock()}]
+        with filesystem.atomic_write(self._path) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._draw(evaluation)
+
+    def taken(self) -> list[tuple[str, float]]:
+        """Return the checkpoints of which there are lines: their names, and when each was saved."""
+        return [
+            (str(line["checkpoint"]), float(line["saved_at"]))
+            for line in self.lines()
+            if line.get("checkpoint") is not None and line.get("saved_at") is not None
+        ]
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _draw(self, evaluation: Evaluation) -> None:
+        if self._writer is None:
+            if find_spec("tensorboard") is None:
+                return
+            self._writer = SummaryWriter(self._folder, clock=self._clock)
+            self._writer.start(evaluation.step - 1)
+        finite = {
+            name if name == "loss" else f"metrics/{name}": value
+            for name, value in evaluation.metrics.items()
+            if math.isfinite(value)
+        }
+        self._writer.scalars(finite, evaluation.step)
+        self._writer.flush()
