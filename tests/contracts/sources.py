@@ -324,6 +324,9 @@ SOURCES: dict[str, Case] = {
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),
+    "pipeline: transform": Case(
+        _pipeline(lambda p: p.transform(_Alternating(), snapshot_every=6)), IDS[::2], shares=None
+    ),
     "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3))),
     "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),
     "pipeline: shuffle": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(seed=3, buffer=9)))),

@@ -17,7 +17,7 @@ from monolith.data.records import Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position, Source, commit_to, set_bad_aside
+from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
 from monolith.errors import ConfigError, DataError, RestoreError
 
 
@@ -82,6 +82,10 @@ class Holding:
 
     def read_share(self, share: Share) -> None:
         share_out(self._source, share)
+
+    @property
+    def repeats(self) -> bool:
+        return repeats_order(self._source)
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
