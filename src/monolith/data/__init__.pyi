@@ -8,6 +8,7 @@ from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
+from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
@@ -21,6 +22,7 @@ from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 
 __all__ = [
     "FORMATS",
+    "ArrowSource",
     "BadRecord",
     "BadRecordPolicy",
     "BatchSpec",
@@ -35,6 +37,7 @@ __all__ = [
     "DriftingStream",
     "FileSource",
     "Format",
+    "IterableSource",
     "JoinedSource",
     "Joiner",
     "JoinerConfig",
@@ -42,7 +45,9 @@ __all__ = [
     "KafkaSink",
     "KafkaSource",
     "MemorySource",
+    "PandasSource",
     "Pipeline",
+    "PolarsSource",
     "Position",
     "RecordWriter",
     "Records",
