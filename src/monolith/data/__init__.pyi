@@ -11,7 +11,7 @@ from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
-from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
+from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
@@ -41,6 +41,7 @@ __all__ = [
     "JoinedSource",
     "Joiner",
     "JoinerConfig",
+    "JsonMessages",
     "KafkaConfig",
     "KafkaSink",
     "KafkaSource",
