@@ -11,6 +11,7 @@ from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.hooks.config import HooksConfig
+from monolith.train.rate_schedule import ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +134,8 @@ class TrainConfig:
     tide: TideWindow | None = None
     """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
     with `save.tide_secs` it goes on, and saves that often."""
+    schedule: ScheduleConfig | None = None
+    """How learning rates move with the step; None leaves that to the task."""
     alert: AlertConfig | None = None
     """What to do about a loss that is NaN or explodes; None does not look."""
     max_skipped_in_a_row: int = 10

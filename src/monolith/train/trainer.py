@@ -365,6 +365,7 @@ class Trainer:
                 seed=config.seed,
                 make_store=peers.make_store,
                 accelerator=self._accelerator,
+                rates=config.schedule,
             )
             made.callback(model.close)
             data = open_data(self.task, peers.share)
