@@ -10,7 +10,7 @@ from typing import Literal
 from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
-from monolith.train.hooks.config import HooksConfig
+from monolith.train.hooks.config import HooksConfig, TrackingConfig
 from monolith.train.rate_schedule import ScheduleConfig
 
 
@@ -156,7 +156,9 @@ class TrainConfig:
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
     writes none."""
     summary_every_steps: int | None = 100
-    """How many steps there are between TensorBoard summaries in the model_dir; None writes none."""
+    """How many steps there are between summaries, in TensorBoard's files or where `tracking` says; None
+    writes none."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     report_every: timedelta = timedelta(seconds=30)
     """How often a line is logged, where there is no terminal."""
     idle_after: timedelta = timedelta(seconds=1)

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
+from monolith.train.hooks.reports.trackers import sink_openers
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_manifest
@@ -445,11 +445,8 @@ class Trainer:
         every = self.config.summary_every_steps
         if every is None:
             return []
-        if find_spec("tensorboard") is None:
-            _log.info("no TensorBoard summaries: they need pip install 'monolith-recsys[tensorboard]'")
-            return []
-        session = run.session
-        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats)]
+        session, sinks = run.session, sink_openers(self.config.tracking, self.task.name)
+        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats, sinks=sinks)]
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
