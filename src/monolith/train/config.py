@@ -154,7 +154,7 @@ class TrainConfig:
     file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
-    writes none."""
+    writes none. Any model has them; see `ModelInsightHook`."""
     summary_every_steps: int | None = 100
     """How many steps there are between summaries, in TensorBoard's files or where `tracking` says; None
     writes none."""

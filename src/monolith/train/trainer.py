@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint import (
@@ -46,6 +46,7 @@ from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
     FeatureInsightHook,
+    ModelInsightHook,
     SaveHook,
     SummaryHook,
     TableInfoHook,
@@ -125,6 +126,10 @@ class LocalRun:
     @property
     def model_dir(self) -> str:
         return self._model_dir
+
+    @property
+    def model(self) -> nn.Module:
+        return self.session.model.module
 
     @property
     def stop_reason(self) -> str | None:
@@ -453,10 +458,7 @@ class Trainer:
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            raise ConfigError(
-                f"task {self.task.name!r}: insight_every_steps is for ready models such as DeepFM, whose "
-                "first layer sees all features; for a model of your own add a FeatureInsightHook in hooks()"
-            )
+            return [ModelInsightHook(every_steps=every)]
         return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
 
     def _check_limits(self, run: LocalRun) -> None:
