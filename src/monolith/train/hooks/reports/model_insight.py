@@ -107,7 +107,7 @@ def _by_feature(layout: LayoutSpec, number: int, product: Tensor) -> Iterator[tu
     if layout.kind is LayoutKind.NONE:
         yield names[number], product
     elif layout.kind is LayoutKind.CONCAT:
-        yield from zip(names, product.split([one.dim for one in layout.slices], dim=-1), strict=True)
+        yield from zip(names, torch.split(product, [one.dim for one in layout.slices], -1), strict=True)
     elif layout.kind is LayoutKind.STACK:
         yield from zip(names, product.unbind(dim=1), strict=True)
     else:
