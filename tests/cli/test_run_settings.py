@@ -562,3 +562,15 @@ def test_a_test_on_a_cpu_trains_for_real(tmp_path: Path, capsys: pytest.CaptureF
     report = json.loads(capsys.readouterr().out)
     assert (report["steps"], report["examples"]) == (4, 256)
     assert (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "window"), [("5000", 5000), ("1h", timedelta(hours=1)), ("90s", timedelta(seconds=90))]
+)
+def test_the_window_of_metrics_is_a_number_of_examples_or_a_time(given: str, window: int | timedelta) -> None:
+    assert run_of(TrainOptions(task="a:B", metric_window=given), {}).train.metric_window == window
+
+
+def test_a_window_of_neither_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--metric-window: neither a number of examples nor a time"):
+        run_of(TrainOptions(task="a:B", metric_window="soon"), {})

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pandas as pd
+import polars as pl
+import pyarrow as pa
 import torch
 from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS
 
@@ -22,6 +26,7 @@ from monolith.data.formats import PayloadParser, PayloadWriter
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.memory import MemorySource, to_records
 from monolith.data.formats.parquet import ParquetFormat
+from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.pipeline import Pipeline
@@ -86,29 +91,25 @@ class Case:
 
 def write_files(folder: Path, form: Format) -> list[str]:
     """Write the records into a few files, unless they are there."""
-    paths, first = [], 0
-    for number, size in enumerate(SIZES):
-        path = folder / f"{number:02}.{form.name}"
+    paths = [folder / f"{number:02}.{form.name}" for number in range(len(SIZES))]
+    for path, content in zip(paths, _encoded(form), strict=True):
         if not path.exists():
-            path.write_bytes(_file_of(form, first, size))
-        paths.append(str(path))
-        first += size
-    return paths
+            path.write_bytes(content)
+    return [str(path) for path in paths]
 
 
-_FILES: dict[tuple[str, int], bytes] = {}
-"""By format and first record: what its writer made of them, which is made once."""
-
-
-def _file_of(form: Format, first: int, size: int) -> bytes:
-    key = (repr(form), first if size else -1)
-    if key not in _FILES:
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "file"
+@cache
+def _encoded(form: Format) -> list[bytes]:
+    """The files of a format, which are the same for all tests."""
+    found, first = [], 0
+    with TemporaryDirectory() as folder:
+        for size in SIZES:
+            path = Path(folder) / f"file.{form.name}"
             with form.writer(str(path)) as writer:
                 writer.write(some_records(IDS[first : first + size]))
-            _FILES[key] = path.read_bytes()
-    return _FILES[key]
+            found.append(path.read_bytes())
+            first += size
+    return found
 
 
 ALL = frozenset({"worker", "epochs", "seed"})
@@ -116,6 +117,28 @@ ALL = frozenset({"worker", "epochs", "seed"})
 
 def _memory(_: Path, *, batch_size: int = 4, seed: int | None = None, **options: Any) -> Source:
     return MemorySource(some_records(), batch_size=batch_size, shuffle_seed=seed, **options)
+
+
+def _rows() -> list[dict[str, Any]]:
+    return [
+        {"id": one, "tags": tags, "name": f"n{one}" if one % 2 else None}
+        for one, tags in zip(IDS, torch_tags(IDS), strict=True)
+    ]
+
+
+def _table(make: Callable[..., Source]) -> Callable[..., Source]:
+    """A source of tables over the rows, in whatever form `make` takes them."""
+
+    def made(_: Path, *, batch_size: int = 4, seed: int | None = None, **options: Any) -> Source:
+        shuffle = None if seed is None else ShuffleConfig(seed=seed, buffer=9)
+        return make(batch_size=batch_size, shuffle=shuffle, **options)
+
+    return made
+
+
+def _arrow(**options: Any) -> Source:
+    """Record batches of a reader that is opened each time."""
+    return ArrowSource(lambda: pa.Table.from_pylist(_rows()).to_reader(max_chunksize=6), **options)
 
 
 def _files(form: Format, buffer: int = 7) -> Callable[..., Source]:
@@ -320,6 +343,10 @@ def _twice(records: Records) -> Records:
 
 SOURCES: dict[str, Case] = {
     "memory": Case(_memory, options=ALL),
+    "arrow": Case(_table(_arrow), options=ALL),
+    "pandas": Case(_table(lambda **options: PandasSource(pd.DataFrame(_rows()), **options)), options=ALL),
+    "polars": Case(_table(lambda **options: PolarsSource(pl.DataFrame(_rows()), **options)), options=ALL),
+    "iterable": Case(_table(lambda **options: IterableSource(lambda: iter(_rows()), **options)), options=ALL),
     "parquet": Case(_files(PARQUET), options=ALL),
     "parquet, shuffled in one go": Case(_files(PARQUET, buffer=1000), options=ALL),
     "csv": Case(_files(CSV), options=ALL),
@@ -339,6 +366,9 @@ SOURCES: dict[str, Case] = {
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
     "pipeline: filter": Case(_pipeline(lambda p: p.filter(_odd)), [one for one in IDS if one % 2]),
+    "pipeline: transform": Case(
+        _pipeline(lambda p: p.transform(_Alternating(), snapshot_every=6)), IDS[::2], shares=None
+    ),
     "pipeline: rebatch to less": Case(_pipeline(lambda p: p.rebatch(3))),
     "pipeline: rebatch to more": Case(_pipeline(lambda p: p.rebatch(7))),
     "pipeline: shuffle": Case(_pipeline(lambda p: p.shuffle(ShuffleConfig(seed=3, buffer=9)))),

@@ -24,6 +24,7 @@ from monolith.data.format import BadRecord
 from monolith.data.handing import handing
 from monolith.data.kafka import (
     ByWorker,
+    JsonMessages,
     KafkaConfig,
     KafkaSink,
     KafkaSource,
@@ -845,3 +846,50 @@ def test_the_login_reaches_the_client_and_is_not_printed() -> None:
         "sasl.password": "hunter2",
     }
     assert "hunter2" not in repr(config)
+
+
+# Messages in JSON
+
+
+def test_json_messages_are_read_by_declared_columns() -> None:
+    read = JsonMessages({"user": int, "price": float, "title": str, "tags": "int64"})
+    records, bad = read(
+        [
+            b'{"user": 7, "price": 2, "title": "hi", "tags": [1, null, 2], "other": {"deep": 1}}',
+            b'{"price": null, "tags": []}',
+            b'{"user": 18446744073709551615}',
+        ]
+    )
+    assert not bad
+    assert records["user"].to_list() == [[7], [], [-1]]  # an unsigned id keeps its bits
+    assert records["price"].to_list() == [[2.0], [], []]
+    assert records.strings("title") == [[b"hi"], [], []]
+    assert records["tags"].to_list() == [[1, 2], [], []]
+
+
+@pytest.mark.parametrize(
+    "message, reason",
+    [
+        (b"nonsense", "Expecting value"),
+        (b"[1]", "expected an object, got a list"),
+        (b'{"user": "seven"}', "key 'user': 'seven' is not a whole number"),
+        (b'{"user": 7.5}', "not a whole number"),
+        (b'{"user": {"id": 7}}', "not a whole number"),
+        (b'{"user": 99999999999999999999}', "does not fit into 64 bits"),
+        (b'{"title": 7}', "not a text"),
+        (b'{"title": "\xff"}', "codec can't decode"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_message_of_another_form_is_bad_and_those_around_it_are_read(message: bytes, reason: str) -> None:
+    records, (bad,) = JsonMessages({"user": int, "title": str})([b'{"user": 1}', message, b'{"user": 2}'])
+    assert records["user"].to_list() == [[1], [2]]
+    assert (bad.place, bad.payload) == (1, message)
+    assert reason in bad.reason
+
+
+def test_json_messages_need_columns_of_known_types() -> None:
+    with pytest.raises(ConfigError, match="at least one column"):
+        JsonMessages({})
+    with pytest.raises(ConfigError, match="column 'a' must be int, float or str"):
+        JsonMessages({"a": list})  # type: ignore[dict-item]

@@ -32,7 +32,12 @@ def aucs(printed: str) -> tuple[float, float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"ten_lines.py", "own_model.py", "movielens.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "ten_lines.py",
+        "own_model.py",
+        "movielens.py",
+        "tune.py",
+    }
 
 
 def test_ten_lines() -> None:
@@ -50,6 +55,14 @@ def test_own_model() -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", printed)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+def test_tune() -> None:
+    printed = run("tune.py", "--trials", "2", "--examples", "4000")
+    tried = [float(auc) for auc in re.findall(r"trial \d: .*, AUC (0\.\d+)", printed)]
+    assert len(tried) == 2
+    (best,) = re.findall(r"best AUC (0\.\d+) with rate 0\.\d+, dim \d+", printed)
+    assert float(best) == max(tried)
 
 
 RATINGS = os.environ.get("RECBOLE_WHEEL")

@@ -155,8 +155,8 @@ class LaunchedFleet(FleetProcesses):
 
     def finish(self) -> None:
         """Wait for the end of the run, which is a good one."""
-        status = self.launcher.wait(LIMIT)
-        assert status == 0, self.output[-5000:]
+        self.wait_for(lambda: self.launcher.poll() is not None, "the launcher to end", 4 * LIMIT)
+        assert self.launcher.returncode == 0, self.output[-5000:]
 
     def close(self) -> None:
         self.launcher.kill()  # its guardians end the others

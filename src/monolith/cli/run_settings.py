@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from monolith.cli.options.train import TrainOptions
@@ -87,9 +88,23 @@ def _said(options: TrainOptions) -> dict[str, Any]:
         said["cluster.mode" if options.mode in ("async", "sync") else "job.mode"] = options.mode
     if options.restore_checkpoint is not None:
         said["train.restore.required"] = True  # a person named it
+    if options.metric_window is not None:
+        said["train.metric_window"] = _window(options.metric_window)
     if options.max_time is not None:
         try:
             said["train.max_time"] = parse_duration(options.max_time)
         except ConfigError as cause:
             raise ConfigError(f"--max-time: {cause}") from cause
     return said
+
+
+def _window(text: str) -> int | timedelta:
+    """Read a number of examples, or a duration with its unit."""
+    if text.isdecimal():
+        return int(text)
+    try:
+        return parse_duration(text)
+    except ConfigError as cause:
+        raise ConfigError(
+            f"--metric-window: neither a number of examples nor a time such as 1h: {cause}"
+        ) from cause

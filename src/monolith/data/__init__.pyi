@@ -9,9 +9,10 @@ from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
+from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
-from monolith.data.kafka import ByWorker, KafkaConfig, KafkaSink, KafkaSource
+from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
 from monolith.data.layers import keep_columns, known_size
 from monolith.data.pipeline import Batches, Pipeline, Stream
 from monolith.data.records import BatchSpec, Records, concat, make_batch
@@ -23,6 +24,7 @@ from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 
 __all__ = [
     "FORMATS",
+    "ArrowSource",
     "BadRecord",
     "BadRecordPolicy",
     "BatchSpec",
@@ -38,14 +40,18 @@ __all__ = [
     "Epochs",
     "FileSource",
     "Format",
+    "IterableSource",
     "JoinedSource",
     "Joiner",
     "JoinerConfig",
+    "JsonMessages",
     "KafkaConfig",
     "KafkaSink",
     "KafkaSource",
     "MemorySource",
+    "PandasSource",
     "Pipeline",
+    "PolarsSource",
     "Position",
     "RecordWriter",
     "Records",

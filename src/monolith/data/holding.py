@@ -19,7 +19,7 @@ from monolith.data.records import Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig, permutation
-from monolith.data.source import Position, Source, commit_to, set_bad_aside
+from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
 from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 
@@ -91,6 +91,10 @@ class Holding:
     @property
     def below(self) -> Source:
         return self._source
+
+    @property
+    def repeats(self) -> bool:
+        return repeats_order(self._source)
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}

@@ -4,6 +4,7 @@
         Pipeline(source)
         .map(add_label)
         .filter(has_label)
+        .transform(NegativeDownsample(drop_rate=0.5))
         .shuffle(ShuffleConfig(seed=7))
         .rebatch(512)
         .with_progress()
@@ -17,6 +18,7 @@ Each stage is a source again, and its position as exact as that of the source be
 that holds records back saves the position from before the oldest of them and how many of
 what follows were delivered; restoring reads these once more and passes over them. So a
 function must make the same of the same record each time. It may see them in other batches.
+What draws, counts or remembers is a transform, whose state is part of the position.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ from monolith.data.handing import HandsOut, handing
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.kept import Kept
+from monolith.data.passing import Passing
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, Source, commit_to, set_bad_aside
+from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
+from monolith.data.transforming import SNAPSHOT_EVERY, transformed
+from monolith.data.transforms.transform import Transform
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
@@ -77,6 +82,24 @@ class Pipeline:
     def filter(self, predicate: Predicate) -> Pipeline:
         """Keep the records for which the predicate returns True."""
         return self.map(lambda records: records.keep(predicate(records)))
+
+    def transform(self, transform: Transform, *, snapshot_every: int = SNAPSHOT_EVERY) -> Pipeline:
+        """Replace records by what a transform of `monolith.data.transforms` or `.sampling` makes of them.
+
+        Records are numbered from 0 where the transforms begin, and several one after the other are one
+        `Compose`: a record keeps its number. What a transform remembers, a pool of items as much as a random
+        generator, is part of the position, so a run that is taken up again gets what it would have got.
+
+        Args:
+            transform: Belongs to this pipeline from here on, if it remembers what it saw.
+            snapshot_every: Records after which another snapshot is taken of what it remembers; restoring
+                transforms those since the last one once more. Over a source that may not repeat its order,
+                as Kafka, there is one after every batch.
+
+        Raises:
+            ConfigError: It cannot go on exactly after a restart, and why.
+        """
+        return Pipeline(transformed(self._source, transform, snapshot_every))
 
     def rebatch(self, size: int, *, drop_remainder: bool = False) -> Pipeline:
         """Yield batches of exactly `size` records; only the last is shorter, unless it is dropped."""
@@ -143,6 +166,11 @@ class Pipeline:
 
     def restore(self, position: Position) -> None:
         self._source.restore(position)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the source repeats its order; see `repeats_order`."""
+        return repeats_order(self._source)
 
     @property
     def hands_out(self) -> HandsOut | None:
@@ -225,49 +253,7 @@ class Batches:
         self._batches.close()
 
 
-class _Passing:
-    """A stage that holds nothing back: it stands where its source stands, and adds nothing to a position."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def read_share(self, share: Share) -> None:
-        share_out(self._source, share)
-
-    def read_epochs(self, epochs: Epochs) -> None:
-        read_epochs(self._source, epochs)
-
-    @property
-    def below(self) -> Source:
-        return self._source
-
-    def position(self) -> Position:
-        return self._source.position()
-
-    def restore(self, position: Position) -> None:
-        self._source.restore(position)
-
-    @property
-    def hands_out(self) -> HandsOut | None:
-        return handing(self._source)
-
-    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        return redistributed(self._source, positions, workers)
-
-    def adopt(self, position: Position, end: Position | None = None) -> Position:
-        return adopted(self._source, position, end)
-
-    def commit(self, position: Position) -> None:
-        commit_to(self._source, position)
-
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        set_bad_aside(self._source, bad)
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class _Mapped(_Passing):
+class _Mapped(Passing):
     def __init__(self, source: Source, function: Map) -> None:
         super().__init__(source)
         self._function = function
@@ -285,7 +271,7 @@ class _Mapped(_Passing):
                     yield made
 
 
-class _Batched(_Passing):
+class _Batched(Passing):
     def __init__(self, source: Source, spec: BatchSpec) -> None:
         super().__init__(source)
         self._spec = spec
@@ -312,7 +298,7 @@ class _Batched(_Passing):
         self._make = BatchMaker(self._spec, resumed=True)
 
 
-class _Watched(_Passing):
+class _Watched(Passing):
     def __init__(self, source: Source, line: ProgressLine, event_time: str) -> None:
         super().__init__(source)
         self._line = line
@@ -416,6 +402,10 @@ class _Ahead(Generic[Item]):
         self._stop()
         self._source.restore(position)
         self._position = None
+
+    @property
+    def repeats(self) -> bool:
+        return repeats_order(self._source)
 
     @property
     def hands_out(self) -> HandsOut | None:

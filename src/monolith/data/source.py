@@ -74,6 +74,15 @@ class SharedSource(Source, Protocol):
         """
 
 
+def repeats_order(source: object) -> bool:
+    """Return whether a source, restored, yields the records after a position in the very order it did before.
+
+    One that does says so by `repeats`: files of a list, tables, generators. Partitions of a topic, files of a
+    queue and splits of a data service may come in another order, each of them in its own.
+    """
+    return bool(getattr(source, "repeats", False))
+
+
 def commit_to(source: object, position: Position) -> None:
     """Tell a source what is safe. One of a user's own that has nothing to forget may be without `commit`."""
     commit = getattr(source, "commit", None)

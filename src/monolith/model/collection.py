@@ -178,6 +178,11 @@ class EmbeddingCollection(nn.Module):
             for name, numbers in plan.names.items()
         }
 
+    @property
+    def layouts(self) -> tuple[LayoutSpec, ...]:
+        """What `forward` returns, and which slices of features each of it is made of."""
+        return tuple(self._layouts)
+
     def prepare(self, batch: Input) -> PreparedBatch:
         """Look the rows of a batch up, ahead of the step that uses it; from any thread.
 

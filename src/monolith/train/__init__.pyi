@@ -13,6 +13,7 @@ from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
+from monolith.train.rate_schedule import ScheduleConfig
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
@@ -41,6 +42,7 @@ __all__ = [
     "RestoreConfig",
     "Run",
     "SaveConfig",
+    "ScheduleConfig",
     "Session",
     "StepResult",
     "Task",

@@ -11,7 +11,8 @@ from monolith.checkpoint import CustomRestore, RestoreOptions
 from monolith.errors import ConfigError
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
-from monolith.train.hooks.config import HooksConfig
+from monolith.train.hooks.config import HooksConfig, TrackingConfig
+from monolith.train.rate_schedule import ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +142,8 @@ class TrainConfig:
     tide: TideWindow | None = None
     """The daily hours, UTC, in which to train; outside of them the run saves and ends. In a run's config
     with `save.tide_secs` it goes on, and saves that often."""
+    schedule: ScheduleConfig | None = None
+    """How learning rates move with the step; None leaves that to the task."""
     alert: AlertConfig | None = None
     """What to do about a loss that is NaN or explodes; None does not look."""
     max_skipped_in_a_row: int = 10
@@ -166,9 +169,11 @@ class TrainConfig:
     file asks for it. None saves at any hour."""
     insight_every_steps: int | None = None
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
-    writes none."""
+    writes none. Any model has them; see `ModelInsightHook`."""
     summary_every_steps: int | None = 100
-    """How many steps there are between TensorBoard summaries in the model_dir; None writes none."""
+    """How many steps there are between summaries, in TensorBoard's files or where `tracking` says; None
+    writes none."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     report_every: timedelta = timedelta(seconds=30)
     """How often a line is logged, where there is no terminal."""
     idle_after: timedelta = timedelta(seconds=1)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 from monolith.errors import MonolithError
 
 if TYPE_CHECKING:  # hooks have configs, which must be readable without torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from monolith.feature import Batch
 
@@ -61,6 +61,10 @@ class Run(Protocol):
     @property
     def model_dir(self) -> str:
         """Where the run writes; "" for one that leaves nothing behind."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, as the task made it. To be looked at between steps."""
 
     @property
     def stop_reason(self) -> str | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from monolith.checkpoint import DensePart, Part, TablesPart
 from monolith.errors import ConfigError, DataError, FeatureError
 from monolith.feature import Batch
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
+from monolith.nn import RateSchedule
 from monolith.observe import Resting
 from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
-from monolith.table import AdmissionFilter, DumpableTable, TableStats
+from monolith.table import AdmissionFilter, ConstantRate, DumpableTable, TableConfig, TableStats
 from monolith.train.accelerator import Accelerator, take
+from monolith.train.rate_schedule import ScheduleConfig, ScheduledRate
 from monolith.train.task import Mode, Outputs, Task
 
 SHARE = 0.1
@@ -36,6 +39,7 @@ class Model:
         mode: Only a model that trains has optimizers.
         make_store: Where its rows live; by default in this process.
         accelerator: Where its dense half computes; by default where the task has put it.
+        rates: What moves the learning rates, in place of the task; None leaves it to the task.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Model:
         seed: int,
         make_store: MakeStore = LocalStore.from_configs,
         accelerator: Accelerator | None = None,
+        rates: ScheduleConfig | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.task = task
@@ -54,8 +59,15 @@ class Model:
         if accelerator is not None:
             take(accelerator, self.module)
         self.collections = [m for m in self.module.modules() if isinstance(m, EmbeddingCollection)]
+        if mode is Mode.TRAIN and rates is not None and rates.rows:
+            make_store = _ScheduledStores(make_store, rates)
         for collection in self.collections:
             collection.bind(make_store)
+        if isinstance(make_store, _ScheduledStores) and make_store.made < len(self.collections):
+            raise ConfigError(
+                f"task {task.name!r}: schedule.rows cannot move the rates of a store that the model brings "
+                "along; leave the store to the run, or give its slots a learning_rate of their own"
+            )
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
         self.sparse: EmbeddingOptimizer | None = None
         self.dense: torch.optim.Optimizer | None = None
@@ -68,7 +80,7 @@ class Model:
                 )
             self.sparse = EmbeddingOptimizer(self.module)
             self.dense = task.dense_optimizer(self.module)
-            self.schedule = None if self.dense is None else _schedule(task, self.dense)
+            self.schedule = None if self.dense is None else _schedule(task, self.dense, rates)
         self.module.train(mode is Mode.TRAIN)
         self._checked = False
 
@@ -225,8 +237,42 @@ def _differs_in_eval(module: nn.Module) -> bool:
     return code is not None and "training" in code.co_names  # it looks in which mode it is
 
 
-def _schedule(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+class _ScheduledStores:
+    """Makes stores whose rows learn by a schedule."""
+
+    def __init__(self, make: MakeStore, rates: ScheduleConfig) -> None:
+        self._make = make
+        self._rates = rates
+        self.made = 0
+
+    def __call__(self, configs: Mapping[str, TableConfig], /, **how: Any) -> Store:
+        self.made += 1
+        return self._make({name: self._scheduled(config) for name, config in configs.items()}, **how)
+
+    def _scheduled(self, config: TableConfig) -> TableConfig:
+        segments = (
+            replace(one, learning_rate=ScheduledRate(one.rate, self._rates)) for one in config.segments
+        )
+        return replace(config, segments=tuple(segments))
+
+
+def _schedule(
+    task: Task, optimizer: torch.optim.Optimizer, rates: ScheduleConfig | None
+) -> LRScheduler | None:
     schedule = task.dense_schedule(optimizer)
+    if rates is not None:
+        if schedule is not None:
+            raise ConfigError(
+                f"task {task.name!r}: dense_schedule() and the run's train.schedule both move the rates of "
+                "dense weights; leave one of them out"
+            )
+        own = [group["lr"] for group in optimizer.param_groups]
+        if any(callable(rate) for rate in own):
+            raise ConfigError(
+                f"task {task.name!r}: the rate of its dense optimizer is a function of the step already; "
+                "give it a number, or leave train.schedule out"
+            )
+        return RateSchedule(optimizer, [ScheduledRate(ConstantRate(float(rate)), rates) for rate in own])
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
             f"task {task.name!r}: dense_schedule() returns a ReduceLROnPlateau, which follows a metric and "

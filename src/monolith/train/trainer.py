@@ -19,10 +19,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from monolith import filesystem
 from monolith.checkpoint import (
@@ -50,6 +49,7 @@ from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
     FeatureInsightHook,
+    ModelInsightHook,
     SaveHook,
     SummaryHook,
     TableInfoHook,
@@ -57,6 +57,7 @@ from monolith.train.hooks import (
 )
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
+from monolith.train.hooks.reports.trackers import sink_openers
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_end, write_run_manifest
@@ -144,6 +145,10 @@ class LocalRun:
     @property
     def model_dir(self) -> str:
         return self._model_dir
+
+    @property
+    def model(self) -> nn.Module:
+        return self.session.model.module
 
     @property
     def stop_reason(self) -> str | None:
@@ -398,6 +403,7 @@ class Trainer:
                 seed=config.seed,
                 make_store=peers.make_store,
                 accelerator=self._accelerator,
+                rates=config.schedule,
             )
             made.callback(model.close)
             data = open_data(self.task, peers.share, self._epochs())
@@ -481,21 +487,15 @@ class Trainer:
         every = self.config.summary_every_steps
         if every is None:
             return []
-        if find_spec("tensorboard") is None:
-            _log.info("no TensorBoard summaries: they need pip install 'monolith-recsys[tensorboard]'")
-            return []
-        session = run.session
-        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats)]
+        session, sinks = run.session, sink_openers(self.config.tracking, self.task.name)
+        return [SummaryHook(every, metrics=session.metrics, stats=session.model.stats, sinks=sinks)]
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            raise ConfigError(
-                f"task {self.task.name!r}: insight_every_steps is for ready models such as DeepFM, whose "
-                "first layer sees all features; for a model of your own add a FeatureInsightHook in hooks()"
-            )
+            return [ModelInsightHook(every_steps=every)]
         return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
 
     def _check_limits(self, run: LocalRun) -> None:

@@ -93,6 +93,9 @@ class TrainOptions:
     """Drop expired rows every so many steps."""
     threads: int | None = None
     """Threads of torch's own operations; by default as many as there are cores."""
+    metric_window: str | None = None
+    """The examples, or the event time, that each reported metric is computed of: 100000, 1h; by default
+    100000."""
     summaries: bool = False
     """Write TensorBoard summaries even if the config file says not to."""
     no_summaries: bool = False

@@ -255,6 +255,11 @@ class FileSource:
         return found
 
     @property
+    def repeats(self) -> bool:
+        """Whether the files follow each other as before: those of a list do; see `repeats_order`."""
+        return isinstance(self._files, ListedPaths)
+
+    @property
     def hands_out(self) -> HandsOut | None:
         """Who gives back work: this source, where it reads a queue that hears what was saved."""
         return self if isinstance(self._files, Queued) and not self._files.auto_commit else None

@@ -17,16 +17,20 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 
 from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.objects import (
+    Cell,
+    json_object,
+    read_row,
+    rows_as_records,
+    values_of,
+    wider,
+)
 from monolith.data.records import DTYPES, Records
 from monolith.errors import ConfigError, DataError
 from monolith.filesystem import atomic_write, open_read
-from monolith.tensors import RaggedTensor
-
-_Cell = list[Any]
 
 
 class JsonLinesFormat:
@@ -65,22 +69,22 @@ class JsonLinesFormat:
             types = self._infer(file)
             wanted = {name: dtype for name, dtype in types.items() if columns is None or name in columns}
             file.seek(start)
-            rows: list[Mapping[str, _Cell]] = []
+            rows: list[Mapping[str, Cell]] = []
             bad: list[BadRecord] = []
             begun = end = start
             for place, line in self._lines(file, start):
                 if place - begun >= self._chunk_bytes and (rows or bad):
-                    yield Chunk(_records(rows, wanted), place, tuple(bad))
+                    yield Chunk(rows_as_records(rows, wanted), place, tuple(bad))
                     rows, bad, begun = [], [], place
                 end = place + len(line)
                 try:
                     if len(line) > self._record_bytes:
                         raise ValueError(f"longer than {self._record_bytes} bytes, cut there")
-                    rows.append(_row(_object(line), types, wanted))
+                    rows.append(read_row(json_object(line), types, wanted))
                 except ValueError as cause:  # malformed JSON and UTF-8, too
                     bad.append(BadRecord(place, f"line at byte {place}: {cause}", line))
             if rows or bad:
-                yield Chunk(_records(rows, wanted), end, tuple(bad))
+                yield Chunk(rows_as_records(rows, wanted), end, tuple(bad))
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
@@ -95,13 +99,13 @@ class JsonLinesFormat:
             if seen == self._infer_records:
                 break
             try:
-                row = _object(line)
+                row = json_object(line)
             except ValueError:
                 continue
             seen += 1
             for name, value in row.items():
                 if name not in self._types:
-                    types[name] = _wider(types.get(name), _values(value))
+                    types[name] = wider(types.get(name), values_of(value))
         # A key without a value anywhere says nothing; text reads anything that may still come.
         return {name: torch.uint8 if dtype is None else dtype for name, dtype in types.items()}
 
@@ -111,71 +115,6 @@ class JsonLinesFormat:
             if line.strip():
                 yield place, line
             place += len(line)
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    found = json.loads(line)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object, got a {type(found).__name__}")
-    return found
-
-
-def _values(value: Any) -> _Cell:
-    if value is None:
-        return []
-    return [one for one in value if one is not None] if isinstance(value, list) else [value]
-
-
-def _wider(known: torch.dtype | None, values: _Cell) -> Any:
-    """Return the narrowest type for what there was so far and these values; None while there are none."""
-    for value in values:
-        if isinstance(value, str):
-            return torch.uint8
-        if isinstance(value, float) and known is not torch.uint8:
-            known = torch.float32
-        elif isinstance(value, int):
-            known = known or torch.int64
-    return known
-
-
-def _row(
-    found: Mapping[str, Any], types: Mapping[str, torch.dtype], wanted: Mapping[str, torch.dtype]
-) -> dict[str, _Cell]:
-    """Return the cells of a record that are wanted, each value of its column's type."""
-    if unknown := [name for name in found if name not in types]:
-        raise ValueError(f"key {unknown[0]!r} is not among those of the first records; give its type")
-    return {
-        name: [_value(value, dtype, name) for value in _values(found.get(name))]
-        for name, dtype in wanted.items()
-    }
-
-
-def _value(value: Any, dtype: torch.dtype, name: str) -> Any:
-    if dtype is torch.uint8 and isinstance(value, str):
-        return value.encode("utf-8", "surrogateescape")
-    if dtype is torch.float32 and isinstance(value, int | float):
-        return float(value)
-    if dtype is torch.int64 and isinstance(value, int):
-        if not -(1 << 63) <= value < 1 << 64:
-            raise ValueError(f"key {name!r}: {value} does not fit into 64 bits")
-        return value - (1 << 64) if value >= 1 << 63 else value  # an unsigned id keeps its bits
-    kind = {torch.uint8: "a text", torch.float32: "a number", torch.int64: "a whole number"}[dtype]
-    raise ValueError(f"key {name!r}: {value!r:.40} is not {kind}")
-
-
-def _records(rows: Sequence[Mapping[str, _Cell]], types: Mapping[str, torch.dtype]) -> Records:
-    columns = {}
-    for name, dtype in types.items():
-        lengths = torch.tensor([len(row[name]) for row in rows], dtype=torch.int64)
-        flat = [value for row in rows for value in row[name]]
-        values: torch.Tensor | RaggedTensor
-        if dtype is torch.uint8:
-            text = torch.from_numpy(np.frombuffer(b"".join(flat), np.uint8).copy())
-            values = RaggedTensor.from_row_lengths(text, torch.tensor([*map(len, flat)], dtype=torch.int64))
-        else:
-            values = torch.tensor(flat, dtype=dtype)
-        columns[name] = RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    return Records(len(rows), columns)
 
 
 class _Writer:

@@ -40,6 +40,8 @@ class MemorySource:
         drop_remainder: Leave out the last batch if it is shorter.
     """
 
+    repeats = True
+
     def __init__(
         self,
         data: Records | Mapping[str, Column],

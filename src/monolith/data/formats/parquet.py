@@ -1,13 +1,7 @@
 """Parquet files, by row group.
 
-    whole numbers, bools        int64; unsigned 64-bit ones keep their bits
-    timestamps, dates           int64, Unix seconds
-    floats, decimals            float32
-    strings, binary             bytes
-    lists of these              as many values as there are
-
-A null is a record without values in that column, and a null in a list is left out. Other
-types (structs, maps, lists of lists) cannot be read as a column; name the columns to read.
+What becomes of which type is in `arrow_columns`. Others (structs, maps, lists of lists) cannot be read as
+a column; name the columns to read.
 
 Files are written with a checksum per page, and those that have one are checked when they are
 read; without, altered bytes may read as other values.
@@ -17,25 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
+from typing import Any
 
 from monolith.data.format import Chunk
+from monolith.data.formats.arrow_columns import ArrowModules, arrow_records, columns_of, import_arrow
 from monolith.data.records import Records, concat
-from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError, MissingExtraError
+from monolith.errors import ConfigError, CorruptFileError, DataError, FilesystemError
 from monolith.filesystem import atomic_write, open_read
 from monolith.tensors import RaggedTensor
-
-
-class _Arrow(NamedTuple):
-    """The modules of pyarrow, which is imported when a file is opened and not before."""
-
-    pa: Any
-    compute: Any
-    parquet: Any
-    types: Any
 
 
 class ParquetFormat:
@@ -69,12 +52,12 @@ class ParquetFormat:
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the rows of a file from row `start` on; see `Format`."""
-        arrow = _arrow()
+        arrow = import_arrow()
         with open_read(path) as handle:
             with _errors_of(path, arrow):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
-                wanted, complete = _wanted(file, columns)
+                wanted, complete = columns_of(file.schema_arrow, columns)
             if start > rows:
                 raise CorruptFileError(
                     path, 0, f"has {rows} rows, but was to be read on from row {start}: it was replaced"
@@ -87,19 +70,19 @@ class ParquetFormat:
                         table = file.read_row_group(group, columns=wanted)
                     for begin in range(max(start, first), end, self._chunk_rows):
                         some = table.slice(begin - first, min(self._chunk_rows, end - begin))
-                        yield Chunk(_to_records(some, wanted, complete, path), begin + len(some))
+                        yield Chunk(arrow_records(some, wanted, complete, path), begin + len(some))
                 first = end
 
     def count(self, path: str) -> int:
         """Return how many records a file has, which its last bytes say."""
-        arrow = _arrow()
+        arrow = import_arrow()
         with open_read(path) as handle, _errors_of(path, arrow):
             return int(arrow.parquet.ParquetFile(handle).metadata.num_rows)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
         """Open a file to write; see `Format`."""
-        _arrow()
+        import_arrow()
         with atomic_write(path) as handle:
             writer = _Writer(handle, self._row_group_rows, self._single, self._compression)
             try:
@@ -141,7 +124,7 @@ class _Writer:
                 self._file.close()
 
     def _write(self, records: Records) -> None:
-        arrow = _arrow()
+        arrow = import_arrow()
         arrays = {name: _to_array(records[name], name, name in self._single) for name in records.columns}
         table = arrow.pa.table(arrays)
         if self._file is None:
@@ -158,104 +141,11 @@ class _Writer:
             self._file.write_table(table, row_group_size=self._rows)
 
 
-# Reading
-
-
-def _wanted(file: Any, columns: Sequence[str] | None) -> tuple[list[str], bool]:
-    """Return the columns to read, and whether these are all that are wanted and there."""
-    types = _arrow().types
-    schema = file.schema_arrow
-    names = schema.names if columns is None else [name for name in columns if name in schema.names]
-    # Nothing but nulls: a column without a type, which the next file may well have.
-    typed = [name for name in names if not types.is_null(schema.field(name).type)]
-    return typed, len(typed) == len(names)
-
-
-def _to_records(table: Any, names: Sequence[str], complete: bool, path: str) -> Records:
-    # The reader takes "a" for "a.b", too; so the names are gone through once more.
-    columns = {}
-    for name in names:
-        column = table.column(name)
-        array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-        try:
-            columns[name] = _to_ragged(array)
-        except DataError as cause:
-            raise DataError(
-                f"{path}: column {name!r} has the type {array.type}, which cannot be read. "
-                "Name the columns to read, and leave it out."
-            ) from cause
-    return Records(table.num_rows, columns, complete=complete)
-
-
-def _to_ragged(array: Any) -> RaggedTensor:
-    _, compute, _, types = _arrow()
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if types.is_list(array.type) or types.is_large_list(array.type) or types.is_fixed_size_list(array.type):
-        lengths = _numpy(compute.fill_null(compute.list_value_length(array), 0)).astype(np.int64)
-        values = array.drop_null().flatten()
-        if types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if values.null_count:
-            valid = _numpy(values.is_valid())
-            rows = np.repeat(np.arange(len(lengths)), lengths)
-            lengths = np.bincount(rows[valid], minlength=len(lengths)).astype(np.int64)
-            values = values.drop_null()
-    else:
-        lengths = _numpy(array.is_valid()).astype(np.int64)
-        values = array.drop_null()
-    return RaggedTensor.from_row_lengths(_values(values), torch.from_numpy(lengths), validate=False)
-
-
-def _values(array: Any) -> torch.Tensor | RaggedTensor:
-    """Return values without nulls in one of our types."""
-    pa, _, _, types = _arrow()
-    kind = array.type
-    if types.is_uint64(kind):
-        return torch.from_numpy(_numpy(array).view(np.int64))
-    if types.is_integer(kind) or types.is_boolean(kind):
-        return torch.from_numpy(_numpy(array.cast(pa.int64())))
-    if types.is_timestamp(kind) or types.is_date(kind):
-        seconds = array.cast(pa.timestamp("s"), safe=False)
-        return torch.from_numpy(_numpy(seconds.cast(pa.int64())))
-    if types.is_floating(kind) or types.is_decimal(kind):
-        return torch.from_numpy(_numpy(array.cast(pa.float64()).cast(pa.float32(), safe=False)))
-    if (
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or (
-            types.is_binary(kind)
-            or types.is_large_binary(kind)
-            or types.is_fixed_size_binary(kind)
-            or types.is_binary_view(kind)
-        )
-    ):
-        return _strings(array.cast(pa.large_binary()))
-    raise DataError(f"cannot read {kind}")
-
-
-def _strings(array: Any) -> RaggedTensor:
-    _, offsets, data = array.buffers()
-    if not len(array):
-        splits = np.zeros(1, np.int64)
-    else:
-        splits = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-    text = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
-    text = text[splits[0] : splits[-1]].copy()
-    return RaggedTensor(torch.from_numpy(text), torch.from_numpy(splits - splits[0]), validate=False)
-
-
-def _numpy(array: Any) -> np.ndarray[Any, Any]:
-    """Return a copy as numpy: torch wants memory that it may write to."""
-    return np.array(array.to_numpy(zero_copy_only=False))
-
-
 # Writing
 
 
 def _to_array(column: RaggedTensor, name: str, single: bool) -> Any:
-    pa = _arrow().pa
+    pa = import_arrow().pa
     values = column.values
     if isinstance(values, RaggedTensor):
         splits = pa.py_buffer(values.row_splits.numpy())
@@ -275,17 +165,8 @@ def _to_array(column: RaggedTensor, name: str, single: bool) -> Any:
 # Around pyarrow
 
 
-def _arrow() -> _Arrow:
-    try:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        from pyarrow import compute, parquet, types
-    except ImportError as cause:
-        raise MissingExtraError("pyarrow", "arrow", "reading and writing Parquet files") from cause
-    return _Arrow(pa, compute, parquet, types)
-
-
 @contextmanager
-def _errors_of(path: str, arrow: _Arrow) -> Iterator[None]:
+def _errors_of(path: str, arrow: ArrowModules) -> Iterator[None]:
     """Tell of a damaged file in our own error.
 
     It does not say at which byte: who asks pyarrow where a damaged column begins ends the whole process.

@@ -16,6 +16,7 @@ that changes hands goes on where its last owner stopped yielding.
 """
 
 from monolith.data.kafka.config import ByWorker, Decode, KafkaConfig, read_settings
+from monolith.data.kafka.json_messages import JsonMessages
 from monolith.data.kafka.positions import merge_positions
 from monolith.data.kafka.sink import KafkaSink
 from monolith.data.kafka.source import KafkaSource, create_plain_kafka_dataset
@@ -26,6 +27,7 @@ __all__ = [
     "VALUE",
     "ByWorker",
     "Decode",
+    "JsonMessages",
     "KafkaConfig",
     "KafkaSink",
     "KafkaSource",

@@ -135,6 +135,8 @@ class DriftingStream:
     Of several workers (see `read_share`) each has every so manieth batch.
     """
 
+    repeats = True
+
     def __init__(self, config: DriftConfig | None = None) -> None:
         self.config = DriftConfig() if config is None else config
         self._draws = Draws(self.config.seed)

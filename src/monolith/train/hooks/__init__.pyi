@@ -31,6 +31,7 @@ from monolith.train.hooks.reports.heartbeat import HeartBeatHook
 from monolith.train.hooks.reports.kafka_metrics import KafkaMetricHook
 from monolith.train.hooks.reports.live_line import LiveLineHook, Standing
 from monolith.train.hooks.reports.metric_sinks import CustomMetricHook, MetricClient
+from monolith.train.hooks.reports.model_insight import ModelInsightHook
 from monolith.train.hooks.reports.nas import NasDataHook
 from monolith.train.hooks.reports.profiling import ProfilerHook
 from monolith.train.hooks.reports.summaries import SummaryHook
@@ -68,6 +69,7 @@ __all__ = [
     "LocalBarrier",
     "MachineHealth",
     "MetricClient",
+    "ModelInsightHook",
     "NasDataHook",
     "OnlineFileHook",
     "Placement",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Literal
 
 from monolith.errors import ConfigError
 
@@ -60,6 +61,32 @@ class DeepInsightConfig:
             kafka_brokers=self.kafka_brokers or tuple(one.strip() for one in brokers if one.strip()),
             kafka_topic=self.kafka_topic or environ.get(KAFKA_TOPIC_VARIABLE, "").strip(),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackingConfig:
+    """Where the numbers of a run go, every `summary_every_steps`."""
+
+    sinks: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
+    """Where loss, metrics, rows and speed are written: tensorboard for files in the model_dir, mlflow for an
+    MLflow server or database, wandb for Weights & Biases."""
+    project: str = ""
+    """The MLflow experiment or W&B project; by default the task's name."""
+    run_name: str = ""
+    """What MLflow and W&B call the run; by default the task's name."""
+    mlflow_uri: str = ""
+    """The MLflow server or database, such as http://host:5000 or sqlite:///runs.db; by default what the
+    variable MLFLOW_TRACKING_URI says."""
+    wandb_offline: bool = False
+    """Whether W&B writes files in the model_dir and sends nothing; `wandb sync` does that later."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ConfigError(f"tracking: sinks names one twice: {', '.join(self.sinks)}")
+        if self.mlflow_uri and "mlflow" not in self.sinks:
+            raise ConfigError("tracking: mlflow_uri needs 'mlflow' among sinks")
+        if self.wandb_offline and "wandb" not in self.sinks:
+            raise ConfigError("tracking: wandb_offline needs 'wandb' among sinks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from monolith.errors import RestoreError
 from monolith.feature import Batch
 from monolith.train.metrics.metric_set import MetricSet, WindowRow
+from monolith.train.metrics.sliding import SlidingMetrics, live_values
 from monolith.train.task import Mode, Task
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class HeadMetrics:
         self._window = window
         self._report = report
         self._set: MetricSet | None = None
+        self._live: dict[str, SlidingMetrics] = {}
         self._saved: Mapping[str, Any] | None = None
         self.left_out = 0
         """Batches that are not measured, because a prediction is not finite."""
@@ -46,7 +48,10 @@ class HeadMetrics:
         heads = [head for head in predictions if head in batch.labels]
         if self._set is None and heads:
             wanted = self._wanted if isinstance(self._wanted, Mapping) else dict.fromkeys(heads, self._wanted)
-            self._set = MetricSet.named({h: wanted.get(h, ()) for h in heads}, window=self._window)
+            names = {head: wanted.get(head, ()) for head in heads}
+            self._set = MetricSet.named(names, window=self._window)
+            if self._window is not None:
+                self._live = {head: SlidingMetrics(some, self._window) for head, some in names.items()}
             if self._saved is not None:
                 try:
                     self._set.restore(self._saved)
@@ -65,16 +70,24 @@ class HeadMetrics:
                     ", ".join(bad),
                 )
             return
+        weights, groups = self._task.weights(batch), self._task.groups(batch)
         self._set.update(
             {head: predictions[head] for head in heads},
             {head: batch.labels[head] for head in heads},
-            self._task.weights(batch),
-            self._task.groups(batch),
+            weights,
+            groups,
             batch.ids.event_time,
         )
+        for head, live in self._live.items():
+            weight = (weights or {}).get(head)
+            live.update(predictions[head], batch.labels[head], weight, groups, batch.ids.event_time)
         self._tell()
 
     def values(self) -> dict[str, float]:
+        """Return each metric as it stands, as "head/metric": over the latest examples where there are
+        windows, see `SlidingMetrics`; otherwise over all."""
+        if self._live:
+            return live_values(self._live)
         return {} if self._set is None else self._set.values()
 
     def end(self) -> None:

@@ -42,7 +42,7 @@ class Standing:
     loss: float
     """The mean loss over the steps since it was last shown."""
     metrics: Mapping[str, float]
-    """By "head/metric", over the last window that ended; those that have nothing to say are left out."""
+    """By "head/metric", over the latest examples; those that have nothing to say are left out."""
     lag_seconds: float | None
     """How far the newest example trained on is behind the clock; None where the data has no event times."""
     rows: int
@@ -70,7 +70,7 @@ class LiveLineHook(Hook):
     Args:
         show: Called on the training thread, which waits for it.
         stats: What the tables hold, by name.
-        metrics: Their values over the last window, as "head/metric".
+        metrics: Their values over the latest examples, as "head/metric".
         skipped: How many batches were not trained on.
         staleness: How many steps the dense weights lack; None without parameter servers.
         evaluated: What the last evaluation found, as "head/metric".
@@ -271,7 +271,7 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
     staleness = metrics.gauge(
         "train_dense_staleness_steps", "Steps of all workers that the weights of the last gradient lacked"
     )
-    quality = metrics.gauge("train_metric", "The metric over the last window", ["metric"])
+    quality = metrics.gauge("train_metric", "The metric over the latest examples", ["metric"])
 
     evaluated = metrics.gauge("train_evaluated_metric", "The metric of the last evaluation", ["metric"])
 

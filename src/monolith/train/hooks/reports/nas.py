@@ -13,7 +13,7 @@ from monolith.observe.summaries import nas_data
 from monolith.observe.summary_files import SummaryWriter
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
-from monolith.train.hooks.reports.summaries import FOLDER
+from monolith.train.hooks.reports.trackers import FOLDER
 
 
 def searches_of(module: nn.Module) -> dict[str, IRazor]:

@@ -1,22 +1,19 @@
-"""Summaries of a run: its loss, metrics, size and speed, where TensorBoard finds them."""
+"""Summaries of a run: its loss, metrics, size and speed, where TensorBoard or another tracker finds them."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from monolith.filesystem import join
-from monolith.observe.summary_files import SummaryWriter
 from monolith.table import TableStats
 from monolith.train.every import Every
 from monolith.train.hook import Hook, Run, StepResult
-
-FOLDER = "summaries"
-"""Below the model's folder."""
+from monolith.train.hooks.config import TrackingConfig
+from monolith.train.hooks.reports.trackers import OpenSink, ScalarSink, sink_openers
 
 
 class Measured(Protocol):
@@ -31,11 +28,12 @@ class SummaryHook(Hook):
     `loss` is the mean over the steps since the last writing, `examples_per_s` their speed; `metrics/...`
     are as they stand, and left out while they have nothing to say; `rows/<table>` and `bytes/<table>` are
     what the tables hold. The loss is read from the device only when it is written. A run without
-    a model folder writes nothing.
+    a model folder has no files of TensorBoard.
 
     Args:
         metrics: Is only read: those of the session, which a hook before this one keeps up to date.
         stats: What the tables hold, by name: `store.stats`.
+        sinks: Open those who take the scalars; by default files of TensorBoard in the model folder.
         clock: Seconds that never run backwards.
     """
 
@@ -49,19 +47,23 @@ class SummaryHook(Hook):
         *,
         metrics: Measured | None = None,
         stats: Callable[[], Mapping[str, TableStats]] | None = None,
+        sinks: Sequence[OpenSink] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._open = sink_openers(TrackingConfig(), "") if sinks is None else sinks
         self._every = Every(every_steps, "summaries: every_steps")
         self._metrics = metrics
         self._stats = stats
         self._clock = clock
-        self._writer: SummaryWriter | None = None
+        self._sinks: list[ScalarSink] = []
         self._begin_span()
 
     def after_create(self, run: Run) -> None:
-        if run.model_dir and self._writer is None:
-            self._writer = SummaryWriter(join(run.model_dir, FOLDER))
-            self._writer.start(run.step)
+        if not self._sinks:
+            for opened in self._open:
+                if (sink := opened(run)) is not None:
+                    self._sinks.append(sink)
+                    sink.start(run.step)
         self._every.begin(run.step)
         self._begin_span()
 
@@ -78,8 +80,8 @@ class SummaryHook(Hook):
             self._write(run.step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _begin_span(self) -> None:
         self._loss = None
@@ -87,7 +89,7 @@ class SummaryHook(Hook):
         self._began = self._clock()
 
     def _write(self, step: int) -> None:
-        if self._writer is not None and self._loss is not None:
+        if self._sinks and self._loss is not None:
             values = {"loss": float(self._loss) / self._steps}
             passed = self._clock() - self._began
             if passed > 0:
@@ -97,6 +99,7 @@ class SummaryHook(Hook):
             stats = self._stats() if self._stats is not None else {}
             for name, table in stats.items():
                 values |= {f"rows/{name}": table.rows, f"bytes/{name}": table.bytes_total}
-            self._writer.scalars(values, step)
-            self._writer.flush()
+            for sink in self._sinks:
+                sink.scalars(values, step)
+                sink.flush()
         self._begin_span()

@@ -1,0 +1,374 @@
+"""Tables and rows that a program has at hand, as sources: pandas, polars, Arrow, and dicts in Python.
+
+    PandasSource(frame, batch_size=512, epochs=5, shuffle=ShuffleConfig(seed=7))
+    ArrowSource(lambda: dataset.scanner().to_reader(), batch_size=512)
+    IterableSource(read_events, types={"user": int, "price": float, "title": str}, batch_size=512)
+
+Whatever it is, it is read a piece at a time from its beginning, and a position is a number of records.
+Restoring passes over those before it, so what is read must come in the same order each time. What can be read
+only once, as a reader or a generator, goes on after a restart and not back; a function that opens it anew
+does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
+from monolith.data.epochs import Epochs, check_unsaid
+from monolith.data.formats.arrow_columns import arrow_records, columns_of, import_arrow
+from monolith.data.formats.objects import (
+    Cell,
+    ColumnType,
+    cells_of,
+    column_types,
+    rows_as_records,
+    values_of,
+    wider,
+)
+from monolith.data.iteration import closed_after
+from monolith.data.records import Records
+from monolith.data.share import Share, ShareChoice
+from monolith.data.shuffling import ShuffleConfig, permutation
+from monolith.data.source import Position
+from monolith.errors import ConfigError, DataError, MissingExtraError, RestoreError
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class _Place(NamedTuple):
+    """Between two records of a worker's share."""
+
+    epoch: int
+    read: int = 0
+    """Records of the epoch; where they are mixed, those before the stretch."""
+    taken: int = 0
+    """Records of the stretch that were yielded."""
+    length: int = 0
+    """Of the stretch; 0 between two."""
+
+
+class TabularSource:
+    """Records that come a piece at a time, from the beginning whenever it is asked.
+
+    Args:
+        pieces: Opens them.
+        kind: Names this source in positions and messages.
+        worker: Which of `num_workers` this is; record i is for worker i modulo `num_workers`. By default
+            what `read_share` says.
+        epochs: How often; None for ever. Batches go on across their ends.
+        shuffle: Mixes stretches of `buffer` records, in another order in each epoch; None leaves the order.
+    """
+
+    repeats = True
+
+    def __init__(
+        self,
+        pieces: Callable[[], Iterator[Records]],
+        kind: str,
+        *,
+        batch_size: int,
+        worker: int | None = None,
+        num_workers: int | None = None,
+        epochs: int | None = 1,
+        shuffle: ShuffleConfig | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"{kind} source: batch_size must be at least 1, got {batch_size}")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"{kind} source: epochs must be at least 1, or None for ever, got {epochs}")
+        self._share = ShareChoice(f"{kind} source", worker, num_workers)
+        self._pieces = pieces
+        self._kind = kind
+        self._batch_size = batch_size
+        self._epochs = epochs
+        self._shuffle = shuffle
+        self._place = _Place(0)
+
+    def read_share(self, share: Share) -> None:
+        """Read every so manieth record."""
+        self._share.tell(share)
+
+    def read_epochs(self, epochs: Epochs) -> None:
+        """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
+        check_unsaid(f"{self._kind} source", self._epochs, settled=self._place != _Place(0))
+        self._epochs = epochs.count
+        self._shuffle = self._shuffle or epochs.shuffle
+
+    def __iter__(self) -> Iterator[Records]:
+        self._share.settle()
+        batcher: Batcher[_Place] = Batcher(self._batch_size)
+        with closed_after(self._blocks()) as blocks:
+            for block in blocks:
+                for batch, self._place in batcher.add(block):
+                    yield batch
+        self._place = _Place(self._epochs or 0)
+        if (rest := batcher.rest()) is not None:
+            yield rest
+
+    def position(self) -> Position:
+        return {**self._settings(), **self._place._asdict()}
+
+    def restore(self, position: Position) -> None:
+        if not isinstance(position, Mapping) or position.get("source") != self._kind:
+            raise RestoreError(f"cannot restore a {self._kind} source from {position!r:.200}: another kind")
+        for name, value in self._settings().items():
+            if name not in position or position[name] != value:
+                raise RestoreError(
+                    f"cannot restore a {self._kind} source: the position was taken with {name} "
+                    f"{position.get(name)}, this one has {value}"
+                )
+        numbers = {name: position.get(name) for name in _Place._fields}
+        if not all(isinstance(number, int) and number >= 0 for number in numbers.values()):
+            raise RestoreError(f"cannot restore a {self._kind} source: there is no place {numbers}")
+        self._place = _Place(**{name: int(number or 0) for name, number in numbers.items()})
+
+    def commit(self, position: Position) -> None:
+        """Do nothing: what was read is not ours to let go of."""
+
+    def close(self) -> None:
+        """Do nothing: what is open is closed when reading stops."""
+
+    def _settings(self) -> Position:
+        mixed = None if self._shuffle is None else [self._shuffle.seed, self._shuffle.buffer]
+        return {"source": self._kind, "shard": list(self._share.settle()), "shuffle": mixed}
+
+    def _blocks(self) -> Iterator[Block[_Place]]:
+        start = self._place
+        while self._epochs is None or start.epoch < self._epochs:
+            found = False
+            with closed_after(self._epoch(start)) as blocks:
+                for block in blocks:
+                    found = True
+                    yield block
+            if not found and not start.read:  # for ever would be in vain
+                return
+            start = _Place(start.epoch + 1)
+
+    def _epoch(self, start: _Place) -> Iterator[Block[_Place]]:
+        """Yield what is left of an epoch."""
+        with closed_after(self._mine(start)) as blocks:
+            if self._shuffle is None:
+                yield from blocks
+                return
+            seed = self._shuffle.seed
+            shuffler: Shuffler[_Place] = Shuffler(
+                self._shuffle.buffer,
+                lambda begin, size: permutation(size, seed, begin.epoch, begin.read),
+                lambda _: f"the data of a {self._kind} source",
+            )
+            end = start
+            for block in blocks:
+                end = block.place(len(block.records))
+                for stretch in shuffler.add(block):
+                    yield _mixed(stretch)
+            if (last := shuffler.end(end)) is not None:
+                yield _mixed(last)
+
+    def _mine(self, start: _Place) -> Iterator[Block[_Place]]:
+        """Yield the share of this worker from a place on, in order."""
+        worker, workers = self._share.settle()
+        passed = mine = 0
+        length, taken = start.length, start.taken
+        with closed_after(self._pieces()) as pieces:
+            for piece in pieces:
+                begin = min((worker - passed) % workers, len(piece))
+                some = piece if workers == 1 else piece.take(torch.arange(begin, len(piece), workers))
+                passed += len(piece)
+                before, mine = mine, mine + len(some)
+                first = max(start.read - before, 0)
+                if first < len(some):
+                    yield Block(some, _places(start.epoch, before), first, length, taken)
+                    length = taken = 0
+        if mine < start.read or length:
+            raise DataError(
+                f"{self._kind} source: there are {mine} records, fewer than when the position was saved; "
+                "the data has changed"
+            )
+
+
+def _places(epoch: int, before: int) -> Callable[[int], _Place]:
+    return lambda number: _Place(epoch, before + number)
+
+
+def _mixed(stretch: Stretch[_Place]) -> Block[_Place]:
+    """Return a stretch with the places between its records."""
+    begin, size = stretch.begin, len(stretch.records)
+
+    def place(number: int) -> _Place:
+        return stretch.end if number == size else begin._replace(taken=number, length=size)
+
+    return Block(stretch.records, place, stretch.first)
+
+
+class ArrowSource(TabularSource):
+    """Yields the rows of an Arrow table, or the record batches of a reader.
+
+    Args:
+        data: A Table, a RecordBatch, a RecordBatchReader; or a function that opens a reader or returns record
+            batches, each time anew.
+        columns: To read; None for all.
+        options: Of `TabularSource`.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(self, data: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        pa = import_arrow("reading Arrow tables").pa
+        if isinstance(data, pa.Table):
+            opened: Callable[[], Iterable[Any]] = data.to_batches
+        elif isinstance(data, pa.RecordBatch):
+            opened = lambda: [data]  # noqa: E731
+        else:
+            opened = _opener(
+                data, "arrow", "a table, a reader of record batches, or a function that opens one"
+            )
+        super().__init__(lambda: _arrow_pieces(opened, columns), "arrow", **options)
+
+
+class PandasSource(ArrowSource):
+    """Yields the rows of a pandas DataFrame; NaN and None are no value. Its index is left out.
+
+    Args:
+        frame: The table.
+        options: Of `ArrowSource`.
+
+    Raises:
+        MissingExtraError: pandas or pyarrow is not installed.
+    """
+
+    def __init__(self, frame: Any, **options: Any) -> None:
+        try:
+            import pandas as pd
+        except ImportError as cause:
+            raise MissingExtraError("pandas", "pandas", "reading DataFrames of pandas") from cause
+        if not isinstance(frame, pd.DataFrame):
+            raise ConfigError(f"pandas source: expected a DataFrame, got a {type(frame).__name__}")
+        pa = import_arrow("reading DataFrames of pandas").pa
+        try:
+            table = pa.Table.from_pandas(frame, preserve_index=False)
+        except (pa.lib.ArrowException, TypeError, ValueError) as cause:
+            raise DataError(f"pandas source: a column has values of several types: {cause}") from cause
+        super().__init__(table, **options)
+
+
+class PolarsSource(ArrowSource):
+    """Yields the rows of a polars DataFrame.
+
+    Args:
+        frame: The table; a LazyFrame is collected by whoever has it.
+        options: Of `ArrowSource`.
+
+    Raises:
+        MissingExtraError: polars or pyarrow is not installed.
+    """
+
+    def __init__(self, frame: Any, **options: Any) -> None:
+        try:
+            import polars as pl
+        except ImportError as cause:
+            raise MissingExtraError("polars", "polars", "reading DataFrames of polars") from cause
+        if isinstance(frame, pl.LazyFrame):
+            raise ConfigError("polars source: a LazyFrame has no rows yet; hand over frame.collect()")
+        if not isinstance(frame, pl.DataFrame):
+            raise ConfigError(f"polars source: expected a DataFrame, got a {type(frame).__name__}")
+        import_arrow("reading DataFrames of polars")
+        super().__init__(frame.to_arrow(), **options)
+
+
+class IterableSource(TabularSource):
+    """Yields dicts in Python as records: {"user": 17, "tags": [3, 9], "price": 0.5, "word": "hi"}.
+
+    Args:
+        rows: A list or another iterable of dicts; or a function that begins it anew, as a generator function
+            does. A generator itself can be read only once.
+        types: Column to int, float or str; other keys are passed over. Without them, the narrowest type that
+            fits each key of the first `infer_rows` rows, so that the first batch waits for these.
+        options: Of `TabularSource`.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row] | Callable[[], Iterable[Row]],
+        *,
+        batch_size: int,
+        types: Mapping[str, ColumnType] | None = None,
+        infer_rows: int = 1000,
+        **options: Any,
+    ) -> None:
+        if infer_rows < 1:
+            raise ConfigError(f"iterable source: infer_rows must be at least 1, got {infer_rows}")
+        declared = None if types is None else column_types(types, "iterable source")
+        opened = _opener(rows, "iterable", "dicts, or a function that returns them")
+
+        def pieces() -> Iterator[Records]:
+            return _row_pieces(iter(opened()), declared, infer_rows, batch_size)
+
+        super().__init__(pieces, "iterable", batch_size=batch_size, **options)
+
+
+def _opener(data: Any, kind: str, expected: str) -> Callable[[], Iterable[Any]]:
+    """Return a function that opens data anew; of what can be read only once, it fails the second time."""
+    if callable(data):
+        opened: Callable[[], Iterable[Any]] = data
+        return opened
+    if isinstance(data, str | bytes | Mapping) or not isinstance(data, Iterable):
+        raise ConfigError(f"{kind} source: expected {expected}, got a {type(data).__name__}")
+    if not isinstance(data, Iterator) and iter(data) is not data:
+        return lambda: data
+    left = [data]
+
+    def once() -> Iterable[Any]:
+        if not left:
+            raise DataError(
+                f"{kind} source: a {type(data).__name__} can be read only once, and it was. Hand over a "
+                "function that opens it."
+            )
+        found: Iterable[Any] = left.pop()
+        return found
+
+    return once
+
+
+def _arrow_pieces(opened: Callable[[], Iterable[Any]], columns: Sequence[str] | None) -> Iterator[Records]:
+    pa = import_arrow().pa
+    for batch in opened():
+        names, complete = columns_of(batch.schema, columns)
+        yield arrow_records(pa.Table.from_batches([batch]), names, complete, "arrow source")
+
+
+def _row_pieces(
+    rows: Iterator[Row], declared: Mapping[str, torch.dtype] | None, infer_rows: int, size: int
+) -> Iterator[Records]:
+    types = declared
+    if types is None:
+        first = list(islice(rows, infer_rows))
+        types, rows = _inferred(first), chain(first, rows)
+    number = 0
+    while some := list(islice(rows, size)):
+        cells: list[dict[str, Cell]] = []
+        for row in some:
+            try:
+                if declared is None and (unknown := [name for name in row if name not in types]):
+                    raise ValueError(f"key {unknown[0]!r} was not in the first {infer_rows}; give types")
+                cells.append(cells_of(row, types))
+            except (ValueError, TypeError, AttributeError) as cause:
+                raise DataError(f"iterable source: record {number}: {cause}") from cause
+            number += 1
+        yield rows_as_records(cells, types)
+
+
+def _inferred(rows: Sequence[Row]) -> dict[str, torch.dtype]:
+    types: dict[str, torch.dtype | None] = {}
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise DataError(f"iterable source: a record must be a dict, got a {type(row).__name__}")
+        for name, value in row.items():
+            types[name] = wider(types.get(name), values_of(value))
+    return {name: torch.uint8 if dtype is None else dtype for name, dtype in types.items()}

@@ -1,0 +1,109 @@
+"""Metrics of the examples seen last, for whoever looks on.
+
+Windows that follow each other are compared with each other; but the last one that ended may be long ago. Here
+the window slides: the latest examples are kept, and a metric is computed of them when somebody asks.
+
+    closed windows   [-------][-------][-----      what a report and a checkpoint have
+    sliding                       [-------]        what the live line and TensorBoard show
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monolith.train.metrics.metric_set import make_metric
+
+MOST = 1_000_000
+"""Examples that are kept at most, also of a window of time."""
+
+
+class _Seen(NamedTuple):
+    """A batch as it was predicted, on the CPU."""
+
+    predictions: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    groups: Tensor | None
+    event_time: int
+
+
+class SlidingMetrics:
+    """The metrics of one head, over the latest examples. Begins empty at every start of a run.
+
+    A window of n examples has at least the latest n, whole batches of them; one of a `timedelta` those of
+    that much event time before the newest. It has never more than `MOST`, and the batch that passes it.
+    """
+
+    def __init__(self, names: Sequence[str], window: int | timedelta) -> None:
+        self._names = tuple(names)
+        self._span = window.total_seconds() if isinstance(window, timedelta) else None
+        self._most = MOST if isinstance(window, timedelta) else min(window, MOST)
+        self._seen: deque[_Seen] = deque()
+        self._count = self._newest = 0
+
+    def update(
+        self,
+        predictions: Tensor,
+        labels: Tensor,
+        weights: Tensor | None = None,
+        groups: Tensor | None = None,
+        event_time: int = 0,
+    ) -> None:
+        """Take in a batch, and let go of what has left the window."""
+        if not self._names or not len(predictions):
+            return
+        self._seen.append(
+            _Seen(
+                _kept(predictions),
+                _kept(labels),
+                None if weights is None else _kept(weights),
+                None if groups is None else _kept(groups),
+                event_time,
+            )
+        )
+        self._count += len(predictions)
+        self._newest = max(self._newest, event_time)
+        while len(self._seen) > 1 and self._leaves(self._seen[0]):
+            self._count -= len(self._seen.popleft().predictions)
+
+    def _leaves(self, oldest: _Seen) -> bool:
+        if self._count - len(oldest.predictions) >= self._most:
+            return True
+        return self._span is not None and oldest.event_time <= self._newest - self._span
+
+    def values(self) -> dict[str, float]:
+        """Return the value of each metric; NaN where there is nothing to say."""
+        found = {}
+        for name in self._names:
+            metric = make_metric(name)
+            if self._seen:
+                metric.update(
+                    torch.cat([one.predictions for one in self._seen]),
+                    torch.cat([one.labels for one in self._seen]),
+                    _together([one.weights for one in self._seen]),
+                    _together([one.groups for one in self._seen]),
+                )
+            found[name] = metric.value()
+        return found
+
+
+def live_values(heads: Mapping[str, SlidingMetrics]) -> dict[str, float]:
+    """Return the values of all heads, as "head/metric"."""
+    return {f"{head}/{name}": value for head, one in heads.items() for name, value in one.values().items()}
+
+
+def _kept(values: Tensor) -> Tensor:
+    """Return a flat copy on the CPU: what is kept must not hold a graph, nor change with the batch."""
+    return values.detach().reshape(-1).to("cpu", copy=True)
+
+
+def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Lay parts end to end; None where one of them has nothing."""
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if len(found) == len(parts) else None
