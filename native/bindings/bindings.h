@@ -16,6 +16,7 @@ void bind_table_group(nanobind::module_& m);
 void bind_layouts(nanobind::module_& m);
 void bind_routes(nanobind::module_& m);
 void bind_fids(nanobind::module_& m);
+void bind_cells(nanobind::module_& m);
 void bind_examples(nanobind::module_& m);
 void bind_csv(nanobind::module_& m);
 

@@ -39,8 +39,9 @@ from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Source, commit_to, set_bad_aside
+from monolith.data.spec_batches import SpecBatchMaker
 from monolith.errors import ConfigError, DataError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureSpec
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
 from monolith.tensors import Prefetched, prefetch
 
@@ -111,13 +112,17 @@ class Pipeline:
         """Read up to so many batches ahead in a thread of its own; 0 for none."""
         return Pipeline(_Ahead(self._source, batches))
 
-    def to_batches(self, spec: BatchSpec) -> Batches:
-        """Turn records into what a model reads.
+    def to_batches(self, spec: BatchSpec | FeatureSpec) -> Batches:
+        """Turn records into what a model reads: columns of ids and numbers by a `BatchSpec`, raw ones by a
+        `FeatureSpec`.
 
         Records whose event time is out of range, or one of whose labels is NaN or infinite, are left out,
         counted and put where the source puts malformed ones; see `BatchSpec.max_bad`. Reading raises a
-        DataError where the data has no column of that name; see `BatchSpec.optional`.
+        DataError where the data has no column of that name; see `BatchSpec.optional`. By a feature spec, so
+        are those of which some other value cannot be read.
         """
+        if isinstance(spec, FeatureSpec):
+            return Batches(_SpecBatched(self._source, spec))
         return Batches(_Batched(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:
@@ -274,6 +279,26 @@ class _Batched(_Passing):
     def restore(self, position: Position) -> None:
         super().restore(position)
         self._make = BatchMaker(self._spec, resumed=True)
+
+
+class _SpecBatched(_Passing):
+    def __init__(self, source: Source, spec: FeatureSpec) -> None:
+        super().__init__(source)
+        self._spec = spec
+        self._resumed = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        make = SpecBatchMaker(self._spec, self.set_aside, resumed=self._resumed)
+        with closed_after(self._source) as batches:
+            for records in batches:
+                made = make(records)
+                if made is not None:
+                    yield made
+        make.end()
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._resumed = True
 
 
 class _Watched(_Passing):

@@ -607,7 +607,7 @@ class Layouts:
         features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).
         """
 
-    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int) -> LayoutBatch:
+    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> LayoutBatch:
         """Find the distinct ids of each table."""
 
     def gather(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
@@ -656,14 +656,36 @@ class Routes:
     def gather_rows(self, servers: Sequence[Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]], rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Write the rows of each server where the caller has them."""
 
-def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
-    """One fid per string; string i is text[splits[i]:splits[i + 1]]."""
+def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int | None, version: int) -> NDArray[numpy.int64]:
+    """
+    One fid per string, or without a slot its hash; string i is text[splits[i]:splits[i + 1]].
+    """
 
 def hash_floats(values: NDArray[numpy.float32], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per number."""
 
 def hash_integers(values: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per integer."""
+
+def hash_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (ids, splits, bad): an id for each item of each text, a fid of version 2 where there is a slot.
+    """
+
+def read_whole_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (values, splits, bad): the whole numbers that texts hold, and the rows where some are none.
+    """
+
+def read_number_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (values, splits, bad): the numbers that texts hold, and the rows where some are none.
+    """
+
+def cross_cells(columns: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.int64]]], most: int, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (ids, splits, bad): an id for every way to take one id of each of the columns, (ids, splits) each.
+    """
 
 class SplitStream:
     """The whole records that a buffer begins with."""
