@@ -7,6 +7,7 @@ checkpointer.restore(prefix)
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
 from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.features import FEATURES, FeaturesPart, saved_spec
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
 from monolith.checkpoint.folder.saver import Saver, checkpoint_exists, require_checkpoint
@@ -30,6 +31,7 @@ from monolith.checkpoint.shares import merge_entries
 from monolith.checkpoint.tables import TablesPart
 
 __all__ = [
+    "FEATURES",
     "CheckpointState",
     "Checkpointer",
     "CkptInfo",
@@ -37,6 +39,7 @@ __all__ = [
     "CustomRestore",
     "DensePart",
     "Difference",
+    "FeaturesPart",
     "FoundRow",
     "Link",
     "Listed",
@@ -73,6 +76,7 @@ __all__ = [
     "require_checkpoint",
     "reshard",
     "resolve_restore",
+    "saved_spec",
     "start_from",
     "wait_for_start",
 ]

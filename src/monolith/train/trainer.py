@@ -394,7 +394,8 @@ class Trainer:
             options = replace(
                 config.restore.options(config.model_dir), optimizer_state="reset", custom=custom
             )
-            restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
+            parts = [*model.features_parts(), *model.parts()]
+            restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
             with own.drawn():
                 data = self.task.dataset(mode)
