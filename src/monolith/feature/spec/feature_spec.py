@@ -272,11 +272,19 @@ class FeatureSpec:
         first[some] = ids.flat_values[ids.row_splits[:-1][some]]
         return first if ids.nrows == len(batch) else first.expand(len(batch))
 
-    def fit(self, stream: Iterable[RawColumns], **options: Any) -> FeatureSpec:
-        """Return the same with means and quantiles learned in one pass; see `fitting.fit`."""
+    def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
+        """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.
+
+        Args:
+            stream: Read once to its end: a source or a `Pipeline`, of which `take` reads only some.
+            show: Whether to say on standard error how far it has come.
+
+        Raises:
+            DataError: A feature to learn found no number at all.
+        """
         from monolith.feature.spec.fitting import fit
 
-        return fit(self, stream, **options)
+        return fit(self, stream, show=show)
 
     def without_labels(self) -> FeatureSpec:
         """Return the same for data that has no labels: what a server reads."""

@@ -160,7 +160,7 @@ class RawReader:
         if one.weights is None:
             return
         given = self._raw(records, one.weights, torch.float32, together)
-        weights = _numbers(name, one.weights, given, one.separator, found)
+        weights = numbers_of(name, one.weights, given, one.separator, found)
         _check_lengths(name, one.weights, ids, weights, found)
         _check_finite(name, one.weights, weights, found)
         found.weights[name] = weights.flat_values
@@ -197,7 +197,7 @@ class RawReader:
     def _buckets(self, name: str, one: BucketFeature, records: RawColumns, found: Reading) -> None:
         column = one.column or name
         raw = self._raw(records, column, torch.float32)
-        numbers = _numbers(name, column, raw, one.separator, found)
+        numbers = numbers_of(name, column, raw, one.separator, found)
         _check_finite(name, column, numbers, found)
         assert one.boundaries is not None
         self._put(name, self._bucketed(name, numbers, one.boundaries), found)
@@ -269,7 +269,7 @@ class RawReader:
 
     def _floats(self, name: str, one: FloatFeature, records: RawColumns, found: Reading) -> None:
         column = one.column or name
-        numbers = _numbers(name, column, self._raw(records, column, torch.float32), one.separator, found)
+        numbers = numbers_of(name, column, self._raw(records, column, torch.float32), one.separator, found)
         _check_finite(name, column, numbers, found)
         lengths = numbers.row_lengths()
         rows = numbers.nrows
@@ -357,7 +357,7 @@ def _whole(name: str, column: str, raw: RaggedTensor, separator: str | None, fou
     return _ragged(values, splits)
 
 
-def _numbers(
+def numbers_of(
     name: str, column: str, raw: RaggedTensor, separator: str | None, found: Reading
 ) -> RaggedTensor:
     """Return a column of numbers: int64 or float32."""
