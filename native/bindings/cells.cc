@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -51,9 +52,66 @@ nb::tuple cross(const std::vector<std::tuple<Splits, Splits>>& columns, std::siz
   return as_tuple(std::move(found));
 }
 
+using Texts = std::tuple<Column<std::uint8_t>, Splits>;
+
+template <class Array>
+auto span_of(const std::optional<Array>& array) -> decltype(as_span(*array)) {
+  return array ? as_span(*array) : decltype(as_span(*array))();
+}
+
+nb::tuple pack(
+    const std::vector<std::tuple<RawIds::Kind, std::optional<Texts>, std::optional<Splits>,
+                                 std::optional<Column<float>>, Splits, std::optional<Column<double>>,
+                                 std::optional<char>, std::optional<std::uint32_t>>>& features) {
+  std::vector<RawIds> raw;
+  for (const auto& [kind, texts, ints, floats, rows, boundaries, separator, slot] : features) {
+    RawIds one{kind,      {},    span_of(ints), span_of(floats), as_span(rows), span_of(boundaries),
+               separator, {slot}};
+    if (texts)
+      one.texts = {std::as_bytes(as_span(std::get<0>(*texts))), as_span(std::get<1>(*texts)), as_span(rows)};
+    if ((kind == RawIds::Kind::kHashed || kind == RawIds::Kind::kWholeTexts) != texts.has_value())
+      throw std::invalid_argument("texts go with the kinds that read texts, and with no others");
+    raw.push_back(one);
+  }
+  PackedIds found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = pack_ids(raw);
+  }
+  return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)), found.fine);
+}
+
+bool pack_floats(
+    const std::vector<std::tuple<std::optional<Splits>, std::optional<Column<float>>, Splits>>& columns,
+    std::size_t rows, const nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>& out) {
+  std::vector<RawNumbers> raw;
+  for (const auto& [ints, floats, splits] : columns)
+    raw.push_back({span_of(ints), span_of(floats), as_span(splits)});
+  nb::gil_scoped_release unlocked;
+  return pack_numbers(raw, rows, as_span(out));
+}
+
 }  // namespace
 
 void bind_cells(nb::module_& m) {
+  nb::enum_<RawIds::Kind>(m, "RawKind", "What a raw column of ids holds, and what becomes of it.")
+      .value("HASHED", RawIds::Kind::kHashed)
+      .value("WHOLE_TEXTS", RawIds::Kind::kWholeTexts)
+      .value("INTS", RawIds::Kind::kInts)
+      .value("INT_BUCKETS", RawIds::Kind::kIntBuckets)
+      .value("FLOAT_BUCKETS", RawIds::Kind::kFloatBuckets);
+  m.def("pack_ids", &pack, "features"_a,
+        nb::sig("def pack_ids(features: Sequence[tuple[RawKind, tuple[NDArray[numpy.uint8], "
+                "NDArray[numpy.int64]] | None, NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
+                "NDArray[numpy.int64], NDArray[numpy.float64] | None, str | None, int | None]]) -> "
+                "tuple[NDArray[numpy.int64], NDArray[numpy.int64], bool]"),
+        "(ids, splits, fine) of features: (kind, (bytes, splits), ints, floats, rows, boundaries, separator, "
+        "slot). Where something cannot be read, not fine, and the rest means nothing.");
+  m.def(
+      "pack_numbers", &pack_floats, "columns"_a, "rows"_a, "out"_a.noconvert(),
+      nb::sig("def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] "
+              "| None, NDArray[numpy.int64]]], rows: int, out: NDArray[numpy.float32]) -> bool"),
+      "Copy columns, (ints, floats, rows), of one finite number per row; False where one has others.");
   m.def(
       "hash_cells",
       [](nb::handle text, const Splits& splits, const Splits& rows, std::optional<char> separator,

@@ -22,6 +22,9 @@ struct IdKind {
   std::int64_t operator()(std::uint64_t hash) const {
     return slot ? make_fid(2, *slot, hash) : static_cast<std::int64_t>(hash);
   }
+  // Whether a value stays what it is: a fid has 48 bits for it.
+  bool takes(std::int64_t value) const { return !slot || value >> kSignatureBits[1] == 0; }
+  std::int64_t of(std::int64_t value) const { return (*this)(static_cast<std::uint64_t>(value)); }
 };
 
 struct TextColumn {
@@ -49,6 +52,38 @@ Lists<std::int64_t> hash_cells(const TextColumn& column, std::optional<char> sep
 // The numbers that the texts hold, with blanks around them or not.
 Lists<std::int64_t> read_whole_cells(const TextColumn& column, std::optional<char> separator);
 Lists<float> read_number_cells(const TextColumn& column, std::optional<char> separator);
+
+// One feature of ids, as its raw column has it.
+struct RawIds {
+  enum class Kind : std::uint8_t { kHashed, kWholeTexts, kInts, kIntBuckets, kFloatBuckets };
+
+  Kind kind;
+  TextColumn texts;                    // of the first two kinds
+  std::span<const std::int64_t> ints;  // of those that begin so
+  std::span<const float> floats;
+  std::span<const std::int64_t> rows;  // where there are no texts: of rows among the numbers
+  std::span<const double> boundaries;  // rising; a number that is one of them is in the bucket above
+  std::optional<char> separator;
+  IdKind id;
+};
+
+struct PackedIds {
+  std::vector<std::int64_t> ids;     // of all features, cell after cell
+  std::vector<std::int64_t> splits;  // where each cell begins, then their number
+  bool fine = true;                  // false: something could not be read, and the rest means nothing
+};
+
+// The ids of many features in one pass, as a batch has them.
+PackedIds pack_ids(std::span<const RawIds> features);
+
+// Columns of exactly one finite number in each row, one after the other; false where one has other rows.
+// `ints` are whole numbers in place of `floats`, and `rows` as above. `out` has room for all.
+struct RawNumbers {
+  std::span<const std::int64_t> ints;
+  std::span<const float> floats;
+  std::span<const std::int64_t> rows;
+};
+bool pack_numbers(std::span<const RawNumbers> columns, std::size_t rows, std::span<float> out);
 
 // One id for every way to take one id of each column, the last column's changing first. Rows with more than
 // `most` ways are bad.

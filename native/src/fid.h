@@ -28,12 +28,23 @@ inline std::int64_t make_fid(int version, std::uint32_t slot, std::uint64_t sign
 // hash begins, tells from zeros in the text.
 inline std::uint64_t hash_bytes(std::span<const std::byte> text) {
   std::uint64_t hash = mix(static_cast<std::int64_t>(text.size()));
-  for (std::size_t at = 0; at < text.size(); at += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, text.data() + at, text.size() - at < 8 ? text.size() - at : 8);
+  std::uint64_t word = 0;
+  std::size_t at = 0;
+  for (; at + 8 <= text.size(); at += 8) {
+    std::memcpy(&word, text.data() + at, 8);
     hash = mix(static_cast<std::int64_t>(hash ^ word));
   }
-  return hash;
+  const std::size_t rest = text.size() - at;
+  if (rest == 0) return hash;
+  if (at > 0) {  // the last eight bytes, without those that were in the word before
+    std::memcpy(&word, text.data() + text.size() - 8, 8);
+    word >>= 8 * (8 - rest);
+  } else {
+    word = 0;
+    for (std::size_t i = 0; i < rest; ++i)
+      word |= static_cast<std::uint64_t>(static_cast<std::uint8_t>(text[i])) << 8 * i;
+  }
+  return mix(static_cast<std::int64_t>(hash ^ word));
 }
 static_assert(std::endian::native == std::endian::little);
 

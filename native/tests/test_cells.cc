@@ -1,3 +1,4 @@
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -68,6 +69,39 @@ void a_cross_has_every_way_to_take_one_of_each() {
   CHECK(few.values == (Ids{found.values[4]}));
 }
 
+void features_are_packed_one_after_the_other() {
+  const Texts texts = Texts().row({"ab"}).row({"c", "d"}), lists = Texts().row({"1|2"}).row({""});
+  const Ids ints{7, 8}, rows{0, 0, 2};
+  const std::vector<float> floats{0.5f, 2.0f};
+  const Ids each{0, 1, 2};
+  const std::vector<double> boundaries{0.5, 1.0};
+  using Kind = RawIds::Kind;
+  const std::vector<RawIds> features{
+      {Kind::kHashed, texts.column(), {}, {}, {}, {}, std::nullopt, {}},
+      {Kind::kWholeTexts, lists.column(), {}, {}, {}, {}, '|', {}},
+      {Kind::kInts, {}, ints, {}, rows, {}, std::nullopt, {3}},
+      {Kind::kFloatBuckets, {}, {}, floats, each, boundaries, std::nullopt, {}},
+  };
+  const PackedIds packed = pack_ids(features);
+  CHECK(packed.fine);
+  CHECK(packed.ids ==
+        (Ids{hash("ab"), hash("c"), hash("d"), 1, 2, make_fid(2, 3, 7), make_fid(2, 3, 8), 1, 2}));
+  CHECK(packed.splits == (Ids{0, 1, 3, 5, 5, 5, 7, 8, 9}));
+  const Texts word = Texts().row({"x"});
+  CHECK(!pack_ids(std::vector<RawIds>{{Kind::kWholeTexts, word.column(), {}, {}, {}, {}, {}, {}}}).fine);
+}
+
+void numbers_are_packed_where_each_row_has_one() {
+  const std::vector<float> floats{0.5f, 2.0f}, infinite{0.5f, INFINITY};
+  const Ids ints{7, 8}, each{0, 1, 2}, none{0, 0, 2};
+  std::vector<float> out(4);
+  CHECK(pack_numbers(std::vector<RawNumbers>{{{}, floats, each}, {ints, {}, each}}, 2, out));
+  CHECK(out == (std::vector<float>{0.5f, 2, 7, 8}));
+  out.resize(2);
+  CHECK(!pack_numbers(std::vector<RawNumbers>{{{}, floats, none}}, 2, out));
+  CHECK(!pack_numbers(std::vector<RawNumbers>{{{}, infinite, each}}, 2, out));
+}
+
 void splits_that_do_not_fit_are_refused() {
   const std::string text = "abc";
   const Ids beyond{0, 4}, falling{2, 1}, rows{0, 1}, fine{0, 3}, many{0, 2};
@@ -86,6 +120,8 @@ int main() {
       {"a slot makes fids", a_slot_makes_fids},
       {"numbers are read, and rows that hold others named", numbers_are_read_and_rows_that_hold_others_named},
       {"a cross has every way to take one of each", a_cross_has_every_way_to_take_one_of_each},
+      {"features are packed one after the other", features_are_packed_one_after_the_other},
+      {"numbers are packed where each row has one", numbers_are_packed_where_each_row_has_one},
       {"splits that do not fit are refused", splits_that_do_not_fit_are_refused},
   });
 }

@@ -65,7 +65,7 @@ class BadRecords:
         if not bad:
             return records
         self.count += len(bad)
-        self._last = next(reversed(bad.values()))
+        self._last = list(bad.values())[-1]
         self._set_aside(
             [BadRecord(row, why, _as_json(records.take(torch.tensor([row])))) for row, why in bad.items()]
         )

@@ -667,6 +667,29 @@ def hash_floats(values: NDArray[numpy.float32], slot: int, version: int) -> NDAr
 def hash_integers(values: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per integer."""
 
+class RawKind(enum.Enum):
+    """What a raw column of ids holds, and what becomes of it."""
+
+    HASHED = 0
+
+    WHOLE_TEXTS = 1
+
+    INTS = 2
+
+    INT_BUCKETS = 3
+
+    FLOAT_BUCKETS = 4
+
+def pack_ids(features: Sequence[tuple[RawKind, tuple[NDArray[numpy.uint8], NDArray[numpy.int64]] | None, NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64], NDArray[numpy.float64] | None, str | None, int | None]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], bool]:
+    """
+    (ids, splits, fine) of features: (kind, (bytes, splits), ints, floats, rows, boundaries, separator, slot). Where something cannot be read, not fine, and the rest means nothing.
+    """
+
+def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64]]], rows: int, out: NDArray[numpy.float32]) -> bool:
+    """
+    Copy columns, (ints, floats, rows), of one finite number per row; False where one has others.
+    """
+
 def hash_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """
     (ids, splits, bad): an id for each item of each text, a fid of version 2 where there is a slot.

@@ -26,6 +26,7 @@ from monolith.feature import (
     make_fid,
     slot_of,
 )
+from monolith.feature.spec.packing import Packer
 
 
 def spec(event_time: str | None = None, fids: bool = False, **features: Any) -> FeatureSpec:
@@ -91,7 +92,13 @@ def test_weights_stand_beside_their_items():
     one = spec(tags=IdFeature(weights="w"), item=IdFeature())
     batch = one.make(records(tags=[[1, 2], [3]], w=[[0.5, 2.0], [3.0]], item=[[7], [8]]))
     assert batch.ids.weights is not None
-    assert batch.ids.weights.tolist() == [0.5, 2.0, 3.0, 1.0, 1.0]
+    assert dict(zip(batch.ids.ids.tolist(), batch.ids.weights.tolist(), strict=True)) == {
+        1: 0.5,
+        2: 2.0,
+        3: 3.0,
+        7: 1.0,
+        8: 1.0,
+    }
     texts = spec(tags=IdFeature(weights="w", separator="|"))
     batch = texts.make(records(tags=[[b"1|2"], [b""]], w=[[b"0.5|2"], [b""]]))
     assert batch.ids.weights is not None
@@ -241,3 +248,63 @@ def test_event_times_and_labels_that_cannot_be_are_bad():
     found = bad(one, records(x=[[1], [2], [3]], y=[[1.0], [float("nan")], [0.0]], t=[[5], [5], [-1]]))
     assert found[1] == "label 'y' is [nan]"
     assert "event time 't' must be Unix seconds" in found[2]
+
+
+# All at once
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.binary(max_size=12)),
+            st.lists(st.integers(-(1 << 63), (1 << 63) - 1)),
+            st.floats(width=32),
+            st.integers(-(1 << 60), 1 << 60),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.booleans(),
+)
+def test_features_read_at_once_are_those_read_one_by_one(rows: list[Any], fids: bool):
+    one = spec(
+        fids=fids,
+        text=IdFeature(kind="string"),
+        split=IdFeature(column="text", kind="string", separator="a"),
+        item=IdFeature(),
+        bucket=BucketFeature(column="number", boundaries=(-1.0, 0.1, 0.7, 5.0)),
+        big=BucketFeature(column="whole", boundaries=(0.0, float(1 << 50))),
+        number=FloatFeature(),
+        log=FloatFeature(column="number", scale="log"),
+        whole=FloatFeature(scale="standard", mean=(1.0,), std=(3.0,)),
+        both=CrossFeature(of=("text", "bucket"), most=50),
+    )
+    texts, items, numbers, whole = zip(*rows, strict=True)
+    some = records(
+        text=[*texts, [b"x"]],
+        item=[*items, [1]],
+        number=[*([value] for value in numbers), [0.7]],
+        whole=[*([value] for value in whole), [7]],
+    )
+    at_once = one.reader.read(some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packer, "ids", lambda *_: None)
+        patch.setattr(Packer, "floats", lambda *_: None)
+        slowly = one.reader.read(some)
+    assert at_once.bad == slowly.bad
+    for name in one.ids:
+        if not slowly.bad:
+            assert at_once.ids_of(name).to_list() == slowly.ids_of(name).to_list()
+            assert ids(at_once.batch(), name) == ids(slowly.batch(), name)
+    if not slowly.bad:
+        for name in one.floats:
+            assert torch.equal(at_once.floats[name], slowly.floats[name])
+
+
+def test_plain_features_are_read_at_once():
+    one = spec(text=IdFeature(kind="string"), age=BucketFeature(boundaries=(1.0,)), price=FloatFeature())
+    reading = one.reader.read(records(text=[[b"a"], []], age=[[1.0], [0.0]], price=[[1.0], [2.0]]))
+    assert reading.packed is not None
+    assert reading.packed.names == ("text", "age")
+    assert reading.ids == {}

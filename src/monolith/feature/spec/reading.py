@@ -26,6 +26,7 @@ from monolith.feature.spec.kinds import (
     Label,
     SequenceFeature,
 )
+from monolith.feature.spec.packing import PackedIds, Packer
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -56,6 +57,8 @@ class Reading:
     size: int
     bad: dict[int, str] = field(default_factory=dict)
     """Record to why it cannot be trained on; the first reason found."""
+    packed: PackedIds | None = None
+    """Features that were read at once; the others are in `ids`."""
     ids: dict[str, RaggedTensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
@@ -75,21 +78,42 @@ class Reading:
             for record in records:
                 self.bad.setdefault(record, reason(row))
 
+    def ids_of(self, name: str) -> RaggedTensor:
+        """Return the ids of one feature."""
+        if self.packed is not None and name in self.packed.names:
+            return self.packed.ragged(name)
+        return self.ids[name]
+
     def batch(self) -> Batch:
         """Return it as a batch; only where nothing is bad."""
-        times = self.event_times
-        return Batch(
-            FeatureIds.pack(
+        return Batch(self._feature_ids(), self.floats, self.labels)
+
+    def _feature_ids(self) -> FeatureIds:
+        times, packed = self.event_times, self.packed
+        event_time = 0 if times is None or not len(times) else int(times.max())
+        rest = None
+        if self.ids or packed is None:
+            rest = FeatureIds.pack(
                 self.ids,
                 shared=self.shared,
                 batch_size=self.size,
-                event_time=0 if times is None or not len(times) else int(times.max()),
+                event_time=event_time,
                 event_times=times,
                 weights=self.weights or None,
-            ),
-            self.floats,
-            self.labels,
-        )
+            )
+            if packed is None:
+                return rest
+        assert packed is not None
+        names, ids, splits = packed.names, packed.ids, packed.splits
+        shared = tuple(rows != self.size for rows in packed.rows)
+        weights = None
+        if rest is not None:
+            if rest.weights is not None:
+                weights = torch.cat([torch.ones(len(ids)), rest.weights])
+            splits = torch.cat([splits, rest.splits[1:] + len(ids)])
+            ids = torch.cat([ids, rest.ids])
+            names, shared = (*names, *rest.names), (*shared, *rest.shared)
+        return FeatureIds(names, ids, splits, self.size, shared, event_time, times, weights)
 
 
 class RawReader:
@@ -97,6 +121,7 @@ class RawReader:
 
     def __init__(self, spec: FeatureSpec) -> None:
         self._spec = spec
+        self._packer = Packer(spec)
         if spec.to_learn:
             self._unlearned: str | None = spec.to_learn[0]
         else:
@@ -131,8 +156,16 @@ class RawReader:
             )
         found = Reading(records.size)
         times = self._event_times(records, found)
+        found.packed = self._packer.ids(records)
+        packed = () if found.packed is None else found.packed.names
+        numbers = self._packer.floats(records) or {}
         for name, one in spec.features.items():
-            if isinstance(one, IdFeature):
+            if name in packed:
+                continue
+            if name in numbers:
+                assert isinstance(one, FloatFeature)
+                found.floats[name] = _scaled(one, numbers[name])
+            elif isinstance(one, IdFeature):
                 self._ids(name, one, records, found)
             elif isinstance(one, BucketFeature):
                 self._buckets(name, one, records, found)
@@ -143,8 +176,6 @@ class RawReader:
         for name, one in spec.features.items():
             if isinstance(one, CrossFeature):
                 self._cross(name, one, found)
-        if list(found.ids) != list(spec.ids):
-            found.ids = {name: found.ids[name] for name in spec.ids}
         for task, label in spec.labels.items():
             self._label(task, label, records, found)
         return found
@@ -241,7 +272,7 @@ class RawReader:
         self._put(name + ".gap", _cut(self._bucketed(name + ".gap", gaps, one.gaps), one), found)
 
     def _cross(self, name: str, one: CrossFeature, found: Reading) -> None:
-        parts = [found.ids[part] for part in one.of]
+        parts = [found.ids_of(part) for part in one.of]
         if len({part.nrows for part in parts}) > 1:
             parts = [_spread(part, found.size) for part in parts]
         ids, splits, bad = native.cross_cells(
