@@ -63,7 +63,7 @@ def _plan_of(name: str, one: AnyFeature, slot: int | None) -> _Plan:
     if isinstance(one, BucketFeature):
         exact = np.array(one.boundaries, dtype=np.float64)
         rounded = exact.astype(np.float32).astype(np.float64)
-        into = (None, kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS)
+        into: tuple[Any, Any, Any] = (None, kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS)
         return _Plan(one.column or name, *into, exact, rounded, one.separator, slot)
     assert isinstance(one, IdFeature)
     into = (kinds.HASHED, None, None) if one.kind == "string" else (kinds.WHOLE_TEXTS, kinds.INTS, None)
