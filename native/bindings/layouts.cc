@@ -33,9 +33,10 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> view(nb::handle batch, std::span<const T>
 
 std::unique_ptr<LayoutBatch> plan(const Layouts& layouts, const Ids& ids, const Ids& splits,
                                   const Column<std::uint8_t>& shared, const Ids& where,
-                                  std::size_t batch_size) {
+                                  std::size_t batch_size, const std::optional<Floats>& weights) {
   nb::gil_scoped_release unlocked;
-  return layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size);
+  return layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size,
+                      weights ? as_span(*weights) : std::span<const float>());
 }
 
 void gather(const Layouts& layouts, const LayoutBatch& batch, const Floats& rows,
@@ -105,7 +106,8 @@ void bind_layouts(nb::module_& m) {
       .def(nb::new_(&make), "table_dims"_a, "features"_a, "uses"_a, "output_floats"_a, "workers"_a.none(),
            "features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).")
       .def("plan", &plan, "ids"_a.noconvert(), "splits"_a.noconvert(), "shared"_a.noconvert(),
-           "where"_a.noconvert(), "batch_size"_a, "Find the distinct ids of each table.")
+           "where"_a.noconvert(), "batch_size"_a, "weights"_a.noconvert().none() = nb::none(),
+           "Find the distinct ids of each table.")
       .def("gather", &gather, "batch"_a, "rows"_a.noconvert(), "outputs"_a.noconvert(),
            "Fill the outputs from one row per distinct id.")
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,

@@ -1,173 +1,17 @@
 #include "csv_parser.h"
 
 #include <algorithm>
-#include <bit>
-#include <charconv>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <utility>
+
+#include "texts.h"
 
 namespace monolith {
 namespace {
 
 constexpr std::size_t kShown = 40;  // bytes of a wrong value
 constexpr std::string_view kLineEnds = "\r\n";
-constexpr std::string_view kNotWhole = "is not a whole number";
-constexpr std::string_view kTooLarge = "does not fit into 64 bits";
-constexpr std::string_view kNotNumber = "is not a number";
-
-bool is_digit(char c) {
-  return c >= '0' && c <= '9';
-}
-
-// As Python strips bytes.
-bool is_blank(char c) {
-  return c == ' ' || (c >= '\t' && c <= '\r');
-}
-
-std::string_view strip(std::string_view text) {
-  while (!text.empty() && is_blank(text.front())) text.remove_prefix(1);
-  while (!text.empty() && is_blank(text.back())) text.remove_suffix(1);
-  return text;
-}
-
-// Fields are short, so that eight bytes at once beat a call to the best of loops.
-constexpr bool kEightAtOnce = std::endian::native == std::endian::little;
-
-std::uint64_t load_eight(const char* from) {
-  std::uint64_t eight;
-  std::memcpy(&eight, from, sizeof eight);
-  return eight;
-}
-
-// The first place of `wanted` from `begin` on, or the size of the text.
-std::size_t find_byte(std::string_view text, char wanted, std::size_t begin = 0) {
-  constexpr std::uint64_t kOnes = 0x0101010101010101, kHigh = 0x8080808080808080;
-  if constexpr (kEightAtOnce) {
-    const std::uint64_t mask = kOnes * static_cast<std::uint8_t>(wanted);
-    for (; text.size() - begin >= 8; begin += 8) {
-      const std::uint64_t eight = load_eight(text.data() + begin) ^ mask;
-      if (const std::uint64_t zeros = (eight - kOnes) & ~eight & kHigh; zeros != 0)
-        return begin + static_cast<std::size_t>(std::countr_zero(zeros)) / 8;
-    }
-  }
-  while (begin < text.size() && text[begin] != wanted) ++begin;
-  return begin;
-}
-
-// Whether these are eight digits, and what they make.
-bool read_eight_digits(const char* text, std::uint64_t& number) {
-  std::uint64_t eight = load_eight(text);
-  if ((((eight + 0x4646464646464646) | (eight - 0x3030303030303030)) & 0x8080808080808080) != 0) return false;
-  eight -= 0x3030303030303030;
-  eight = eight * 10 + (eight >> 8);  // pairs, then all four of them
-  number = ((eight & 0x000000ff000000ff) * 0x000f424000000064 +
-            (eight >> 16 & 0x000000ff000000ff) * 0x0000271000000001) >>
-           32;
-  return true;
-}
-
-// Reads a stripped integer; returns what is wrong with it, or nothing.
-std::string_view read_whole(std::string_view text, std::int64_t& value) {
-  constexpr std::uint64_t kLeast20 = 10'000'000'000'000'000'000u;  // of 20 digits
-  const bool negative = !text.empty() && text.front() == '-';
-  if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
-  if (text.empty()) return kNotWhole;
-  std::uint64_t number = 0;  // if it wraps, that is found below
-  std::size_t at = 0;
-  if constexpr (kEightAtOnce) {
-    for (std::uint64_t eight = 0; text.size() - at >= 8; at += 8) {
-      if (!read_eight_digits(text.data() + at, eight)) return kNotWhole;
-      number = number * 100'000'000 + eight;
-    }
-  }
-  for (; at < text.size(); ++at) {
-    if (!is_digit(text[at])) return kNotWhole;
-    number = number * 10 + static_cast<std::uint64_t>(text[at] - '0');
-  }
-  if (text.size() > 19) {
-    const std::string_view digits = text.substr(std::min(text.find_first_not_of('0'), text.size()));
-    if (digits.size() > 20) return kTooLarge;
-    if (digits.size() == 20 && (digits.front() > '1' || number < kLeast20)) return kTooLarge;
-  }
-  if (negative && number > std::uint64_t{1} << 63) return kTooLarge;
-  value = static_cast<std::int64_t>(negative ? 0 - number : number);
-  return {};
-}
-
-bool equals_ignoring_case(std::string_view text, std::string_view lower) {
-  return std::ranges::equal(text, lower, [](char a, char b) { return (a | 0x20) == b; });
-}
-
-// Whether a number that no double holds is too large, and not too small: where its first digit stands.
-bool is_huge(std::string_view mantissa, std::string_view exponent) {
-  const std::size_t point = std::min(mantissa.find('.'), mantissa.size());
-  const std::size_t first = mantissa.find_first_not_of("0.");
-  if (first == std::string_view::npos) return false;
-  const bool negative = !exponent.empty() && exponent.front() == '-';
-  if (!exponent.empty() && !is_digit(exponent.front())) exponent.remove_prefix(1);
-  std::int64_t power = 0;
-  for (const char c : exponent) power = std::min<std::int64_t>(power * 10 + (c - '0'), 1'000'000'000'000);
-  return (negative ? -power : power) + static_cast<std::int64_t>(point) - static_cast<std::int64_t>(first) >
-         0;
-}
-
-// Reads a stripped number as Python reads a float; returns what is wrong with it, or nothing.
-std::string_view read_number(std::string_view text, float& value) {
-  const bool negative = !text.empty() && text.front() == '-';
-  if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
-  const auto signed_value = [negative](double number) {
-    return static_cast<float>(std::copysign(number, negative ? -1.0 : 1.0));
-  };
-  if (equals_ignoring_case(text, "inf")) {
-    value = signed_value(std::numeric_limits<double>::infinity());
-    return {};
-  }
-  if (equals_ignoring_case(text, "nan")) {
-    value = signed_value(std::numeric_limits<double>::quiet_NaN());
-    return {};
-  }
-  // What std::from_chars takes is near what we do, and not the same.
-  std::size_t at = 0, digits = 0;
-  for (; at < text.size() && is_digit(text[at]); ++at) ++digits;
-  if (at < text.size() && text[at] == '.') ++at;
-  for (; at < text.size() && is_digit(text[at]); ++at) ++digits;
-  if (digits == 0) return kNotNumber;
-  const std::size_t mantissa = at;
-  if (at < text.size() && (text[at] | 0x20) == 'e') {
-    ++at;
-    if (at < text.size() && (text[at] == '-' || text[at] == '+')) ++at;
-    const std::size_t power = at;
-    while (at < text.size() && is_digit(text[at])) ++at;
-    if (at == power) return kNotNumber;
-  }
-  if (at != text.size()) return kNotNumber;
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error == std::errc::result_out_of_range)
-    number =
-        is_huge(text.substr(0, mantissa), text.substr(std::min(mantissa + 1, text.size()))) ? INFINITY : 0.0;
-  else if (error != std::errc() || end != text.data() + text.size())
-    return kNotNumber;
-  value = signed_value(number);
-  return {};
-}
-
-// Calls `take` with each value of a field, as long as it returns true.
-template <class Take>
-void each_value(std::string_view field, std::optional<char> separator, Take&& take) {
-  if (!separator) {
-    if (!field.empty()) take(field);
-    return;
-  }
-  while (!field.empty()) {
-    const std::size_t end = find_byte(field, *separator);
-    if (end > 0 && !take(field.substr(0, end))) return;
-    field.remove_prefix(std::min(end + 1, field.size()));
-  }
-}
 
 // A value that cannot be read.
 struct Wrong {

@@ -9,7 +9,7 @@
 
 namespace monolith {
 
-inline std::uint64_t mix(std::int64_t id) {
+inline constexpr std::uint64_t mix(std::int64_t id) {
   auto h = static_cast<std::uint64_t>(id);
   h ^= h >> 32;
   h *= 0xd6e8feb86659fd93ULL;

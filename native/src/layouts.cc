@@ -143,8 +143,11 @@ void Layouts::spread(std::size_t count, std::size_t grain, Each&& each) const {
 std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
                                            std::span<const std::int64_t> splits,
                                            std::span<const std::uint8_t> shared,
-                                           std::span<const std::int64_t> where,
-                                           std::size_t batch_size) const {
+                                           std::span<const std::int64_t> where, std::size_t batch_size,
+                                           std::span<const float> weights) const {
+  if (!weights.empty() && weights.size() != ids.size())
+    refuse("there must be one weight per id, or none: expected " + std::to_string(ids.size()) + ", got " +
+           std::to_string(weights.size()));
   if (ids.size() >= UINT32_MAX || splits.size() >= UINT32_MAX) refuse("a batch may have 2^32 - 2 ids");
   if (where.size() != features_.size())
     refuse("where must have one entry per feature: expected " + std::to_string(features_.size()) + ", got " +
@@ -189,6 +192,7 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
     }
     batch->cells_.push_back(cells);
   }
+  if (!weights.empty()) weigh(*batch, weights);
 
   // Each table works in a part of its own, as large as if no id came twice.
   const std::size_t tables = table_dims_.size();
@@ -234,6 +238,26 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
   return batch;
 }
 
+void Layouts::weigh(LayoutBatch& batch, std::span<const float> weights) const {
+  batch.factors_.assign(weights.begin(), weights.end());
+  for (std::size_t f = 0; f < features_.size(); ++f) {
+    LayoutBatch::Cells& cells = batch.cells_[f];
+    if (cells.count == 0) continue;
+    const std::uint32_t* const splits = batch.splits_.data() + cells.begin;
+    cells.weighted = std::any_of(weights.begin() + splits[0], weights.begin() + splits[cells.count],
+                                 [](float weight) { return weight != 1.0f; });
+    if (!cells.weighted) continue;
+    if (features_[f].pooling == Pooling::kMax) refuse("a feature that takes the maximum has no weights");
+    if (features_[f].pooling != Pooling::kMean) continue;
+    for (std::uint32_t c = 0; c < cells.count; ++c) {
+      float sum = 0;
+      for (std::uint32_t at = splits[c]; at < splits[c + 1]; ++at) sum += weights[at];
+      for (std::uint32_t at = splits[c]; at < splits[c + 1]; ++at)
+        batch.factors_[at] = sum == 0 ? 0.0f : weights[at] / sum;
+    }
+  }
+}
+
 void Layouts::check(const LayoutBatch& batch, std::size_t rows, std::size_t outputs) const {
   if (batch.cells_.size() != features_.size() || batch.sizes_.size() != table_dims_.size())
     refuse("the batch was planned by other layouts");
@@ -254,7 +278,7 @@ void Layouts::gather_use(const LayoutBatch& batch, const UseSpec& use, const flo
   const float* const rows = all_rows + batch.floats_[feature.table] + use.start;
   const auto row = [&](std::uint32_t at) { return rows + batch.rows_[at] * dim; };
 
-  if (cells.one_each && !cells.shared &&
+  if (cells.one_each && !cells.shared && !cells.weighted &&
       feature.length == 0) {  // as most features are, and as good as pooled
     const std::uint32_t first = batch.splits_[cells.begin];
     for (std::size_t example = begin; example < end; ++example) {
@@ -279,14 +303,22 @@ void Layouts::gather_use(const LayoutBatch& batch, const UseSpec& use, const flo
     }
     if (feature.pooling == Pooling::kFirstN) {
       const std::uint32_t kept = std::min(last - first, static_cast<std::uint32_t>(feature.length));
-      for (std::uint32_t i = 0; i < kept; ++i)
+      for (std::uint32_t i = 0; i < kept; ++i) {
         std::memcpy(to + i * use.stride, row(first + i), width * sizeof(float));
+        if (cells.weighted)
+          for (int k = 0; k < width; ++k) to[i * use.stride + k] *= batch.factors_[first + i];
+      }
       for (int i = static_cast<int>(kept); i < feature.length; ++i)
         std::memset(to + i * use.stride, 0, width * sizeof(float));
       continue;
     }
     const float* from;
-    if (last - first == 1) {
+    if (cells.weighted) {
+      from = pooled.data();
+      std::memset(pooled.data(), 0, width * sizeof(float));
+      for (std::uint32_t at = first; at < last; ++at)
+        add_scaled<kWidth>(pooled.data(), row(at), batch.factors_[at], width);
+    } else if (last - first == 1) {
       from = row(first);
     } else {
       from = pooled.data();
@@ -350,7 +382,7 @@ Layouts::Moves Layouts::moves(const LayoutBatch& batch, std::span<const int> use
         found.from.push_back(static_cast<std::int64_t>(rows + batch.rows_[at] * dim));
         found.to.push_back(static_cast<std::int64_t>(example) * output_floats_[use.output] + use.offset +
                            (feature.length > 0 ? (at - first) * use.stride : 0));
-        found.scale.push_back(scale);
+        found.scale.push_back(cells.weighted ? batch.factors_[at] : scale);
       }
     }
   }
@@ -442,12 +474,14 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
     float factor = scale;
     if (feature.pooling != Pooling::kSum) {
       const std::uint32_t* const cell = batch.splits_.data() + batch.cells_[back.feature].begin + back.cell;
-      if (feature.pooling == Pooling::kMean) factor /= static_cast<float>(cell[1] - cell[0]);
+      if (feature.pooling == Pooling::kMean && !batch.cells_[back.feature].weighted)
+        factor /= static_cast<float>(cell[1] - cell[0]);
       if (feature.pooling == Pooling::kFirstN) {
         position = back.at - cell[0];
         if (position >= feature.length) return;
       }
     }
+    if (batch.cells_[back.feature].weighted) factor *= batch.factors_[back.at];
     for (const Source& source : sources[back.feature]) {
       const float* const from = source.from + back.cell * source.floats + position * source.stride;
       if (feature.pooling == Pooling::kMax) {

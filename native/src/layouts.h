@@ -57,6 +57,7 @@ class LayoutBatch {
     std::uint32_t count = 0;
     bool shared = true;
     bool one_each = false;  // every cell has exactly one id
+    bool weighted = false;  // its ids count as `factors_` says
     // Of an example; the cell after it begins where this one ends.
     std::uint32_t at(std::size_t example) const {
       return begin + (shared ? 0 : static_cast<std::uint32_t>(example));
@@ -67,6 +68,7 @@ class LayoutBatch {
   std::vector<std::int64_t> ids_, sizes_, counts_;
   std::vector<std::uint32_t> splits_;  // where each cell begins among the batch's ids, then their number
   std::vector<std::uint32_t> rows_;  // of each of the batch's ids: its number among its table's distinct ones
+  std::vector<float> factors_;       // of each of the batch's ids, where features are weighted; see plan
   std::vector<Cells> cells_;         // by feature of the layouts
   std::vector<std::size_t> first_;   // by table: its first distinct id, then their number
   std::vector<std::size_t> floats_;  // by table: where its rows begin, then the number of floats
@@ -88,9 +90,11 @@ class Layouts {
   // `splits` says where each cell of the batch begins in `ids`, with the end behind the last; `shared`
   // which of the batch's features have one cell for all; `where` the place of each feature of the layouts
   // among those of the batch, or -1 for one that the batch does not have, whose cells are then empty.
+  // `weights` has one per id, or none: by it a row is multiplied before it is added up or kept, and a mean is
+  // divided by the sum of the weights, or 0 where that is 0. Maxima take no weights other than 1.
   std::unique_ptr<LayoutBatch> plan(std::span<const std::int64_t> ids, std::span<const std::int64_t> splits,
                                     std::span<const std::uint8_t> shared, std::span<const std::int64_t> where,
-                                    std::size_t batch_size) const;
+                                    std::size_t batch_size, std::span<const float> weights = {}) const;
 
   // `rows` has one row per distinct id; each output has batch_size parts.
   void gather(const LayoutBatch& batch, std::span<const float> rows,
@@ -113,6 +117,7 @@ class Layouts {
  private:
   struct Peak;
   struct Back;
+  void weigh(LayoutBatch& batch, std::span<const float> weights) const;
   void check(const LayoutBatch& batch, std::size_t rows, std::size_t outputs) const;
   template <int kWidth>
   void gather_use(const LayoutBatch& batch, const UseSpec& use, const float* rows, float* output,

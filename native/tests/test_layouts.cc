@@ -53,6 +53,27 @@ void outputs_are_gathered_and_gradients_scattered() {
   CHECK(out == (Floats{0, 0, 0, 7, 0, 8, 0, 0}));
 }
 
+void weights_multiply_rows_and_their_gradients() {
+  // Two examples with ids {1, 2} and {3}; a sum, and a mean of the same ids.
+  const Layouts layouts({1}, {{0, Pooling::kSum, 0}, {0, Pooling::kMean, 0}},
+                        {{0, 0, 1, 0, 0, 0}, {1, 0, 1, 1, 0, 0}}, {1, 1});
+  const Ids ids{1, 2, 3, 1, 2, 3}, splits{0, 2, 3, 5, 6};
+  const Floats weights{0.5f, 2.0f, 3.0f, 1.0f, 3.0f, 0.0f};
+  const auto planned = layouts.plan(ids, splits, Bytes{0, 0}, Ids{0, 1}, 2, weights);
+  const Floats rows{10, 20, 30};
+  Floats sums(2), means(2);
+  layouts.gather(*planned, rows, std::vector<std::span<float>>{sums, means});
+  CHECK(sums == (Floats{45, 90}));
+  CHECK(means == (Floats{17.5f, 0}));  // weights that sum up to nothing leave nothing
+  const Floats ones{1, 1};
+  Floats back(3);
+  layouts.scatter(*planned, {}, std::vector<std::span<const float>>{ones, ones}, 1, back);
+  CHECK(back == (Floats{0.75f, 2.75f, 3}));
+  CHECK(layouts.moves(*planned, std::vector<int>{0, 1}).scale == (Floats{0.5f, 2, 3, 0.25f, 0.75f, 0}));
+  CHECK_THROWS(std::invalid_argument, "one weight per id",
+               layouts.plan(ids, splits, Bytes{0, 0}, Ids{0, 1}, 2, ones));
+}
+
 void what_does_not_fit_is_refused() {
   const Layouts layouts = two_features();
   const auto planned = plan(layouts);
@@ -152,6 +173,7 @@ int main() {
   return check::run({
       {"distinct ids are numbered as they come", distinct_ids_are_numbered_as_they_come},
       {"outputs are gathered and gradients scattered", outputs_are_gathered_and_gradients_scattered},
+      {"weights multiply rows and their gradients", weights_multiply_rows_and_their_gradients},
       {"what does not fit is refused", what_does_not_fit_is_refused},
       {"layouts that reach beyond are refused", layouts_that_reach_beyond_are_refused},
       {"threads give the same bits", threads_give_the_same_bits},

@@ -10,7 +10,7 @@ import pytest
 import torch
 from services import warm
 
-from monolith.bench import data
+from monolith.bench import data, data_features
 from monolith.bench.options import BenchDataOptions
 from monolith.cli.main import main
 from monolith.data.formats import CsvFormat, ParquetFormat, TfRecordFormat
@@ -35,6 +35,32 @@ def test_every_format_is_measured(report: dict[str, Any]) -> None:
     assert found["tf_example"]["baseline"] == "protobuf, tf_example"
     assert found["parquet"]["baseline"] == "pyarrow to_numpy, parquet"
     assert found["csv"]["baseline"] == "csv module, csv"
+
+
+def test_features_of_raw_columns_are_measured_beside_the_columns_alone(report: dict[str, Any]) -> None:
+    found = {result["case"]: result for result in report["results"]}
+    for kind in ("parquet", "csv"):
+        for case, baseline in (
+            ("strings hashed", "strings read"),
+            ("lists split and hashed", "lists hashed as one string"),
+            ("floats bucketised", "floats as they are"),
+        ):
+            result = found[f"{case}, {kind}"]
+            assert result["baseline"] == f"{baseline}, {kind}"
+            assert result["ratio"] == result["value"] / found[f"{baseline}, {kind}"]["value"]
+    assert found["strings hashed in Python, parquet"]["baseline"] == "strings read, parquet"
+
+
+def test_hashing_in_python_gives_the_same_ids(tmp_path: Path) -> None:
+    plan = data.DataPlan.settle(BenchDataOptions(quick=True, records=50, batch=20, features=2))
+    case, names = data_features.CASES[0], ["f00", "f01"]
+    path, format_ = str(tmp_path / "file"), ParquetFormat()
+    data.write(format_, path, data_features.make_columns(case, names, plan), 50)
+    spec = data_features.spec_of(names, case.feature)
+    ours = data_features.by_spec(format_, path, plan, spec)
+    theirs = data_features.with_python(format_, path, plan, names)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one.ids.ids, other.ids.ids)
 
 
 @pytest.mark.parametrize(

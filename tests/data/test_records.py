@@ -265,3 +265,9 @@ def test_labels_of_another_shape_are_told_how_they_are_given(labels: Any) -> Non
         ConfigError, match=r'labels gives each task a column .* \{"click": \("click", 0\)\}; got'
     ):
         BatchSpec(ids=("user",), labels=labels)
+
+
+def test_strings_of_a_column_of_numbers_are_an_error_that_says_what_to_do() -> None:
+    some = Records(1, {"item": RaggedTensor.from_list([[1]], dtype=torch.int64)})
+    with pytest.raises(DataError, match=r"column 'item' holds int64, not strings; read it with"):
+        some.strings("item")

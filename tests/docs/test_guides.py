@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from services import warm
 
+from monolith.checkpoint import read_manifest, saved_spec
 from monolith.train.manifest import read_run_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,14 @@ def check_evaluation(names: dict[str, Any]) -> None:
     assert names["lines"][-1]["step"] == names["report"].step
 
 
+def check_features(names: dict[str, Any]) -> None:
+    assert names["report"].step == 16
+    assert names["scores"]["click/auc"] > 0.6
+    manifest = read_manifest(str(names["folder"] / "run" / "model.ckpt-16")).manifest
+    assert saved_spec("run", manifest.parts["features"]["value"]) == names["fitted"]
+    assert names["fitted"].features["price_level"].boundaries is not None
+
+
 def check_contributing(names: dict[str, Any]) -> None:
     assert names["optimizer"].param_groups[0]["step"] == 1
     assert 0 < names["report"].step < 40  # stopped by the hook
@@ -88,6 +97,7 @@ def check_contributing(names: dict[str, Any]) -> None:
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
+    "features.md": check_features,
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "README.md": check_readme,

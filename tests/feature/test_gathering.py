@@ -26,10 +26,10 @@ from monolith.feature import (
     STACK,
     Combiner,
     FeatureIds,
-    FeatureSpec,
     FirstN,
     GatheredBatch,
     Gatherer,
+    InputSpec,
     LayoutKind,
     LayoutPlan,
     LayoutSpec,
@@ -59,10 +59,10 @@ def layout(name: str, kind: LayoutKind, *slices: tuple[str, int, int]) -> Layout
 
 TABLES = {"t": 3, "u": 2}
 FEATURES = [
-    FeatureSpec("sum", "t", Sum()),
-    FeatureSpec("mean", "t", Mean()),
-    FeatureSpec("max", "t", Max()),
-    FeatureSpec("seq", "u", FirstN(2)),
+    InputSpec("sum", "t", Sum()),
+    InputSpec("mean", "t", Mean()),
+    InputSpec("max", "t", Max()),
+    InputSpec("seq", "u", FirstN(2)),
 ]
 LAYOUTS = [
     layout("add", ADDN, ("sum", 0, 1), ("mean", 0, 1), ("max", 2, 3)),
@@ -262,6 +262,41 @@ def test_a_shared_feature_reads_the_same_everywhere_and_takes_all_gradients() ->
     compare_gradients(found, rows.detach(), "cpu")
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_weights_multiply_embeddings_and_their_gradients(threads: int) -> None:
+    features = [
+        InputSpec("sum", "t", Sum()),
+        InputSpec("mean", "t", Mean()),
+        InputSpec("seq", "t", FirstN(2)),
+    ]
+    layouts = [layout(name, CONCAT, (name, 0, 1)) for name in ("sum", "mean", "seq")]
+    batch = FeatureIds.pack(
+        {name: ragged([1, 2], [], [2]) for name in ("sum", "mean", "seq")},
+        weights={name: torch.tensor([0.5, 1.5, 3.0]) for name in ("sum", "mean", "seq")},
+    )
+    found = Gatherer(plan_layouts({"t": 1}, features, layouts), native.Workers(threads)).read(batch)
+    rows = torch.tensor([10.0, 20.0]).requires_grad_()
+    outputs = found.layouts(found.outputs(rows))
+    assert outputs["sum"].flatten().tolist() == [35.0, 0.0, 60.0]  # type: ignore[union-attr]
+    assert outputs["mean"].flatten().tolist() == [17.5, 0.0, 20.0]  # type: ignore[union-attr]
+    assert outputs["seq"].flatten().tolist() == [5.0, 30.0, 0.0, 0.0, 60.0, 0.0]  # type: ignore[union-attr]
+    assert_close(
+        [one.float() for one in found.outputs(rows.detach().double())], list(found.outputs(rows.detach()))
+    )
+    compare_gradients(found, rows.detach(), "cpu")
+
+
+def test_weights_must_fit_their_ids_and_go_with_no_maximum() -> None:
+    with pytest.raises(FeatureError, match="feature 'a' has 2 ids and weights"):
+        FeatureIds.pack({"a": ragged([1, 2])}, weights={"a": torch.ones(3)})
+    with pytest.raises(FeatureError, match="not there"):
+        FeatureIds.pack({"a": ragged([1, 2])}, weights={"b": torch.ones(2)})
+    plan = plan_layouts({"t": 1}, [InputSpec("a", "t", Max())], [layout("a", CONCAT, ("a", 0, 1))])
+    batch = FeatureIds.pack({"a": ragged([1, 2])}, weights={"a": torch.full((2,), 0.5)})
+    with pytest.raises(FeatureError, match="takes the maximum has no weights"):
+        Gatherer(plan).read(batch)
+
+
 @st.composite
 def batches(draw: Any) -> FeatureIds:
     size = draw(st.integers(1, 6))
@@ -288,7 +323,7 @@ def test_any_batch_is_gathered_as_feature_by_feature(batch: FeatureIds, seed: in
 def test_many_threads_give_the_same_bits_as_one() -> None:
     random = np.random.default_rng(0)
     names = [f"f{i}" for i in range(8)]
-    features = [FeatureSpec(name, f"t{i % 3}", [Sum(), Mean()][i % 2]) for i, name in enumerate(names)]
+    features = [InputSpec(name, f"t{i % 3}", [Sum(), Mean()][i % 2]) for i, name in enumerate(names)]
     plan = plan_layouts(
         {"t0": 5, "t1": 16, "t2": 33}, features, [layout("all", CONCAT, *((name, 0, 5) for name in names))]
     )
@@ -353,7 +388,7 @@ def serving_batch() -> FeatureIds:
 def serving_plan() -> LayoutPlan:
     return plan_layouts(
         {table: sum(dims) for table, dims in SLICES.items()},
-        [FeatureSpec(name, meta.table, meta.combiner) for name, meta in METAS.items()],
+        [InputSpec(name, meta.table, meta.combiner) for name, meta in METAS.items()],
         [
             layout("bias", CONCAT, *((name, 0, 1) for name in POOLED)),
             layout("vec", CONCAT, *((name, 1, 5) for name in POOLED)),

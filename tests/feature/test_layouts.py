@@ -13,8 +13,8 @@ from monolith.feature import (
     NONE,
     STACK,
     Combiner,
-    FeatureSpec,
     FirstN,
+    InputSpec,
     LayoutKind,
     LayoutPlan,
     LayoutSpec,
@@ -26,8 +26,8 @@ from monolith.feature import (
 TABLES = {"users": 5, "items": 5}
 
 
-def feature(name: str, table: str = "users", combiner: Combiner | None = None) -> FeatureSpec:
-    return FeatureSpec(name, table, combiner or Sum())
+def feature(name: str, table: str = "users", combiner: Combiner | None = None) -> InputSpec:
+    return InputSpec(name, table, combiner or Sum())
 
 
 def layout(kind: LayoutKind, *slices: tuple[str, int, int], name: str = "out") -> LayoutSpec:

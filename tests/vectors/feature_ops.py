@@ -17,10 +17,10 @@ from monolith.feature import (
     FeatureColumn,
     FeatureIds,
     FeatureSlot,
-    FeatureSpec,
     FirstN,
     GatheredBatch,
     Gatherer,
+    InputSpec,
     Layout,
     LayoutKind,
     LayoutSpec,
@@ -123,7 +123,7 @@ POOLING: dict[str, Callable[[int], Combiner]] = {
 def gathered(case: Case) -> tuple[GatheredBatch, Gatherer, Tensor]:
     configs, batch = case.params["feature_configs"], case.inputs["batch"]
     features = [
-        FeatureSpec(name, config["table"], POOLING[config["pooling"]](config["max_sequence_length"]))
+        InputSpec(name, config["table"], POOLING[config["pooling"]](config["max_sequence_length"]))
         for name, config in configs.items()
     ]
     layouts = [

@@ -2,7 +2,8 @@
 
 The usual way to read messages is the `protobuf` package, one object per record; the usual
 way to read Parquet is pyarrow's `to_numpy`, column by column; and Python's `csv` module reads
-CSV, a list per record. All end with the same batches.
+CSV, a list per record. All end with the same batches. What raw columns cost that become features is measured
+beside the same columns without them; see `data_features`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from monolith import native
+from monolith.bench.data_features import measure_features
 from monolith.bench.options import BenchDataOptions
 from monolith.bench.report import Report, cores
 from monolith.bench.timing import Contender, Timing, race
@@ -128,6 +130,7 @@ def measure(plan: DataPlan, report: Report, folder: str) -> None:
             report.add(name, "records_per_s", rates[name], "records/s")
         report.add(f"{name}, bytes", "mb_per_s", rates[name] * size / 1e6, "MB/s")
     report.show(f"{len(records):,} records of {plan.features} features of ids and {FLOATS} of floats")
+    measure_features(plan, report, folder)
 
 
 def make_records(plan: DataPlan) -> Records:

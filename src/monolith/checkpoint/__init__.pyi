@@ -7,6 +7,7 @@ checkpointer.restore(prefix)
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
 from monolith.checkpoint.dense.custom_restore import CustomRestore
+from monolith.checkpoint.features import FEATURES, FeaturesPart, saved_spec
 from monolith.checkpoint.folder.best import BestCheckpoint, read_best, write_best
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
@@ -31,6 +32,7 @@ from monolith.checkpoint.shares import merge_entries
 from monolith.checkpoint.tables import TablesPart
 
 __all__ = [
+    "FEATURES",
     "BestCheckpoint",
     "CheckpointState",
     "Checkpointer",
@@ -39,6 +41,7 @@ __all__ = [
     "CustomRestore",
     "DensePart",
     "Difference",
+    "FeaturesPart",
     "FoundRow",
     "Link",
     "Listed",
@@ -76,6 +79,7 @@ __all__ = [
     "require_checkpoint",
     "reshard",
     "resolve_restore",
+    "saved_spec",
     "start_from",
     "wait_for_start",
     "write_best",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from monolith import checkpoint, filesystem
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from monolith.checkpoint.offline.comparing import VariableDifference
     from monolith.checkpoint.offline.reading import TableContents, Variable
     from monolith.checkpoint.offline.rewriting import Rewritten
+    from monolith.feature import FeatureSpec
 
 SHOWN_VALUES = 8
 SHOWN_TABLES = 3
@@ -207,7 +209,21 @@ def show_rest(console: Console, found: Contents, most: int) -> None:
             whose = "" if one.shares == 1 else f", of {one.shares} servers"
             say(console, f"filter of {one.table}: {one.kind}{whose}{used}")
     for name, value in found.states.items():
-        say(console, f"{name}: {json.dumps(plain(value))}")
+        if name == checkpoint.FEATURES:
+            console.print(features_table(checkpoint.saved_spec(found.prefix, value)))
+        else:
+            say(console, f"{name}: {json.dumps(plain(value))}")
+
+
+def features_table(spec: FeatureSpec) -> Table:
+    """Return what raw data a model reads, a line for each feature."""
+    shown = new_table("", "feature", "kind", "settings")
+    plain = spec.to_dict()
+    for name, one in (*plain["features"].items(), *plain["labels"].items()):
+        kind = one.get("type", "Label")
+        settings = (f"{key}={json.dumps(value)}" for key, value in one.items() if key != "type")
+        shown.add_row(name, kind, escape(", ".join(settings)))
+    return shown
 
 
 def variables_table(variables: Sequence[Variable], most: int, training: int) -> Table:

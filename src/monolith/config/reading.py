@@ -229,8 +229,21 @@ class Reader:
                     break
         if len(fitting) == 1:
             return fitting[0]
+        said = f'say which of {", ".join(by_name)} it is with {TAG} = "..."'
+        if not fitting and (meant := _meant(classes, node)) is not None:
+            trial = Reader(self._how_to_set, self._elsewhere)
+            trial._read_dataclass(meant, node, path, default)
+            self.problems += [
+                dataclasses.replace(problem, text=f"{problem.text} (read as {meant.__name__}; or {said})")
+                for problem in trial.problems
+            ]
+            return _INVALID
         fits = "more than one" if fitting else "none"
-        return self._note(path, node, f'fits {fits} of {", ".join(by_name)}; say which with {TAG} = "..."')
+        told = f'fits {fits} of {", ".join(by_name)}; say which with {TAG} = "..."'
+        known = dict.fromkeys(name for cls in classes for name in field_hints(cls))
+        for key in node.children.keys() - known.keys() - {TAG}:
+            told += f". None of them has {key!r}; the nearest known key is {nearest(key, known)!r}"
+        return self._note(path, node, told)
 
     def _read_mapping(self, hint: Any, node: Node, path: str, *, is_size: bool) -> Any:
         key_hint, value_hint = mapping_types(hint)
@@ -294,6 +307,23 @@ class Reader:
     def _note(self, path: str, node: Node, problem: str) -> _Invalid:
         self.problems.append(Problem((path,), f"{path} (from {node.source}): {problem}"))
         return _INVALID
+
+
+def _meant(classes: Iterable[type], node: Branch) -> type | None:
+    """The class of which a table has most keys, and lacks fewest; None where it has none of any."""
+
+    def fits(cls: type) -> tuple[int, int]:
+        given = node.children.keys()
+        hints = field_hints(cls)
+        needed = [
+            field.name
+            for field in dataclasses.fields(cls)
+            if field.name in hints and default_of(field) is dataclasses.MISSING
+        ]
+        return len(hints.keys() & given), -len(set(needed) - given)
+
+    best = max(classes, key=fits)
+    return best if fits(best)[0] else None
 
 
 HIDDEN = "something else, which is not shown"

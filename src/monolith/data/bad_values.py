@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,65 @@ _AFTER = 1000
 """Records to read before a share is judged; a share of 0 is judged at once."""
 
 
+class BadRecords:
+    """Leaves bad records out, as long as they are few: keeps them, counts them, and says so now and then.
+
+    Args:
+        max_bad: The share of records that may be bad.
+        set_aside: Given them, with their values as JSON.
+        what: Is wrong with them, and `advice` what to do, for the error that ends a run.
+    """
+
+    def __init__(
+        self, max_bad: float, set_aside: Callable[[Sequence[BadRecord]], None], *, what: str, advice: str
+    ) -> None:
+        self._max_bad = max_bad
+        self._set_aside = set_aside
+        self._what = what
+        self._advice = advice
+        self._doublings = Doublings()
+        self._records = 0
+        self._last = ""
+        self.count = 0
+        """How many were left out."""
+
+    def see(self, records: int) -> None:
+        """Count records that were read, good or bad."""
+        self._records += records
+
+    def leave_out(self, records: Records, bad: Mapping[int, str]) -> Records:
+        """Return the records that are good.
+
+        Args:
+            bad: Position of each that is bad, in order, to the reason.
+
+        Raises:
+            TooManyBadRecordsError: More are bad than are allowed.
+        """
+        if not bad:
+            return records
+        self.count += len(bad)
+        self._last = list(bad.values())[-1]
+        self._set_aside(
+            [BadRecord(row, why, _as_json(records.take(torch.tensor([row])))) for row, why in bad.items()]
+        )
+        if self._doublings.due(self.count):
+            _log.warning("left out %d of %d records so far: %s", self.count, self._records, self._last)
+        self.judge(at_end=False)
+        fine = torch.ones(len(records), dtype=torch.bool)
+        fine[torch.tensor(list(bad))] = False
+        return records.keep(fine)
+
+    def judge(self, *, at_end: bool) -> None:
+        """Refuse to go on if too many are bad."""
+        most = self._max_bad
+        if self.count > most * self._records and (at_end or self._records >= _AFTER or most == 0):
+            raise TooManyBadRecordsError(
+                f"{self.count} of {self._records} records {self._what}, more than the "
+                f"share of {most} that is allowed. {self._last}. {self._advice}"
+            )
+
+
 class BadValues:
     """Leaves out records with a bad event time or label, as long as they are few.
 
@@ -37,12 +96,18 @@ class BadValues:
     def __init__(self, spec: BatchSpec, set_aside: Callable[[Sequence[BadRecord]], None]) -> None:
         self._spec = spec
         self._labels = sorted({column for column, _ in spec.labels.values()})
-        self._set_aside = set_aside
-        self._doublings = Doublings()
-        self._records = 0
-        self._last = ""
-        self.count = 0
+        self._bad = BadRecords(
+            spec.max_bad,
+            set_aside,
+            what="have a bad event time or label",
+            advice="Make event times Unix seconds and labels numbers, name other columns in BatchSpec, or "
+            "allow more with its max_bad.",
+        )
+
+    @property
+    def count(self) -> int:
         """How many were left out."""
+        return self._bad.count
 
     def left_out(self, records: Records) -> Records:
         """Return the records whose event times and labels are good.
@@ -50,35 +115,21 @@ class BadValues:
         Raises:
             TooManyBadRecordsError: More are bad than `BatchSpec.max_bad` allows.
         """
-        self._records += len(records)
+        self._bad.see(len(records))
         fine = timely(records, self._spec.event_time)
         for name in self._labels:
             if name in records.columns and name not in records.shared:
                 fine &= ~not_finite(records[name])
         if bool(fine.all()):
             return records
-        bad = [self._bad(records, int(row)) for row in (~fine).nonzero()]
-        self.count += len(bad)
-        self._last = bad[-1].reason
-        self._set_aside(bad)
-        if self._doublings.due(self.count):
-            _log.warning("left out %d of %d records so far: %s", self.count, self._records, self._last)
-        self.judge(at_end=False)
-        return records.keep(fine)
+        rows = (~fine).nonzero().squeeze(1).tolist()
+        return self._bad.leave_out(
+            records, {row: self._reason(records.take(torch.tensor([row]))) for row in rows}
+        )
 
     def judge(self, *, at_end: bool) -> None:
         """Refuse to go on if too many are bad."""
-        most = self._spec.max_bad
-        if self.count > most * self._records and (at_end or self._records >= _AFTER or most == 0):
-            raise TooManyBadRecordsError(
-                f"{self.count} of {self._records} records have a bad event time or label, more than the "
-                f"share of {most} that is allowed. {self._last}. Make event times Unix seconds and labels "
-                "numbers, name other columns in BatchSpec, or allow more with its max_bad."
-            )
-
-    def _bad(self, records: Records, row: int) -> BadRecord:
-        one = records.take(torch.tensor([row]))
-        return BadRecord(row, self._reason(one), _as_json(one))
+        self._bad.judge(at_end=at_end)
 
     def _reason(self, record: Records) -> str:
         column = self._spec.event_time or ""

@@ -44,10 +44,11 @@ from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
 from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
+from monolith.data.spec_batches import SpecBatchMaker
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
 from monolith.errors import ConfigError, DataError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureSpec
 from monolith.observe.progress import describe_amount, describe_rate, describe_seconds
 from monolith.tensors import Prefetched, prefetch
 
@@ -136,13 +137,17 @@ class Pipeline:
         """Read up to so many batches ahead in a thread of its own; 0 for none."""
         return Pipeline(_Ahead(self._source, batches))
 
-    def to_batches(self, spec: BatchSpec) -> Batches:
-        """Turn records into what a model reads.
+    def to_batches(self, spec: BatchSpec | FeatureSpec) -> Batches:
+        """Turn records into what a model reads: columns of ids and numbers by a `BatchSpec`, raw ones by a
+        `FeatureSpec`.
 
         Records whose event time is out of range, or one of whose labels is NaN or infinite, are left out,
         counted and put where the source puts malformed ones; see `BatchSpec.max_bad`. Reading raises a
-        DataError where the data has no column of that name; see `BatchSpec.optional`.
+        DataError where the data has no column of that name; see `BatchSpec.optional`. By a feature spec, so
+        are those of which some other value cannot be read.
         """
+        if isinstance(spec, FeatureSpec):
+            return Batches(_SpecBatched(self._source, spec))
         return Batches(_Batched(self._source, spec))
 
     def __iter__(self) -> Iterator[Records]:
@@ -296,6 +301,31 @@ class _Batched(Passing):
     def restore(self, position: Position) -> None:
         super().restore(position)
         self._make = BatchMaker(self._spec, resumed=True)
+
+
+class _SpecBatched(Passing):
+    def __init__(self, source: Source, spec: FeatureSpec) -> None:
+        super().__init__(source)
+        self._spec = spec
+        self._resumed = False
+        self._kept: Kept | None = None
+
+    def keep_columns(self, names: Sequence[str]) -> None:
+        """Have every batch carry these columns; see `KeepsColumns`."""
+        self._kept = Kept(names)
+
+    def __iter__(self) -> Iterator[Batch]:
+        make = SpecBatchMaker(self._spec, self.set_aside, resumed=self._resumed, kept=self._kept)
+        with closed_after(self._source) as batches:
+            for records in batches:
+                made = make(records)
+                if made is not None:
+                    yield made
+        make.end()
+
+    def restore(self, position: Position) -> None:
+        super().restore(position)
+        self._resumed = True
 
 
 class _Watched(Passing):

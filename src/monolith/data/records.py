@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from monolith.errors import ConfigError, DataError
-from monolith.feature import Batch, FeatureIds
+from monolith.feature import Batch, FeatureIds, FeatureSpec
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -129,7 +129,17 @@ class Records:
         )
 
     def strings(self, name: str) -> list[list[bytes]]:
-        """Return a column of strings as Python objects, for people to look at."""
+        """Return a column of strings as Python objects, for people to look at.
+
+        Raises:
+            DataError: The column holds numbers.
+        """
+        if name in self.columns and self.columns[name].dtype is not torch.uint8:
+            raise DataError(
+                f"records: column {name!r} holds {_said(self.columns[name])}, not strings; read it with "
+                f"records[{name!r}].to_list(), or have it read as text, as with "
+                f"CsvFormat(types={{{name!r}: torch.uint8}})"
+            )
         return [[bytes(text) for text in row] for row in self[name].to_list()]
 
 
@@ -273,13 +283,15 @@ def timely(records: Records, column: str | None) -> Tensor:
     return fine
 
 
-def make_batch(records: Records, spec: BatchSpec) -> Batch:
+def make_batch(records: Records, spec: BatchSpec | FeatureSpec) -> Batch:
     """Return what a model reads of some records.
 
     Raises:
         DataError: They lack a column that is not optional, one is of another type, or an event time is out
             of range. `Pipeline.to_batches` leaves such records out.
     """
+    if isinstance(spec, FeatureSpec):
+        return spec.make(records)
     _check_of(spec).look(records, complete=True)
     return read_batch(records, spec)
 
@@ -399,8 +411,8 @@ def read_batch(records: Records, spec: BatchSpec) -> Batch:
     for name, column in ids.items():
         if column.dtype is not torch.int64:
             raise DataError(
-                f"batch: feature {name!r} must hold ids, int64, got {_said(column)}. Make ids of it in a map "
-                "of the pipeline, of texts with monolith.feature.hash_strings."
+                f"batch: feature {name!r} must hold ids, int64, got {_said(column)}. A FeatureSpec in place "
+                'of the BatchSpec makes ids of texts and numbers: IdFeature(kind="string"), BucketFeature.'
             )
     times = _event_times(records, spec.event_time)
     return Batch(

@@ -36,6 +36,9 @@ class FeatureIds:
     event_times: Tensor | None = None
     """int64 of shape (k,), on the CPU: Unix seconds of all examples that have one, to tell the time by; None
     takes `event_time` for all of them."""
+    weights: Tensor | None = None
+    """float32 of shape (n,), on the CPU: by what each id's embedding is multiplied before it is combined; a
+    mean is divided by their sum. None is 1 for all."""
 
     def __post_init__(self) -> None:
         if not self.shared:
@@ -48,6 +51,13 @@ class FeatureIds:
                     f"batch: {name} must be int64 of one dimension on the CPU, got "
                     f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)} on {array.device}"
                 )
+        if self.weights is not None and (
+            self.weights.dtype is not torch.float32 or self.weights.shape != self.ids.shape
+        ):
+            raise FeatureError(
+                f"batch: weights must be float32 of shape {tuple(self.ids.shape)}, one for each id, got "
+                f"{str(self.weights.dtype).removeprefix('torch.')} {tuple(self.weights.shape)}"
+            )
 
     @classmethod
     def pack(
@@ -58,6 +68,7 @@ class FeatureIds:
         event_time: int = 0,
         event_times: Tensor | None = None,
         batch_size: int | None = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> FeatureIds:
         """Bring features together.
 
@@ -66,6 +77,7 @@ class FeatureIds:
                 (examples, k), whose features then have one id, or k, in each example.
             shared: Features of one row that stands for every example.
             batch_size: Needed only when all features are shared.
+            weights: Feature to a number for each of its ids, in their order; 1 for all others.
         """
         alone = set(shared)
         if unknown := alone - features.keys():
@@ -95,6 +107,7 @@ class FeatureIds:
             shared=tuple(name in alone for name in ragged),
             event_time=event_time,
             event_times=event_times,
+            weights=_weights(ragged, weights) if weights else None,
         )
 
     @classmethod
@@ -153,6 +166,20 @@ class Batch:
 
     def __len__(self) -> int:
         return self.ids.batch_size
+
+
+def _weights(features: Mapping[str, RaggedTensor], weights: Mapping[str, Tensor]) -> Tensor:
+    """Return a weight for each id of all features."""
+    if unknown := weights.keys() - features.keys():
+        raise FeatureError(f"batch: weights names features that are not there: {sorted(unknown)}")
+    parts = []
+    for name, rows in features.items():
+        count = len(rows.flat_values)
+        found = weights.get(name)
+        if found is not None and found.shape != (count,):
+            raise FeatureError(f"batch: feature {name!r} has {count} ids and weights {tuple(found.shape)}")
+        parts.append(torch.ones(count) if found is None else found.to("cpu", torch.float32))
+    return torch.cat(parts)
 
 
 def _ragged(name: str, feature: RaggedTensor | Tensor) -> RaggedTensor:

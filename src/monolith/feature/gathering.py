@@ -57,6 +57,7 @@ class Gatherer:
                 shared,
                 where,
                 batch.batch_size,
+                None if batch.weights is None else batch.weights.contiguous().numpy(),
             )
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause

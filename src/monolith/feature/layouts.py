@@ -39,7 +39,7 @@ CONCAT, STACK, ADDN, NONE = LayoutKind.CONCAT, LayoutKind.STACK, LayoutKind.ADDN
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureSpec:
+class InputSpec:
     """One input feature, resolved: whose rows it reads and how it combines them."""
 
     name: str
@@ -98,7 +98,7 @@ class LayoutPlan:
     tables: tuple[str, ...]
     """Sorted."""
     table_dims: tuple[int, ...]
-    features: tuple[FeatureSpec, ...]
+    features: tuple[InputSpec, ...]
     """Sorted by name."""
     uses: tuple[Use, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -121,7 +121,7 @@ class LayoutPlan:
 
 
 def plan_layouts(
-    tables: dict[str, int], features: Sequence[FeatureSpec], layouts: Sequence[LayoutSpec]
+    tables: dict[str, int], features: Sequence[InputSpec], layouts: Sequence[LayoutSpec]
 ) -> LayoutPlan:
     """Work out where every slice goes.
 
@@ -167,7 +167,7 @@ def _check_slice(
     layout: LayoutSpec,
     spec: SliceSpec,
     numbers: dict[str, int],
-    features: Sequence[FeatureSpec],
+    features: Sequence[InputSpec],
     tables: dict[str, int],
 ) -> None:
     if spec.feature not in numbers:

@@ -31,9 +31,9 @@ from monolith.feature import (
     Batch,
     FeatureColumn,
     FeatureIds,
-    FeatureSpec,
     GatheredBatch,
     Gatherer,
+    InputSpec,
     Layout,
     LayoutSpec,
     SliceSpec,
@@ -77,6 +77,7 @@ class _Held:
         known = self.ids
         return (
             (ids.ids is known.ids and ids.splits is known.splits and ids.names == known.names)
+            and ids.weights is known.weights
             and (ids.batch_size == known.batch_size and ids.shared == known.shared)
             and _versions(ids) == self.versions
         )
@@ -84,7 +85,8 @@ class _Held:
 
 def _versions(ids: FeatureIds) -> tuple[int, ...]:
     """Return how often each tensor was written to; one made in inference mode does not count."""
-    return tuple(0 if one.is_inference() else one._version for one in (ids.ids, ids.splits))
+    tensors = (ids.ids, ids.splits) if ids.weights is None else (ids.ids, ids.splits, ids.weights)
+    return tuple(0 if one.is_inference() else one._version for one in tensors)
 
 
 class Watcher(Protocol):
@@ -286,9 +288,9 @@ def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:
     return columns
 
 
-def _features(columns: Mapping[str, FeatureColumn], tables: SlotTables) -> list[FeatureSpec]:
+def _features(columns: Mapping[str, FeatureColumn], tables: SlotTables) -> list[InputSpec]:
     return [
-        FeatureSpec(name, tables.table_of[column.slot.name], column.combiner)
+        InputSpec(name, tables.table_of[column.slot.name], column.combiner)
         for name, column in columns.items()
     ]
 

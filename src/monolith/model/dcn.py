@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, Layout
+from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
@@ -60,7 +60,8 @@ class DCNv2(WatchedModel):
     """Explicit crosses of ever higher order beside an MLP.
 
     Args:
-        features: Inputs of ids; a plain name is a `Feature` of that name.
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
         dim: Width of each feature's vector.
         cross_layers: Each multiplies what it is given with the first input once more.
         cross: "matrix" or, cheaper for wide inputs, "mixed"; see `nn.DCN`.
@@ -76,7 +77,7 @@ class DCNv2(WatchedModel):
 
     def __init__(
         self,
-        features: Sequence[Feature | str],
+        features: Sequence[Feature | str] | FeatureSpec,
         *,
         dim: int = 16,
         cross_layers: int = 2,
@@ -94,17 +95,17 @@ class DCNv2(WatchedModel):
     ) -> None:
         chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
         check_combined("DCNv2", chosen)
-        numbers = FloatFeatures(floats)
+        numbers = FloatFeatures(floats, chosen.spec)
         with seeded(seed):
             dense = DCNv2Dense(
-                len(chosen) * dim + numbers.width,
+                sum(chosen.widths(dim).values()) + numbers.width,
                 cross_layers,
                 hidden,
                 cross=cross,
                 dropout=dropout,
                 kernel_norm=kernel_norm,
             )
-        layout = Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim))
+        layout = Layout("vectors", CONCAT, chosen.vectors(dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
-        segments = dict.fromkeys(chosen.names, dim) | numbers.widths
-        super().__init__(embeddings, dense, ("vectors",), numbers, segments=segments)
+        segments = chosen.widths(dim) | numbers.widths
+        super().__init__(embeddings, dense, ("vectors",), numbers, segments=segments, spec=chosen.spec)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from monolith.feature import ADDN, CONCAT, ROW_OPTIMIZER, Layout
+from monolith.feature import ADDN, CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
+from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, check_one_width, seeded, tower
 from monolith.nn import Dense
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -73,7 +73,8 @@ class DeepFM(WatchedModel):
     """Factorization machine and MLP side by side; the usual place to start.
 
     Args:
-        features: Inputs of ids; a plain name is a `Feature` of that name.
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
         dim: Width of each feature's vector, beside its bias.
         hidden: Widths of the MLP's hidden layers.
         floats: Inputs of numbers: name to width. The MLP reads them, too.
@@ -87,7 +88,7 @@ class DeepFM(WatchedModel):
 
     def __init__(
         self,
-        features: Sequence[Feature | str],
+        features: Sequence[Feature | str] | FeatureSpec,
         *,
         dim: int = 16,
         hidden: Sequence[int] = (128, 64),
@@ -106,15 +107,16 @@ class DeepFM(WatchedModel):
             features, bias=True, optimizer=optimizer, bias_optimizer=bias_optimizer, initializer=initializer
         )
         check_combined("DeepFM", chosen)
-        numbers = FloatFeatures(floats)
+        check_one_width("DeepFM", chosen, dim)
+        numbers = FloatFeatures(floats, chosen.spec)
         with seeded(seed):
             dense = DeepFMDense(
                 len(chosen), dim, numbers.width, hidden, dropout=dropout, kernel_norm=kernel_norm
             )
         layouts = [
             Layout("bias", ADDN, chosen.bias()),
-            Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim)),
+            Layout("vectors", CONCAT, chosen.vectors(dim)),
         ]
         embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
         segments = dict.fromkeys(chosen.names, dim) | numbers.widths
-        super().__init__(embeddings, dense, ("bias", "vectors"), numbers, segments=segments)
+        super().__init__(embeddings, dense, ("bias", "vectors"), numbers, segments=segments, spec=chosen.spec)

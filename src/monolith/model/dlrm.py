@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import ROW_OPTIMIZER, STACK, Layout
+from monolith.feature import ROW_OPTIMIZER, STACK, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, LogitModel, check_combined, seeded, tower
+from monolith.model.ready import FloatFeatures, LogitModel, check_combined, check_one_width, seeded, tower
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
@@ -58,7 +58,8 @@ class DLRM(LogitModel):
     """Numbers through a bottom MLP, dot products of all pairs, and a top MLP over both.
 
     Args:
-        features: Inputs of ids; a plain name is a `Feature` of that name.
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
         floats: Inputs of numbers: name to width. There must be some; `DeepFM` does without.
         dim: Width of each feature's vector, and of what the bottom MLP makes of the numbers.
         bottom: Widths of the bottom MLP's hidden layers, before the last, which has `dim`.
@@ -73,9 +74,9 @@ class DLRM(LogitModel):
 
     def __init__(
         self,
-        features: Sequence[Feature | str],
+        features: Sequence[Feature | str] | FeatureSpec,
         *,
-        floats: Mapping[str, int],
+        floats: Mapping[str, int] | None = None,
         dim: int = 16,
         bottom: Sequence[int] = (64,),
         top: Sequence[int] = (128, 64),
@@ -90,13 +91,14 @@ class DLRM(LogitModel):
     ) -> None:
         chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
         check_combined("DLRM", chosen)
-        numbers = FloatFeatures(floats)
+        check_one_width("DLRM", chosen, dim)
+        numbers = FloatFeatures(floats, chosen.spec)
         if not numbers.width:
             raise ConfigError("DLRM: needs float features for its bottom MLP; without any, use DeepFM")
         with seeded(seed):
             dense = DLRMDense(
                 len(chosen), dim, numbers.width, bottom, top, dropout=dropout, kernel_norm=kernel_norm
             )
-        layout = Layout("vectors", STACK, chosen.slices(chosen.names, "vector", dim))
+        layout = Layout("vectors", STACK, chosen.vectors(dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, dense, ("vectors",), numbers)
+        super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)

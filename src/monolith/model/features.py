@@ -28,12 +28,19 @@ from monolith.feature import (
     FeatureColumn,
     FeatureSlice,
     FeatureSlot,
+    FeatureSpec,
+    FirstN,
+    FloatFeature,
     Layout,
     LayoutKind,
+    Max,
+    Mean,
+    SequenceFeature,
     SliceUse,
     SlotConfig,
     Sum,
 )
+from monolith.feature.spec import GAP
 from monolith.table import AdmissionConfig, Fp16, Initializer, LearningRate, Optimizer, RandomUniform
 from monolith.table.compressors import Compressor
 
@@ -43,11 +50,15 @@ _OF_ROWS = (
     "admission",
     "expire_after",
     "slot_id",
+    "dim",
     "optimizer",
+    "bias_optimizer",
     "initializer",
     "learning_rate",
+    "bias_learning_rate",
     "capacity_bytes",
 )
+_POOLED: dict[str, Combiner] = {"sum": Sum(), "mean": Mean(), "max": Max()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +80,17 @@ class Feature:
     """Time without an update after which a row may go; None keeps it for good."""
     slot_id: int | None = None
     """The slot in the high bits of the ids, when they are fids."""
+    dim: int | None = None
+    """Floats of its vector, in models whose features may differ in that."""
     optimizer: Optimizer | None = None
+    """What trains its vectors."""
+    bias_optimizer: Optimizer | None = None
+    """What trains its bias, in models that have one."""
     initializer: Initializer | None = None
     learning_rate: float | LearningRate | None = None
+    """The rate of its vectors; None is the optimizer's own."""
+    bias_learning_rate: float | LearningRate | None = None
+    """The rate of its bias; None is the bias optimizer's own."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the feature's table; None for no ceiling."""
 
@@ -85,6 +104,8 @@ class Feature:
                     f"feature {self.name!r} shares the rows of {self.shares!r}, and sets {', '.join(said)}: "
                     f"set it on {self.shares!r}, whose rows they are"
                 )
+        elif self.dim is not None and self.dim < 1:
+            raise ConfigError(f"feature {self.name!r}: dim must be at least 1, got {self.dim}")
         elif self.capacity_bytes is not None and self.capacity_bytes < 1:
             raise ConfigError(
                 f"feature {self.name!r}: capacity_bytes must be at least 1 or None, got {self.capacity_bytes}"
@@ -99,9 +120,11 @@ class Feature:
             slot_id=self.slot_id,
             has_bias=default.has_bias,
             bias_initializer=default.bias_initializer,
-            bias_optimizer=default.bias_optimizer,
+            bias_optimizer=default.bias_optimizer if self.bias_optimizer is None else self.bias_optimizer,
             bias_compressor=default.bias_compressor,
-            bias_learning_rate=default.bias_learning_rate,
+            bias_learning_rate=(
+                default.bias_learning_rate if self.bias_learning_rate is None else self.bias_learning_rate
+            ),
             initializer=default.initializer if self.initializer is None else self.initializer,
             optimizer=default.optimizer if self.optimizer is None else self.optimizer,
             compressor=default.compressor,
@@ -113,11 +136,43 @@ class Feature:
         )
 
 
+def features_of(spec: FeatureSpec) -> list[Feature]:
+    """Return the features of ids that batches of a spec have, in their order."""
+    found = []
+    for name, one in spec.features.items():
+        if isinstance(one, FloatFeature):
+            continue
+        kept = isinstance(one, SequenceFeature) and one.combiner is None
+        combiner = FirstN(one.length) if kept else _POOLED[one.combiner]  # type: ignore[union-attr, index]
+        owner = one.shares is None
+        found.append(
+            Feature(
+                name=name,
+                combiner=combiner,
+                shares=one.shares,
+                slot=one.rows,
+                slot_id=spec.slots.get(name) if owner else None,
+                dim=one.dim,
+                occurrence_threshold=one.occurrence_threshold,
+                expire_after=one.expire_after,
+                optimizer=one.optimizer,
+                bias_optimizer=one.bias_optimizer,
+                learning_rate=one.learning_rate,
+                bias_learning_rate=one.bias_learning_rate,
+                capacity_bytes=one.capacity_bytes,
+            )
+        )
+        if isinstance(one, SequenceFeature) and one.times is not None:
+            found.append(Feature(name=name + GAP, combiner=combiner, slot_id=spec.slots.get(name + GAP)))
+    return found
+
+
 class FeatureSet:
     """The slots and feature columns of a model's features.
 
     Args:
-        features: In the order a model reads them; a plain name is a `Feature` of that name.
+        features: In the order a model reads them; a plain name is a `Feature` of that name. Or a feature
+            spec, whose features of ids they are.
         bias: Whether rows begin with one number for a model's linear part: of all features, of none, or
             of those named. A feature that shares rows is named by, and has the bias of, its rows' owner.
         optimizer, initializer, compressor: Of slices, where neither feature nor slice says.
@@ -131,7 +186,7 @@ class FeatureSet:
 
     def __init__(
         self,
-        features: Iterable[Feature | str],
+        features: Iterable[Feature | str] | FeatureSpec,
         *,
         bias: bool | Collection[str] = False,
         optimizer: Optimizer = ROW_OPTIMIZER,
@@ -139,8 +194,10 @@ class FeatureSet:
         compressor: Compressor | None = None,
         bias_optimizer: Optimizer = ROW_OPTIMIZER,
     ) -> None:
+        self.spec = features if isinstance(features, FeatureSpec) else None
+        """What the features were made of, where that is a spec."""
         self._features: dict[str, Feature] = {}
-        for given in features:
+        for given in features_of(features) if isinstance(features, FeatureSpec) else features:
             feature = Feature(name=given) if isinstance(given, str) else given
             if feature.name in self._features:
                 raise DuplicateNameError(f"two features are named {feature.name!r}")
@@ -227,6 +284,17 @@ class FeatureSet:
                 )
             uses.append(column.lookup(found))
         return uses
+
+    def widths(self, dim: int) -> dict[str, int]:
+        """Return the width of each feature's vector: its own, or that of its rows' owner, or `dim`."""
+        owned = {name: self._features[self._owner(name)].dim for name in self._features}
+        return {name: dim if own is None else own for name, own in owned.items()}
+
+    def vectors(self, dim: int) -> list[SliceUse]:
+        """Return the vector of each feature, as wide as `widths` says."""
+        return [
+            use for name, width in self.widths(dim).items() for use in self.slices([name], "vector", width)
+        ]
 
     def lookup_embedding_slice(
         self, features: Sequence[str], slice_name: str, slice_dim: int, kind: LayoutKind = NONE

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import ADDN, BIAS_OPTIMIZER, CONCAT, Batch, FeatureIds, Layout
+from monolith.feature import ADDN, BIAS_OPTIMIZER, CONCAT, Batch, FeatureIds, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, LogitModel, check_combined
@@ -60,7 +60,8 @@ class FFM(LogitModel):
     """Dot products of chosen pairs of features, and biases. `ffm_sample` makes upstream's.
 
     Args:
-        features: Inputs of ids; a plain name is a `Feature` of that name.
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
         pairs: Feature, feature, width. Each pair adds a slice to the rows of both.
         biases: Features whose biases count; all by default.
         optimizer, bias_optimizer: Of rows, where a feature does not say.
@@ -70,7 +71,7 @@ class FFM(LogitModel):
 
     def __init__(
         self,
-        features: Sequence[Feature | str],
+        features: Sequence[Feature | str] | FeatureSpec,
         pairs: Sequence[tuple[str, str, int]],
         *,
         biases: Sequence[str] | None = None,
@@ -101,7 +102,9 @@ class FFM(LogitModel):
         if biased := chosen.names if biases is None else tuple(biases):
             layouts.append(Layout("bias", ADDN, chosen.bias(biased)))
         embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, FFMDense(), [layout.name for layout in layouts], FloatFeatures(None))
+        super().__init__(
+            embeddings, FFMDense(), [layout.name for layout in layouts], FloatFeatures(None), spec=chosen.spec
+        )
 
 
 def ffm_sample(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import ConfigError
-from monolith.feature import CONCAT, ROW_OPTIMIZER, Layout
+from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
@@ -78,8 +78,9 @@ class MMoE(ReadyModel):
     """Multi-gate mixture of experts for several tasks; the layer of that name is in `monolith.nn`.
 
     Args:
-        features: Inputs of ids; a plain name is a `Feature` of that name.
-        tasks: Names of the tasks, as in the labels of a batch.
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
+        tasks: Names of the tasks, as in the labels of a batch; by default the labels of a feature spec.
         dim: Width of each feature's vector.
         num_experts: MLPs that all tasks share.
         experts: Widths of each expert's layers.
@@ -97,9 +98,9 @@ class MMoE(ReadyModel):
 
     def __init__(
         self,
-        features: Sequence[Feature | str],
+        features: Sequence[Feature | str] | FeatureSpec,
         *,
-        tasks: Sequence[str],
+        tasks: Sequence[str] | None = None,
         dim: int = 16,
         num_experts: int = 4,
         experts: Sequence[int] = (128, 64),
@@ -116,14 +117,16 @@ class MMoE(ReadyModel):
         dropout: float = 0.0,
         kernel_norm: bool = False,
     ) -> None:
+        if tasks is None:
+            tasks = list(features.labels) if isinstance(features, FeatureSpec) else ()
         if not tasks or len(set(tasks)) < len(tasks):
             raise ConfigError(f"MMoE: tasks must be one or more different names, got {list(tasks)}")
         chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
         check_combined("MMoE", chosen)
-        numbers = FloatFeatures(floats)
+        numbers = FloatFeatures(floats, chosen.spec)
         with seeded(seed):
             dense = MMoEDense(
-                len(chosen) * dim + numbers.width,
+                sum(chosen.widths(dim).values()) + numbers.width,
                 tasks,
                 num_experts,
                 experts,
@@ -133,9 +136,9 @@ class MMoE(ReadyModel):
                 dropout=dropout,
                 kernel_norm=kernel_norm,
             )
-        layout = Layout("vectors", CONCAT, chosen.slices(chosen.names, "vector", dim))
+        layout = Layout("vectors", CONCAT, chosen.vectors(dim))
         embeddings = EmbeddingCollection([layout], store=store, device=device, seed=seed, threads=threads)
-        super().__init__(embeddings, dense, ("vectors",), numbers)
+        super().__init__(embeddings, dense, ("vectors",), numbers, spec=chosen.spec)
 
     def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return, for each task, logits of shape (examples,).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from monolith.errors import ConfigError, FeatureError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureSpec
 from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
 from monolith.model.features import FeatureSet
 from monolith.nn import Dense, watch_segments
@@ -30,9 +30,14 @@ class FloatFeatures:
 
     Args:
         widths: Feature to how many numbers it has in each example.
+        spec: What the model's features were made of; its numbers are the model's.
     """
 
-    def __init__(self, widths: Mapping[str, int] | None) -> None:
+    def __init__(self, widths: Mapping[str, int] | None, spec: FeatureSpec | None = None) -> None:
+        if spec is not None:
+            if widths is not None:
+                raise ConfigError("the feature spec says which features are numbers: leave `floats` out")
+            widths = spec.floats
         self.widths = dict(widths or {})
         for name, width in self.widths.items():
             if width < 1:
@@ -117,6 +122,16 @@ def check_combined(model: str, features: FeatureSet) -> None:
             )
 
 
+def check_one_width(model: str, features: FeatureSet, dim: int) -> None:
+    """Refuse features whose vectors a model would multiply, and cannot, since their widths differ."""
+    for name, width in features.widths(dim).items():
+        if width != dim:
+            raise ConfigError(
+                f"{model}: feature {name!r} has dim {width}, and this model multiplies the vectors of all "
+                f"features, {dim} wide; leave its dim out, or use DCNv2 or MMoE"
+            )
+
+
 def watch(
     first: Dense, segments: Mapping[str, int], report: Callable[[dict[str, Tensor]], None]
 ) -> RemovableHandle:
@@ -140,6 +155,7 @@ class ReadyModel(nn.Module):
 
     Args:
         inputs: Layouts in the order in which `dense` takes them; the float features come last.
+        spec: What its features were made of.
     """
 
     def __init__(
@@ -148,8 +164,13 @@ class ReadyModel(nn.Module):
         dense: nn.Module,
         inputs: Sequence[str],
         floats: FloatFeatures,
+        *,
+        spec: FeatureSpec | None = None,
     ) -> None:
         super().__init__()
+        self.spec = spec
+        """What turns raw data into what it reads, and what its checkpoints keep; None where it was made of
+        features by hand."""
         self.embeddings = embeddings
         self.dense = dense.to(embeddings.device)
         self.floats = floats
@@ -191,8 +212,9 @@ class WatchedModel(LogitModel):
         floats: FloatFeatures,
         *,
         segments: Mapping[str, int],
+        spec: FeatureSpec | None = None,
     ) -> None:
-        super().__init__(embeddings, dense, inputs, floats)
+        super().__init__(embeddings, dense, inputs, floats, spec=spec)
         self.segments = dict(segments)
         """Feature to its width, in the order in which they lie in the input of the first layer."""
 

@@ -607,7 +607,7 @@ class Layouts:
         features: (table, pooling, length); uses: (feature, start, width, output, offset, stride, adds).
         """
 
-    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int) -> LayoutBatch:
+    def plan(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], splits: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], shared: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], where: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], batch_size: int, weights: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> LayoutBatch:
         """Find the distinct ids of each table."""
 
     def gather(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], outputs: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
@@ -661,14 +661,59 @@ def ranking_metrics(scores: Annotated[NDArray[numpy.float32], dict(shape=(None,)
     Write recall, NDCG and hit rate at each k, and the reciprocal rank, of each query to a row of `out`.
     """
 
-def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
-    """One fid per string; string i is text[splits[i]:splits[i + 1]]."""
+def hash_strings(text: bytes, splits: NDArray[numpy.int64], slot: int | None, version: int) -> NDArray[numpy.int64]:
+    """
+    One fid per string, or without a slot its hash; string i is text[splits[i]:splits[i + 1]].
+    """
 
 def hash_floats(values: NDArray[numpy.float32], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per number."""
 
 def hash_integers(values: NDArray[numpy.int64], slot: int, version: int) -> NDArray[numpy.int64]:
     """One fid per integer."""
+
+class RawKind(enum.Enum):
+    """What a raw column of ids holds, and what becomes of it."""
+
+    HASHED = 0
+
+    WHOLE_TEXTS = 1
+
+    INTS = 2
+
+    INT_BUCKETS = 3
+
+    FLOAT_BUCKETS = 4
+
+def pack_ids(features: Sequence[tuple[RawKind, tuple[NDArray[numpy.uint8], NDArray[numpy.int64]] | None, NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64], NDArray[numpy.float64] | None, str | None, int | None]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], bool]:
+    """
+    (ids, splits, fine) of features: (kind, (bytes, splits), ints, floats, rows, boundaries, separator, slot). Where something cannot be read, not fine, and the rest means nothing.
+    """
+
+def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64]]], rows: int, out: NDArray[numpy.float32]) -> bool:
+    """
+    Copy columns, (ints, floats, rows), of one finite number per row; False where one has others.
+    """
+
+def hash_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (ids, splits, bad): an id for each item of each text, a fid of version 2 where there is a slot.
+    """
+
+def read_whole_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (values, splits, bad): the whole numbers that texts hold, and the rows where some are none.
+    """
+
+def read_number_cells(text: object, splits: NDArray[numpy.int64], rows: NDArray[numpy.int64], separator: str | None) -> tuple[NDArray[numpy.float32], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (values, splits, bad): the numbers that texts hold, and the rows where some are none.
+    """
+
+def cross_cells(columns: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.int64]]], most: int, slot: int | None) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """
+    (ids, splits, bad): an id for every way to take one id of each of the columns, (ids, splits) each.
+    """
 
 class SplitStream:
     """The whole records that a buffer begins with."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monolith.cluster.security import SecurityConfig
 from monolith.config import Checked, Problem
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
+from monolith.errors import ConfigError
+from monolith.run.examples import ExamplesConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
@@ -23,6 +25,9 @@ from monolith.table.admission_config import AdmissionConfig
 from monolith.train.config import TrainConfig
 from monolith.train.ranks.config import RanksConfig
 from monolith.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from monolith.feature import FeatureSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +46,11 @@ class RunConfig(Checked):
     """The data service that the task reads from; needs a task with a setting of type DataServiceConfig."""
     admission: AdmissionConfig | None = None
     """How ids earn their rows; needs a task with a setting of type AdmissionConfig."""
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """The features that the model reads of raw data; needs a task with a setting of type FeatureSpec."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """What the model should say, by task, beside features; by default the column label."""
+    examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -69,7 +79,24 @@ class RunConfig(Checked):
     def inputs(self) -> dict[str, object]:
         """What the run says of the task's data and rows, by group: for settings of the task of that type."""
         groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}
+        groups["features"] = self.feature_spec
         return {name: given for name, given in groups.items() if given is not None}
+
+    @property
+    def feature_spec(self) -> FeatureSpec | None:
+        """What the model reads of raw data, as one value; None where the run says nothing of it.
+
+        Raises:
+            ConfigError: The features do not go together.
+        """
+        if not self.features:
+            return None
+        from monolith.feature import FeatureSpec  # which needs torch, and a run without features does not
+
+        labels = {"labels": self.labels} if self.labels else {}
+        return FeatureSpec.from_dict(
+            {"features": self.features, **labels, **self.examples.settings}, "the config"
+        )
 
     def problems(self) -> Iterator[Problem]:
         several = ("job.local", "cluster.num_ps", "cluster.num_workers")
@@ -83,6 +110,14 @@ class RunConfig(Checked):
                 ("job.name", "discovery.kind", *several),
                 "discovery by ZooKeeper needs job.name: the processes meet under the job's name",
             )
+        if not self.features and (self.labels or self.examples != ExamplesConfig()):
+            yield Problem(
+                ("labels", "examples"), "these go with features; name some, as in [features.user_id]"
+            )
+        try:
+            self.feature_spec  # noqa: B018
+        except ConfigError as error:
+            yield Problem(("features", "labels", "examples"), str(error))
         for name in () if self.kafka is None else self.kafka.settings:
             if re.search("password|secret|token", name) and not name.endswith("location"):
                 yield Problem(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from monolith.checkpoint import DensePart, Part, TablesPart
+from monolith.checkpoint import DensePart, FeaturesPart, Part, TablesPart
 from monolith.errors import ConfigError, DataError, FeatureError
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureSpec
 from monolith.model import EmbeddingCollection, EmbeddingOptimizer, PreparedBatch
 from monolith.nn import RateSchedule
 from monolith.observe import Resting
@@ -92,6 +92,16 @@ class Model:
                 has all processors, so that little is lost to it.
         """
         return [self.tables_part(incremental=incremental, beside=beside), self.dense_part()]
+
+    @property
+    def spec(self) -> FeatureSpec | None:
+        """What its module's features were made of: its `spec`, or that of the first part with one."""
+        specs = (getattr(module, "spec", None) for module in self.module.modules())
+        return next((spec for spec in specs if isinstance(spec, FeatureSpec)), None)
+
+    def features_parts(self) -> list[Part]:
+        """Return what a checkpoint keeps of that; nothing where there is none. To be restored first."""
+        return [] if self.spec is None else [FeaturesPart(self.spec)]
 
     def tables_part(
         self,

@@ -413,6 +413,7 @@ class Session:
         """Return everything that a checkpoint of this session keeps."""
         incremental = self.config.keep.full_every > 1
         return [
+            *self.model.features_parts(),
             *self._peers.parts(self.model, incremental=incremental, beside=self.config.saves_beside),
             StatePart("position", self._positions, self._go_to),
             StatePart("progress", self._progress, self._set_progress),

@@ -439,7 +439,8 @@ class Trainer:
             options = replace(
                 config.restore.options(config.model_dir), optimizer_state="reset", custom=custom
             )
-            restored = Checkpointer(Saver(config.model_dir), model.parts()).restore(prefix, options)
+            parts = [*model.features_parts(), *model.parts()]
+            restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
             heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
             yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)

@@ -1,0 +1,421 @@
+"""FeatureSpec: from raw columns to what a model reads, as one value.
+
+    spec = FeatureSpec(
+        features={
+            "user": IdFeature(column="user_id", kind="string"),
+            "tags": IdFeature(kind="string", separator="|", combiner="mean"),
+            "price": FloatFeature(scale="log"),
+        },
+        labels={"click": Label()},
+    )
+    batch = spec.make(records)
+
+Training, evaluation and a server all read raw columns by it, so that they cannot read them differently. It
+goes to JSON and back without loss: a checkpoint of a model that was made of a spec has it inside.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monolith import native
+from monolith.config import config_from_mapping, to_dict
+from monolith.errors import ConfigError
+from monolith.feature.batches import Batch
+from monolith.feature.fids import MAX_SLOTS_V2
+from monolith.feature.spec.kinds import (
+    AnyFeature,
+    AnyIdFeature,
+    BucketFeature,
+    CrossFeature,
+    FloatFeature,
+    IdFeature,
+    Label,
+    RowSettings,
+    SequenceFeature,
+)
+
+if TYPE_CHECKING:
+    from monolith.feature.spec.reading import RawColumns, RawReader
+
+GAP = ".gap"
+"""Behind the name of a sequence: the feature of its time gaps."""
+
+FREE_TO_DIFFER = (
+    "occurrence_threshold",
+    "expire_after",
+    "capacity_bytes",
+    "optimizer",
+    "bias_optimizer",
+    "learning_rate",
+    "bias_learning_rate",
+    "missing",
+    "most",
+    "column",
+    "separator",
+    "quantiles",
+)
+"""Settings of a feature that leave what its saved rows stand for as it is; what rows hold, tables compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """What a model reads of raw data, and as what."""
+
+    features: Mapping[str, AnyFeature]
+    """The features by name, in the order in which a model reads them."""
+    labels: Mapping[str, Label] = field(default_factory=lambda: {"label": Label()})
+    """The labels by task."""
+    event_time: str | None = None
+    """A column of Unix seconds, by which rows expire and time gaps are measured."""
+    group: str | None = None
+    """The feature of ids that groups examples for metrics by group, such as the user."""
+    fids: bool = False
+    """Whether ids carry the slot of their feature in their high bits, as fids of version 2, with 48 bits
+    left for the value. Otherwise strings are hashed to all 64 bits, and whole numbers stay as they are."""
+    optional: tuple[str, ...] = ()
+    """Columns that the data may lack: they then read as empty cells, and a label is not there."""
+    max_bad: float = 0.1
+    """The share of records that may be bad, 0 to 1: left out, counted and put where the source puts malformed
+    records. More end the run, and with 0 the first does."""
+
+    def __post_init__(self) -> None:
+        for name, one in self.features.items():
+            if not name or name.endswith(GAP) or not isinstance(one, AnyFeature):
+                raise ConfigError(
+                    f"features: {name!r} must be a name that does not end in {GAP!r}, with a feature such as "
+                    f"IdFeature(), got {type(one).__name__}"
+                )
+        if not all(isinstance(label, Label) for label in self.labels.values()):
+            raise ConfigError(
+                f'labels must be labels by task, as in {{"click": Label()}}, got {self.labels!r}'
+            )
+        if not 0 <= self.max_bad <= 1:
+            raise ConfigError(f"max_bad must be from 0 to 1, got {self.max_bad}")
+        for name, one in self.features.items():
+            self._check(name, one)
+        if self.group is not None:
+            self._id_feature(self.group, "group")
+        columns = self.columns  # refuses a column that is read in two ways
+        for column in self.optional:
+            if column not in columns:
+                raise ConfigError(
+                    f"optional names {column!r}, which no feature reads; {_near(column, columns)}"
+                )
+        self.slots  # noqa: B018  refuses slots that two have
+
+    def _check(self, name: str, one: AnyFeature) -> None:
+        if isinstance(one, RowSettings) and one.shares is not None:
+            path = [name]
+            while (shares := self._id_feature(path[-1], path[-1]).shares) is not None:
+                self._id_feature(shares, f"features.{path[-1]}.shares")
+                if shares in path:
+                    raise ConfigError(
+                        f"features share rows in a circle, {' -> '.join([*path, shares])}: let one of them "
+                        "have rows of its own"
+                    )
+                path.append(shares)
+            owner = self.features[path[-1]]
+            if _kind(owner) != _kind(one):
+                raise ConfigError(
+                    f"features.{name}.shares: its ids are {_kind(one)} and those of {path[-1]!r} "
+                    f"{_kind(owner)}, which would never be the same"
+                )
+        if isinstance(one, CrossFeature):
+            for part in one.of:
+                if isinstance(self._id_feature(part, f"features.{name}.of"), CrossFeature):
+                    raise ConfigError(f"features.{name}.of: {part!r} is a cross itself; name what it is of")
+        if isinstance(one, SequenceFeature) and one.times is not None and self.event_time is None:
+            raise ConfigError(
+                f"features.{name}.times: gaps are measured from the example's event time; set event_time"
+            )
+
+    def _id_feature(self, name: str, where: str) -> AnyIdFeature:
+        found = self.features.get(name)
+        if found is None or isinstance(found, FloatFeature):
+            ids = [each for each, one in self.features.items() if not isinstance(one, FloatFeature)]
+            raise ConfigError(f"{where}: {name!r} is no feature of ids; {_near(name, ids)}")
+        return found
+
+    # What it reads
+
+    @cached_property
+    def columns(self) -> dict[str, torch.dtype]:
+        """Every column it reads -> its type in the data: int64, float32, or uint8 for texts.
+
+        Whole numbers may stand where float32 is asked for. Hand it to a format that would have to guess, as
+        in `CsvFormat(types=...)`.
+        """
+        return {**self.inputs, **self.targets}
+
+    @cached_property
+    def inputs(self) -> dict[str, torch.dtype]:
+        """The columns of features and of the event time -> their types."""
+        found: dict[str, torch.dtype] = {}
+        for name, one in self.features.items():
+            for column, dtype in _columns_of(name, one):
+                known = found.setdefault(column, dtype)
+                if torch.int64 in (known, dtype) and torch.float32 in (known, dtype):
+                    found[column] = torch.int64  # whole numbers are numbers, too
+                elif known is not dtype:
+                    raise ConfigError(
+                        f"features.{name}: it reads column {column!r} as {_said(dtype)}, and another feature "
+                        f"as {_said(found[column])}"
+                    )
+        if self.event_time is not None:
+            found.setdefault(self.event_time, torch.int64)
+        return found
+
+    @cached_property
+    def targets(self) -> dict[str, torch.dtype]:
+        """The columns of labels that nothing else reads -> float32."""
+        columns = (label.column or task for task, label in self.labels.items())
+        return {column: torch.float32 for column in columns if column not in self.inputs}
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that must be there."""
+        return tuple(name for name in self.columns if name not in self.optional)
+
+    # What it makes
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        """The features of ids in a batch, in order, those of time gaps behind their sequences."""
+        names: list[str] = []
+        for name, one in self.features.items():
+            if not isinstance(one, FloatFeature):
+                names.append(name)
+            if isinstance(one, SequenceFeature) and one.times is not None:
+                names.append(name + GAP)
+        return tuple(names)
+
+    @cached_property
+    def floats(self) -> dict[str, int]:
+        """The features of numbers in a batch -> their width."""
+        return {name: one.width for name, one in self.features.items() if isinstance(one, FloatFeature)}
+
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """The slot of each feature of ids, where they are fids; empty otherwise.
+
+        Chosen by the hash of the name of its rows, so that it stays when features come and go; the next free
+        one where two meet.
+        """
+        if not self.fids:
+            return {}
+        owners = {name: self.owner(name) for name in self.ids}
+        taken: dict[int, str] = {}
+        chosen: dict[str, int] = {}
+        for name in dict.fromkeys(owners.values()):
+            slot = None if name.endswith(GAP) else self._id_feature(name, name).slot
+            if slot is not None:
+                if slot in taken:
+                    raise ConfigError(
+                        f"features.{name}.slot: {slot} is the slot of {taken[slot]!r}; choose another, or "
+                        "share its rows"
+                    )
+                taken[slot] = name
+                chosen[name] = slot
+        for name in dict.fromkeys(owners.values()):
+            if name not in chosen:
+                slot = _slot_of(name)
+                while slot in taken:
+                    slot = slot % (MAX_SLOTS_V2 - 1) + 1
+                taken[slot] = name
+                chosen[name] = slot
+        return {name: chosen[owner] for name, owner in owners.items()}
+
+    def owner(self, name: str) -> str:
+        """Return the feature whose rows a feature of ids reads."""
+        while name in self.features and (shares := self._id_feature(name, name).shares) is not None:
+            name = shares
+        return name
+
+    @property
+    def to_learn(self) -> tuple[str, ...]:
+        """The features with means or boundaries that `fit` has not learned yet."""
+        return tuple(name for name, one in self.features.items() if _is_to_learn(one))
+
+    def make(self, records: RawColumns) -> Batch:
+        """Return what a model reads of some records.
+
+        Raises:
+            DataError: A column is missing or of another type, or a record is bad; says which, and why.
+                `Pipeline.to_batches` leaves bad records out.
+        """
+        return self.reader.make(records)
+
+    @cached_property
+    def reader(self) -> RawReader:
+        """What makes batches."""
+        from monolith.feature.spec.reading import RawReader
+
+        return RawReader(self)
+
+    def groups(self, batch: Batch) -> Tensor | None:
+        """Return the group of each example, int64, 0 for an example without; None without a `group`."""
+        if self.group is None:
+            return None
+        ids = batch.ids[self.group]
+        first = torch.zeros(ids.nrows, dtype=torch.int64)
+        some = ids.row_lengths() > 0
+        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
+        return first if ids.nrows == len(batch) else first.expand(len(batch))
+
+    def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
+        """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.
+
+        Args:
+            stream: Read once to its end: a source or a `Pipeline`, of which `take` reads only some.
+            show: Whether to say on standard error how far it has come.
+
+        Raises:
+            DataError: A feature to learn found no number at all.
+        """
+        from monolith.feature.spec.fitting import fit
+
+        return fit(self, stream, show=show)
+
+    def without_labels(self) -> FeatureSpec:
+        """Return the same for data that has no labels: what a server reads."""
+        return replace(
+            self,
+            labels={},
+            optional=tuple(name for name in self.optional if name in self.inputs),
+        )
+
+    # As text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON and TOML can hold."""
+        plain = to_dict(self)
+        plain["features"] = {name: _without_none(one) for name, one in plain["features"].items()}
+        plain["labels"] = {name: _without_none(one) for name, one in plain["labels"].items()}
+        return _without_none(plain)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any], source: str = "features") -> FeatureSpec:
+        """Return what `to_dict` was called on.
+
+        Raises:
+            ConfigError: Lists every unknown key, with the nearest known one, and every wrong value.
+        """
+        return config_from_mapping(cls, plain, source)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return it as text that `from_json` reads back without loss."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "features") -> FeatureSpec:
+        """Return what `to_json` was called on.
+
+        Raises:
+            ConfigError: The text is no JSON, or has unknown keys or wrong values.
+        """
+        try:
+            plain = json.loads(text)
+        except ValueError as cause:
+            raise ConfigError(f"{source}: not JSON: {cause}") from cause
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{source}: expected an object, got {type(plain).__name__}")
+        return cls.from_dict(plain, source)
+
+    def difference(self, other: FeatureSpec, *, strict: bool = True) -> str | None:
+        """Return the first setting that gives saved rows or weights another meaning; None for none.
+
+        Labels, event time, where the data has a value, how rows are trained and how long they live may
+        differ: see `FREE_TO_DIFFER`.
+
+        Args:
+            strict: Whether a feature that only one of them has is a difference, too.
+        """
+        if self.fids != other.fids:
+            return f"fids is {self.fids} here and {other.fids} there"
+        both = [name for name in self.features if name in other.features]
+        if strict:
+            for name in (*self.features, *other.features):
+                if name not in both:
+                    return f"features.{name} is only {'here' if name in self.features else 'there'}"
+        there = [name for name in other.features if name in both]
+        if both != there:
+            return f"features are in the order {', '.join(both)} here and {', '.join(there)} there"
+        for name in both:
+            for path, mine, theirs in _differences(self.features[name], other.features[name]):
+                return f"features.{name}.{path} is {mine!r} here and {theirs!r} there"
+        for name, slot in self.slots.items():
+            if other.slots.get(name, slot) != slot:
+                return f"the slot of {name!r} is {slot} here and {other.slots[name]} there"
+        return None
+
+
+def _differences(one: AnyFeature, other: AnyFeature) -> Iterator[tuple[str, Any, Any]]:
+    if type(one) is not type(other):
+        yield "type", type(one).__name__, type(other).__name__
+        return
+    assert is_dataclass(one)
+    for each in fields(one):
+        mine, theirs = getattr(one, each.name), getattr(other, each.name)
+        if each.name not in FREE_TO_DIFFER and mine != theirs:
+            yield each.name, mine, theirs
+
+
+def _without_none(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without what is none, where that is the default: all but `missing` of a float."""
+    return {key: value for key, value in plain.items() if value is not None or key == "missing"}
+
+
+def _columns_of(name: str, one: AnyFeature) -> Iterator[tuple[str, torch.dtype]]:
+    if isinstance(one, CrossFeature):
+        return
+    column = one.column or name
+    if isinstance(one, IdFeature | SequenceFeature):
+        is_text = one.kind == "string" or one.separator is not None
+        yield column, torch.uint8 if is_text else torch.int64
+        beside = one.weights if isinstance(one, IdFeature) else one.times
+        if beside is not None:
+            number = torch.float32 if isinstance(one, IdFeature) else torch.int64
+            yield beside, torch.uint8 if one.separator is not None else number
+    else:
+        yield column, torch.uint8 if one.separator is not None else torch.float32
+
+
+def _said(dtype: torch.dtype) -> str:
+    return {torch.uint8: "texts", torch.int64: "whole numbers", torch.float32: "numbers"}[dtype]
+
+
+def _kind(one: AnyFeature) -> str:
+    """Return what the ids of a feature are, for whoever would share its rows."""
+    if isinstance(one, IdFeature | SequenceFeature):
+        return {"int": "whole numbers", "string": "hashes of strings"}[one.kind]
+    return "buckets" if isinstance(one, BucketFeature) else "crosses"
+
+
+def _is_to_learn(one: AnyFeature) -> bool:
+    if isinstance(one, FloatFeature):
+        return one.scale == "standard" and one.mean is None
+    return isinstance(one, BucketFeature) and one.boundaries is None
+
+
+def _slot_of(name: str) -> int:
+    """Return a slot that follows from a name: 1 to 32767."""
+    text = name.encode()
+
+    hashed = int(native.hash_strings(text, np.array([0, len(text)]), 0, 2)[0])
+    return hashed % (MAX_SLOTS_V2 - 1) + 1
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names) or 'none'}"

@@ -1,0 +1,277 @@
+"""The kinds of features: what is read of the data, and what it becomes.
+
+Plain values, so that a model, a file and a checkpoint say the same of a feature. Its name is the key it
+stands under in a `FeatureSpec`; the column it reads has that name where nothing else is said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from math import isfinite
+from typing import Literal
+
+from monolith.errors import ConfigError
+from monolith.feature.fids import MAX_SLOTS_V2
+from monolith.table import (
+    Adadelta,
+    Adagrad,
+    Adam,
+    Amsgrad,
+    DynamicWdAdagrad,
+    Ftrl,
+    GroupAdagrad,
+    GroupFtrl,
+    Momentum,
+    Rmsprop,
+    RmspropV2,
+    Sgd,
+)
+
+RowOptimizer = (
+    Adagrad
+    | Ftrl
+    | Sgd
+    | Adam
+    | Amsgrad
+    | Adadelta
+    | DynamicWdAdagrad
+    | GroupAdagrad
+    | GroupFtrl
+    | Momentum
+    | Rmsprop
+    | RmspropV2
+)
+"""What may train a feature's rows: those that are plain values."""
+
+Pooled = Literal["sum", "mean", "max"]
+"""How the embeddings of an example's ids become one."""
+
+DEFAULT_GAPS = (60.0, 600.0, 3600.0, 21600.0, 86400.0, 259200.0, 604800.0, 2592000.0, 7776000.0)
+"""Seconds between which time gaps fall: a minute, ten, an hour, six, a day, three, a week, a month, three."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSettings:
+    """How the rows of a feature are born, trained and let go; None is the model's default."""
+
+    dim: int | None = None
+    """How many floats the feature's vector has."""
+    shares: str | None = None
+    """The feature whose rows this one reads, for a shared vocabulary; rows are then set up there."""
+    rows: str | None = None
+    """The name of its rows, as in checkpoints; by default that of the feature."""
+    slot: int | None = None
+    """The slot in the high bits of its ids, where the spec makes fids; None has one chosen by the name."""
+    optimizer: RowOptimizer | None = None
+    """What trains the feature's vectors."""
+    bias_optimizer: RowOptimizer | None = None
+    """What trains the feature's bias, in models that have one."""
+    learning_rate: float | None = None
+    """The rate of its vectors, in place of the optimizer's own."""
+    bias_learning_rate: float | None = None
+    """The rate of its bias, in place of the optimizer's own."""
+    occurrence_threshold: int = 0
+    """Sightings after which an id is given a row on the next; 0 at once."""
+    expire_after: timedelta | None = None
+    """Time without an update after which a row may go; None keeps it for good."""
+    capacity_bytes: int | None = None
+    """A ceiling on the memory of the rows; None for no ceiling."""
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and self.dim < 1:
+            raise ConfigError(f"dim must be at least 1, got {self.dim}")
+        if self.slot is not None and not 0 <= self.slot < MAX_SLOTS_V2:
+            raise ConfigError(f"slot must be from 0 to {MAX_SLOTS_V2 - 1}, got {self.slot}")
+        if self.shares is not None:
+            set_here = [name for name in OF_ROWS if getattr(self, name) not in (None, 0)]
+            if set_here:
+                raise ConfigError(
+                    f"it shares the rows of {self.shares!r} and sets {', '.join(set_here)}: set it there"
+                )
+        if self.occurrence_threshold < 0:
+            raise ConfigError(f"occurrence_threshold must be 0 or more, got {self.occurrence_threshold}")
+        if self.expire_after is not None and self.expire_after < timedelta(0):
+            raise ConfigError(f"expire_after must not be negative, got {self.expire_after}")
+        if self.capacity_bytes is not None and self.capacity_bytes < 1:
+            raise ConfigError(f"capacity_bytes must be at least 1 or none, got {self.capacity_bytes}")
+
+
+OF_ROWS = (
+    "dim",
+    "rows",
+    "slot",
+    "optimizer",
+    "bias_optimizer",
+    "learning_rate",
+    "bias_learning_rate",
+    "occurrence_threshold",
+    "expire_after",
+    "capacity_bytes",
+)
+"""Settings of rows, which only their owner has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdFeature(RowSettings):
+    """Ids: whole numbers as they are, or strings by their hash; any number in an example, none included."""
+
+    column: str | None = None
+    """The column it reads; by default that of its name."""
+    kind: Literal["int", "string"] = "int"
+    """Whether ids are whole numbers or strings, which are hashed."""
+    separator: str | None = None
+    """What stands between the items of a list in one text, such as "|"; columns of lists need none."""
+    weights: str | None = None
+    """A column with a number for each item, by which its embedding is multiplied; a mean is then weighted."""
+    combiner: Pooled = "sum"
+    """How the embeddings of an example's items become one."""
+
+    def __post_init__(self) -> None:
+        RowSettings.__post_init__(self)
+        check_separator(self.separator)
+        if self.weights is not None and self.combiner == "max":
+            raise ConfigError("weights go with the combiners sum and mean, not with max")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FloatFeature:
+    """Numbers that a model reads as they are, or scaled."""
+
+    column: str | None = None
+    """The column it reads; by default that of its name."""
+    width: int = 1
+    """How many numbers an example has. A record with another number of them, but for none, is a bad one."""
+    separator: str | None = None
+    """What stands between the numbers in one text; columns of lists need none."""
+    scale: Literal["raw", "log", "standard"] = "raw"
+    """Whether numbers stay as they are, become sign(x) log(1 + |x|), or (x - mean) / std."""
+    mean: tuple[float, ...] | None = None
+    """The mean of each number, for scale = "standard"; none has `fit` learn it."""
+    std: tuple[float, ...] | None = None
+    """The standard deviation of each number; none has `fit` learn it. One of 0 counts as 1."""
+    missing: float | None = 0.0
+    """What an empty cell reads as, after scaling; none makes the record a bad one."""
+
+    def __post_init__(self) -> None:
+        check_separator(self.separator)
+        if self.width < 1:
+            raise ConfigError(f"width must be at least 1, got {self.width}")
+        for name in ("mean", "std"):
+            numbers = getattr(self, name)
+            if numbers is None:
+                continue
+            if self.scale != "standard":
+                raise ConfigError(f'{name} goes with scale = "standard", not with {self.scale!r}')
+            if len(numbers) != self.width or not all(map(isfinite, numbers)):
+                raise ConfigError(f"{name} must be {self.width} finite numbers, got {list(numbers)}")
+        if (self.mean is None) != (self.std is None):
+            raise ConfigError("mean and std go together: give both, or none of them")
+        if self.std is not None and min(self.std) < 0:
+            raise ConfigError(f"std must not be negative, got {list(self.std)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketFeature(RowSettings):
+    """Numbers that become ids by where they fall: 0 below the first boundary, 1 from it on, and so forth."""
+
+    column: str | None = None
+    """The column it reads; by default that of its name."""
+    separator: str | None = None
+    """What stands between the numbers in one text; columns of lists need none."""
+    boundaries: tuple[float, ...] | None = None
+    """Rising; a number that is one of them falls into the bucket above."""
+    quantiles: int | None = None
+    """How many buckets of about equal size `fit` makes of the data."""
+    combiner: Pooled = "sum"
+    """How the embeddings of an example's numbers become one."""
+
+    def __post_init__(self) -> None:
+        RowSettings.__post_init__(self)
+        check_separator(self.separator)
+        if self.boundaries is None and self.quantiles is None:
+            raise ConfigError("a bucket feature needs boundaries, or quantiles to learn them")
+        check_rising("boundaries", self.boundaries or ())
+        if self.quantiles is not None and not 2 <= self.quantiles <= 10_000:
+            raise ConfigError(f"quantiles must be from 2 to 10,000, got {self.quantiles}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossFeature(RowSettings):
+    """Every way to take one id of each of several features, as an id of its own."""
+
+    of: tuple[str, ...]
+    """Features of ids: two or more."""
+    most: int = 1000
+    """How many ways an example may have; a record with more is a bad one."""
+    combiner: Pooled = "sum"
+    """How the embeddings of an example's crosses become one."""
+
+    def __post_init__(self) -> None:
+        RowSettings.__post_init__(self)
+        if len(self.of) < 2:
+            raise ConfigError(f"a cross is of two features or more, got {list(self.of)}")
+        if self.most < 1:
+            raise ConfigError(f"most must be at least 1, got {self.most}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceFeature(RowSettings):
+    """Ids in order, of which some are kept: what somebody did last, or first."""
+
+    column: str | None = None
+    """The column it reads; by default that of its name."""
+    length: int
+    """How many ids are kept."""
+    keep: Literal["first", "last"] = "last"
+    """Which of them; their order stays."""
+    kind: Literal["int", "string"] = "int"
+    """Whether ids are whole numbers or strings, which are hashed."""
+    separator: str | None = None
+    """What stands between the items of a list in one text; columns of lists need none."""
+    times: str | None = None
+    """A column with the Unix second of each item. How long before the example's event time that was becomes
+    a feature of its own, named with ".gap" behind."""
+    gaps: tuple[float, ...] = DEFAULT_GAPS
+    """Seconds, rising, between which these gaps fall."""
+    combiner: Pooled | None = None
+    """How the embeddings become one; none keeps each in its place, for a layer that reads sequences."""
+
+    def __post_init__(self) -> None:
+        RowSettings.__post_init__(self)
+        check_separator(self.separator)
+        if self.length < 1:
+            raise ConfigError(f"length must be at least 1, got {self.length}")
+        check_rising("gaps", self.gaps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What a model should say of an example."""
+
+    column: str | None = None
+    """The column it reads; by default that of its name."""
+    position: int = 0
+    """Which number of the column."""
+    at_least: float | None = None
+    """Makes a label of 1 from this number on, and of 0 below it; none takes the number itself."""
+
+    def __post_init__(self) -> None:
+        if self.position < 0:
+            raise ConfigError(f"position must be 0 or more, got {self.position}")
+
+
+AnyFeature = IdFeature | FloatFeature | BucketFeature | CrossFeature | SequenceFeature
+AnyIdFeature = IdFeature | BucketFeature | CrossFeature | SequenceFeature
+"""Features that have rows."""
+
+
+def check_separator(separator: str | None) -> None:
+    if separator is not None and (len(separator) != 1 or not separator.isascii()):
+        raise ConfigError(f"separator must be one ASCII character, got {separator!r}")
+
+
+def check_rising(name: str, numbers: tuple[float, ...]) -> None:
+    if not all(map(isfinite, numbers)) or any(a >= b for a, b in pairwise(numbers)):
+        raise ConfigError(f"{name} must be finite and rise, got {list(numbers)}")

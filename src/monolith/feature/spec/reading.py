@@ -1,0 +1,517 @@
+"""Reading raw columns by a feature spec: texts, numbers and lists become a batch.
+
+Columns are worked on whole: the core hashes and splits their bytes, and no value is a Python object. A value
+that cannot be read does not end a run; its record is named, with the reason, and whoever reads a stream
+leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from monolith import native
+from monolith.errors import DataError
+from monolith.feature.batches import Batch, FeatureIds
+from monolith.feature.fids import SIGNATURE_BITS, make_fid
+from monolith.feature.spec.kinds import (
+    BucketFeature,
+    CrossFeature,
+    FloatFeature,
+    IdFeature,
+    Label,
+    SequenceFeature,
+)
+from monolith.feature.spec.packing import PackedIds, Packer
+from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
+from monolith.tensors import RaggedTensor, ranges
+
+if TYPE_CHECKING:
+    from monolith.feature.spec.feature_spec import FeatureSpec
+
+_SHOWN = 40
+"""Bytes of a wrong value that a message shows."""
+
+
+class RawColumns(Protocol):
+    """Some records, column by column, as `monolith.data.Records` are."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def columns(self) -> Mapping[str, RaggedTensor]: ...
+    @property
+    def shared(self) -> frozenset[str]: ...
+    def __getitem__(self, name: str) -> RaggedTensor:
+        """Return a column with one row per record, also where it is shared."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What came of some records."""
+
+    size: int
+    bad: dict[int, str] = field(default_factory=dict)
+    """Record to why it cannot be trained on; the first reason found."""
+    packed: PackedIds | None = None
+    """Features that were read at once; the others are in `ids`."""
+    ids: dict[str, RaggedTensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+    floats: dict[str, Tensor] = field(default_factory=dict)
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    event_times: Tensor | None = None
+
+    def blame(self, rows: Tensor, of: int, reason: Callable[[int], str]) -> None:
+        """Note that rows of a column cannot be read; of a shared column, that is every record's.
+
+        Args:
+            rows: int64 positions.
+            of: How many rows the column has.
+        """
+        for row in rows.tolist():
+            records = [row] if of == self.size else range(self.size)
+            for record in records:
+                self.bad.setdefault(record, reason(row))
+
+    def ids_of(self, name: str) -> RaggedTensor:
+        """Return the ids of one feature."""
+        if self.packed is not None and name in self.packed.names:
+            return self.packed.ragged(name)
+        return self.ids[name]
+
+    def batch(self) -> Batch:
+        """Return it as a batch; only where nothing is bad."""
+        return Batch(self._feature_ids(), self.floats, self.labels)
+
+    def _feature_ids(self) -> FeatureIds:
+        times, packed = self.event_times, self.packed
+        event_time = 0 if times is None or not len(times) else int(times.max())
+        rest = None
+        if self.ids or packed is None:
+            rest = FeatureIds.pack(
+                self.ids,
+                shared=self.shared,
+                batch_size=self.size,
+                event_time=event_time,
+                event_times=times,
+                weights=self.weights or None,
+            )
+            if packed is None:
+                return rest
+        assert packed is not None
+        names, ids, splits = packed.names, packed.ids, packed.splits
+        shared = tuple(rows != self.size for rows in packed.rows)
+        weights = None
+        if rest is not None:
+            if rest.weights is not None:
+                weights = torch.cat([torch.ones(len(ids)), rest.weights])
+            splits = torch.cat([splits, rest.splits[1:] + len(ids)])
+            ids = torch.cat([ids, rest.ids])
+            names, shared = (*names, *rest.names), (*shared, *rest.shared)
+        return FeatureIds(names, ids, splits, self.size, shared, event_time, times, weights)
+
+
+class RawReader:
+    """Makes batches by one spec. Safe from any thread."""
+
+    def __init__(self, spec: FeatureSpec) -> None:
+        self._spec = spec
+        self._packer = Packer(spec)
+        if spec.to_learn:
+            self._unlearned: str | None = spec.to_learn[0]
+        else:
+            self._unlearned = None
+
+    def make(self, records: RawColumns) -> Batch:
+        """Return a batch of all records; see `FeatureSpec.make`."""
+        for column in self._spec.required:
+            if column not in records.columns:
+                raise DataError(
+                    f"features: the records have no column {column!r}; they have "
+                    f"{', '.join(records.columns) or 'none'}. If the data may lack it, say "
+                    f"FeatureSpec(optional=[{column!r}])."
+                )
+        reading = self.read(records)
+        if reading.bad:
+            record = min(reading.bad)
+            raise DataError(f"features: record {record} of {records.size} is bad: {reading.bad[record]}")
+        return reading.batch()
+
+    def read(self, records: RawColumns) -> Reading:
+        """Return what comes of some records, bad ones named; a column that is not there reads as empty.
+
+        Raises:
+            DataError: A whole column is of another type than the spec says; says what to change.
+        """
+        spec = self._spec
+        if self._unlearned is not None:
+            raise DataError(
+                f"features.{self._unlearned}: its mean or its boundaries are to be learned from data first: "
+                "spec = spec.fit(records)"
+            )
+        found = Reading(records.size)
+        times = self._event_times(records, found)
+        found.packed = self._packer.ids(records)
+        packed = () if found.packed is None else found.packed.names
+        numbers = self._packer.floats(records) or {}
+        for name, one in spec.features.items():
+            if name in packed:
+                continue
+            if name in numbers:
+                assert isinstance(one, FloatFeature)
+                found.floats[name] = _scaled(one, numbers[name])
+            elif isinstance(one, IdFeature):
+                self._ids(name, one, records, found)
+            elif isinstance(one, BucketFeature):
+                self._buckets(name, one, records, found)
+            elif isinstance(one, SequenceFeature):
+                self._sequence(name, one, records, found, times)
+            elif isinstance(one, FloatFeature):
+                self._floats(name, one, records, found)
+        for name, one in spec.features.items():
+            if isinstance(one, CrossFeature):
+                self._cross(name, one, found)
+        for task, label in spec.labels.items():
+            self._label(task, label, records, found)
+        return found
+
+    # Ids
+
+    def _ids(self, name: str, one: IdFeature, records: RawColumns, found: Reading) -> None:
+        column = one.column or name
+        together = one.weights is None or (column in records.shared) == (one.weights in records.shared)
+        raw = self._raw(records, column, torch.int64, together)
+        ids = self._items(name, one, raw, column, found)
+        self._put(name, ids, found)
+        if one.weights is None:
+            return
+        given = self._raw(records, one.weights, torch.float32, together)
+        weights = numbers_of(name, one.weights, given, one.separator, found)
+        _check_lengths(name, one.weights, ids, weights, found)
+        _check_finite(name, one.weights, weights, found)
+        found.weights[name] = weights.flat_values
+
+    def _items(
+        self,
+        name: str,
+        one: IdFeature | SequenceFeature,
+        raw: RaggedTensor,
+        column: str,
+        found: Reading,
+    ) -> RaggedTensor:
+        slot = self._spec.slots.get(name)
+        if one.kind == "string":
+            if raw.dtype is not torch.uint8:
+                raise DataError(
+                    f"features.{name}: column {column!r} has {_said(raw)}, and the feature hashes strings. "
+                    'Say kind = "int" for numbers that are ids; or have the column read as text, as with '
+                    "CsvFormat(types=spec.columns)."
+                )
+            ids, splits, _ = native.hash_cells(*_texts(raw), one.separator, slot)
+            return _ragged(ids, splits)
+        if raw.dtype is torch.uint8:
+            values = _whole(name, column, raw, one.separator, found)
+        elif raw.dtype is torch.int64:
+            values = raw
+        else:
+            raise DataError(
+                f"features.{name}: column {column!r} has {_said(raw)}, and ids are whole numbers. "
+                "Read numbers with FloatFeature, or make ids of them with BucketFeature."
+            )
+        return values if slot is None else _with_slot(name, column, values, slot, found)
+
+    def _buckets(self, name: str, one: BucketFeature, records: RawColumns, found: Reading) -> None:
+        column = one.column or name
+        raw = self._raw(records, column, torch.float32)
+        numbers = numbers_of(name, column, raw, one.separator, found)
+        _check_finite(name, column, numbers, found)
+        assert one.boundaries is not None
+        self._put(name, self._bucketed(name, numbers, one.boundaries), found)
+
+    def _bucketed(self, name: str, numbers: RaggedTensor, boundaries: tuple[float, ...]) -> RaggedTensor:
+        values = numbers.flat_values
+        if values.dtype is torch.int64:
+            values = values.double()  # float32 would move large ones over a boundary
+        buckets = torch.bucketize(values, torch.tensor(boundaries, dtype=values.dtype), right=True)
+        slot = self._spec.slots.get(name)
+        return numbers.with_flat_values(buckets if slot is None else make_fid(slot, buckets))
+
+    def _sequence(
+        self,
+        name: str,
+        one: SequenceFeature,
+        records: RawColumns,
+        found: Reading,
+        event_times: RaggedTensor | None,
+    ) -> None:
+        column = one.column or name
+        items = self._items(
+            name, one, self._raw(records, column, torch.int64, one.times is None), column, found
+        )
+        self._put(name, _cut(items, one), found)
+        if one.times is None:
+            return
+        assert event_times is not None
+        times = _whole(
+            name, one.times, self._raw(records, one.times, torch.int64, False), one.separator, found
+        )
+        _check_lengths(name, one.times, items, times, found)
+        without = (event_times.row_lengths() != 1).nonzero().squeeze(1)
+        reason = f"features.{name}: no time gaps without an event time in {self._spec.event_time!r}"
+        found.blame(without, found.size, lambda _: reason)
+        if found.bad:  # rows of different lengths have no gaps
+            self._put(name + ".gap", _empty(torch.int64, found.size), found)
+            return
+        each = torch.repeat_interleave(event_times.flat_values, times.row_lengths())
+        gaps = times.with_flat_values((each - times.flat_values).clamp(min=0))
+        self._put(name + ".gap", _cut(self._bucketed(name + ".gap", gaps, one.gaps), one), found)
+
+    def _cross(self, name: str, one: CrossFeature, found: Reading) -> None:
+        parts = [found.ids_of(part) for part in one.of]
+        if len({part.nrows for part in parts}) > 1:
+            parts = [_spread(part, found.size) for part in parts]
+        ids, splits, bad = native.cross_cells(
+            [(part.flat_values.numpy(), part.row_splits.numpy()) for part in parts],
+            one.most,
+            self._spec.slots.get(name),
+        )
+        if len(bad):
+            found.blame(
+                torch.from_numpy(bad),
+                len(splits) - 1,
+                lambda row: (
+                    f"features.{name}: more than {one.most} crosses of "
+                    f"{' and '.join(str(len(_row(part, row))) for part in parts)} ids; raise `most`"
+                ),
+            )
+        self._put(name, _ragged(ids, splits), found)
+
+    def _put(self, name: str, ids: RaggedTensor, found: Reading) -> None:
+        found.ids[name] = ids
+        if ids.nrows != found.size:
+            found.shared.add(name)
+
+    # Numbers
+
+    def _floats(self, name: str, one: FloatFeature, records: RawColumns, found: Reading) -> None:
+        column = one.column or name
+        numbers = numbers_of(name, column, self._raw(records, column, torch.float32), one.separator, found)
+        _check_finite(name, column, numbers, found)
+        lengths = numbers.row_lengths()
+        rows = numbers.nrows
+        if len(numbers.flat_values) == rows * one.width and bool((lengths == one.width).all()):
+            made = _scaled(one, numbers.flat_values.to(torch.float32).view(rows, one.width))
+        else:
+            wrong = (lengths != one.width) & (lengths != 0 if one.missing is not None else True)
+            found.blame(
+                wrong.nonzero().squeeze(1),
+                rows,
+                lambda row: (
+                    f"features.{name}: column {column!r} has {int(lengths[row])} numbers, not {one.width}"
+                    + ("" if int(lengths[row]) else "; say what an empty cell means with `missing`")
+                ),
+            )
+            made = torch.full((rows, one.width), 0.0 if one.missing is None else one.missing)
+            whole = lengths == one.width
+            places = ranges(numbers.row_splits[:-1][whole], lengths[whole])
+            made[whole] = _scaled(one, numbers.flat_values[places].to(torch.float32).view(-1, one.width))
+        found.floats[name] = made if rows == found.size else made.expand(found.size, one.width)
+
+    def _label(self, task: str, label: Label, records: RawColumns, found: Reading) -> None:
+        column = label.column or task
+        if column not in records.columns:
+            return
+        raw = records[column]
+        if raw.dtype is torch.uint8:
+            raise DataError(f"labels.{task}: column {column!r} must hold numbers, got {_said(raw)}")
+        numbers = raw.flat_values.to(torch.float32)
+        values = raw.with_flat_values(numbers).to_padded(label.position + 1, float("nan"))[:, label.position]
+        if not bool(numbers.isfinite().all()):
+            lengths = raw.row_lengths()
+            rows = torch.repeat_interleave(torch.arange(raw.nrows), lengths)[~numbers.isfinite()]
+            found.blame(rows, found.size, lambda row: f"label {column!r} is {_row(raw, row)}")
+        if label.at_least is not None:
+            values = torch.where(values.isnan(), values, (values >= label.at_least).to(torch.float32))
+        found.labels[task] = values
+
+    def _event_times(self, records: RawColumns, found: Reading) -> RaggedTensor | None:
+        column = self._spec.event_time
+        if column is None:
+            return None
+        if column not in records.columns:
+            return _empty(torch.int64, found.size)
+        raw = records[column]
+        if raw.dtype is torch.uint8:
+            raise DataError(f"event_time: column {column!r} must hold Unix seconds, got {_said(raw)}")
+        times = raw.with_flat_values(raw.flat_values.long())
+        seconds = times.flat_values
+        if len(seconds) and not 0 <= int(seconds.min()) <= int(seconds.max()) <= MAX_EVENT_TIME:
+            wrong = (seconds < 0) | (seconds > MAX_EVENT_TIME)
+            rows = torch.repeat_interleave(torch.arange(times.nrows), times.row_lengths())[wrong]
+            found.blame(
+                rows,
+                found.size,
+                lambda row: f"event time {column!r} {wrong_second(int(_row(times, row)[0]))}",
+            )
+        found.event_times = seconds
+        return times
+
+    def _raw(
+        self, records: RawColumns, column: str, dtype: torch.dtype, as_it_is: bool = True
+    ) -> RaggedTensor:
+        """Return a column, of one row where it is shared and `as_it_is`; without values if not there."""
+        if column not in records.columns:
+            return _empty(self._spec.columns.get(column, dtype), records.size)
+        return records.columns[column] if as_it_is else records[column]
+
+
+def _whole(name: str, column: str, raw: RaggedTensor, separator: str | None, found: Reading) -> RaggedTensor:
+    if raw.dtype is torch.int64:
+        return raw
+    if raw.dtype is not torch.uint8:
+        raise DataError(f"features.{name}: column {column!r} must hold whole numbers, got {_said(raw)}")
+    values, splits, bad = native.read_whole_cells(*_texts(raw), separator)
+    if len(bad):
+        found.blame(
+            torch.from_numpy(bad),
+            raw.nrows,
+            lambda row: (
+                f"features.{name}: column {column!r} has {_cell(raw, row)}, which is not a whole number; if "
+                'its ids are strings, say kind = "string"'
+            ),
+        )
+    return _ragged(values, splits)
+
+
+def numbers_of(
+    name: str, column: str, raw: RaggedTensor, separator: str | None, found: Reading
+) -> RaggedTensor:
+    """Return a column of numbers: int64 or float32."""
+    if raw.dtype is not torch.uint8:
+        return raw
+    values, splits, bad = native.read_number_cells(*_texts(raw), separator)
+    if len(bad):
+        found.blame(
+            torch.from_numpy(bad),
+            raw.nrows,
+            lambda row: f"features.{name}: column {column!r} has {_cell(raw, row)}, which is not a number",
+        )
+    return _ragged(values, splits)
+
+
+def _check_finite(name: str, column: str, numbers: RaggedTensor, found: Reading) -> None:
+    values = numbers.flat_values
+    if not values.is_floating_point() or bool(values.isfinite().all()):
+        return
+    rows = torch.repeat_interleave(torch.arange(numbers.nrows), numbers.row_lengths())[~values.isfinite()]
+    found.blame(
+        rows, numbers.nrows, lambda row: f"features.{name}: column {column!r} is {_row(numbers, row)}"
+    )
+
+
+def _check_lengths(name: str, column: str, items: RaggedTensor, others: RaggedTensor, found: Reading) -> None:
+    if torch.equal(items.row_splits, others.row_splits):
+        return
+    mine, theirs = items.row_lengths(), others.row_lengths()
+    found.blame(
+        (mine != theirs).nonzero().squeeze(1),
+        items.nrows,
+        lambda row: (
+            f"features.{name}: {int(mine[row])} items, and {int(theirs[row])} values in column {column!r}"
+        ),
+    )
+
+
+def _with_slot(name: str, column: str, ids: RaggedTensor, slot: int, found: Reading) -> RaggedTensor:
+    values = ids.flat_values
+    wrong = values >> SIGNATURE_BITS[2] != 0
+    if bool(wrong.any()):
+        rows = torch.repeat_interleave(torch.arange(ids.nrows), ids.row_lengths())[wrong]
+        found.blame(
+            rows,
+            ids.nrows,
+            lambda row: (
+                f"features.{name}: column {column!r} has {_row(ids, row)}, which does not fit into the "
+                f"{SIGNATURE_BITS[2]} bits that a fid has for it; leave fids off"
+            ),
+        )
+    return ids.with_flat_values(make_fid(slot, values))
+
+
+def _scaled(one: FloatFeature, numbers: Tensor) -> Tensor:
+    if one.scale == "log":
+        return torch.log1p(numbers.abs()).copysign(numbers)
+    if one.scale == "standard":
+        assert one.mean is not None
+        assert one.std is not None
+        return (numbers - torch.tensor(one.mean)) / torch.tensor([std or 1.0 for std in one.std])
+    return numbers
+
+
+def _cut(items: RaggedTensor, one: SequenceFeature) -> RaggedTensor:
+    """Return the first or last ids of each row."""
+    lengths = items.row_lengths()
+    if not len(lengths) or int(lengths.max()) <= one.length:
+        return items
+    kept = lengths.clamp(max=one.length)
+    starts = items.row_splits[:-1] if one.keep == "first" else items.row_splits[1:] - kept
+    return RaggedTensor.from_row_lengths(items.flat_values[ranges(starts, kept)], kept, validate=False)
+
+
+def _spread(column: RaggedTensor, rows: int) -> RaggedTensor:
+    """Return a column of one row as one of many, and others as they are."""
+    if column.nrows == rows:
+        return column
+    values = column.flat_values
+    return RaggedTensor(values.repeat(rows), torch.arange(rows + 1) * len(values), validate=False)
+
+
+def _empty(dtype: torch.dtype, rows: int) -> RaggedTensor:
+    values: Tensor | RaggedTensor = torch.empty(0, dtype=dtype)
+    if dtype is torch.uint8:
+        values = RaggedTensor(values, torch.zeros(1, dtype=torch.int64), validate=False)
+    return RaggedTensor(values, torch.zeros(rows + 1, dtype=torch.int64), validate=False)
+
+
+def _texts(raw: RaggedTensor) -> tuple[Any, Any, Any]:
+    """Return the bytes, the texts and the rows of a column, as the core takes them."""
+    texts = raw.values
+    assert isinstance(texts, RaggedTensor)
+    return (
+        texts.flat_values.contiguous().numpy(),
+        texts.row_splits.contiguous().numpy(),
+        raw.row_splits.contiguous().numpy(),
+    )
+
+
+def _ragged(values: Any, splits: Any) -> RaggedTensor:
+    return RaggedTensor(torch.from_numpy(values), torch.from_numpy(splits), validate=False)
+
+
+def _row(column: RaggedTensor, row: int) -> list[Any]:
+    begin, end = column.row_splits[row : row + 2].tolist()
+    listed: list[Any] = column.flat_values[begin:end].tolist()
+    return listed
+
+
+def _cell(raw: RaggedTensor, row: int) -> str:
+    """Return the texts of a row, for a message."""
+    texts = raw.values
+    assert isinstance(texts, RaggedTensor)
+    begin, end = raw.row_splits[row : row + 2].tolist()
+    first, last = int(texts.row_splits[begin]), int(texts.row_splits[end])
+    return repr(
+        bytes(texts.flat_values[first : min(last, first + _SHOWN)].tolist()).decode("utf-8", "replace")
+    )
+
+
+def _said(raw: RaggedTensor) -> str:
+    if raw.dtype is torch.uint8:
+        rows = (raw.row_lengths() > 0).nonzero().squeeze(1)
+        return f"texts such as {_cell(raw, int(rows[0]))}" if len(rows) else "texts"
+    return {torch.int64: "whole numbers", torch.float32: "numbers"}[raw.dtype]

@@ -1,0 +1,109 @@
+"""Raw records become batches by a feature spec, in a pipeline; bad ones are left out and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.lists import ListSource, records
+
+from monolith.data import BadRecord, FileSource, Pipeline, Position, keep_columns, make_batch
+from monolith.data.formats import CsvFormat
+from monolith.data.formats.memory import MemorySource
+from monolith.errors import DataError, TooManyBadRecordsError
+from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, hash_strings
+
+SPEC = FeatureSpec(
+    features={
+        "user": IdFeature(kind="string"),
+        "tags": IdFeature(kind="string", separator="|"),
+        "item": IdFeature(),
+        "price": FloatFeature(scale="log"),
+    },
+    max_bad=0.5,
+)
+CSV = """user,item,tags,price,label,comment
+ann,3,a|b,1.5,1,x
+007,4,,,0,y
+bob,5,b,nan,1,z
+"""
+
+
+def csv(folder: Path, text: str = CSV) -> FileSource:
+    (folder / "some.csv").write_text(text)
+    return FileSource(
+        [str(folder / "some.csv")],
+        CsvFormat(types=SPEC.columns),
+        batch_size=3,
+        columns=list(SPEC.columns),
+    )
+
+
+def test_a_csv_of_strings_whole_numbers_numbers_and_lists_becomes_batches(tmp_path: Path) -> None:
+    (batch,) = Pipeline(csv(tmp_path)).to_batches(SPEC)
+    assert batch.ids["user"].to_list() == [[one] for one in hash_strings(["ann", "007"]).tolist()]
+    assert batch.ids["tags"].to_list() == [hash_strings(["a", "b"]).tolist(), []]
+    assert batch.ids["item"].to_list() == [[3], [4]]
+    assert batch.label.tolist() == [1.0, 0.0]
+
+
+def test_bad_records_are_kept_by_the_source_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[BadRecord] = []
+
+    class Keeping(ListSource):
+        def set_aside(self, bad: Any) -> None:
+            kept.extend(bad)
+
+    one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
+    source = Keeping([records(x=[[1.0], [float("inf")], [2.0]])])
+    (batch,) = Pipeline(source).to_batches(one)
+    assert batch.floats["x"].tolist() == [[1.0], [2.0]]
+    assert [bad.reason for bad in kept] == ["features.x: column 'x' is [inf]"]
+    assert "left out 1 of 3 records so far: features.x" in caplog.text
+
+
+def test_a_batch_of_bad_records_alone_is_passed_over() -> None:
+    one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
+    parts = [records(x=[[float("nan")]]), records(x=[[1.0], [2.0]])]
+    assert [len(batch) for batch in Pipeline(ListSource(parts)).to_batches(one)] == [2]
+
+
+def test_too_many_bad_records_end_the_run(tmp_path: Path) -> None:
+    strict = FeatureSpec(features=SPEC.features, max_bad=0.0)
+    with pytest.raises(TooManyBadRecordsError, match=r"1 of 3 records cannot be read as.*nan"):
+        list(Pipeline(csv(tmp_path)).to_batches(strict))
+
+
+def test_a_column_that_the_data_lacks_is_an_error(tmp_path: Path) -> None:
+    text = CSV.replace("user,", "uzer,")
+    with pytest.raises(DataError, match=r"no column 'user'.*FeatureSpec\(optional=\['user'\]\)"):
+        list(Pipeline(csv(tmp_path, text)).to_batches(SPEC))
+
+
+def test_a_pipeline_goes_on_where_it_was() -> None:
+    some = {"item": list(range(8)), "label": [0, 1] * 4}
+    one = FeatureSpec(features={"item": IdFeature()}, labels={"label": Label()})
+
+    def read(position: Position | None) -> tuple[list[int], Position]:
+        batches = Pipeline(MemorySource(some, batch_size=3)).to_batches(one)
+        if position is not None:
+            batches.restore(position)
+        batch = next(iter(batches))
+        return batch.ids["item"].flat_values.tolist(), batches.position()
+
+    first, position = read(None)
+    assert first == [0, 1, 2]
+    assert read(position)[0] == [3, 4, 5]
+
+
+def test_make_batch_takes_a_feature_spec_too() -> None:
+    one = FeatureSpec(features={"x": IdFeature()}, labels={})
+    assert make_batch(records(x=[[1]]), one).ids["x"].to_list() == [[1]]
+
+
+def test_raw_columns_ride_along_with_the_records_that_are_good(tmp_path: Path) -> None:
+    batches = Pipeline(csv(tmp_path)).to_batches(SPEC)
+    keep_columns(batches, ["user"])
+    (batch,) = batches
+    assert batch.raw["user"].to_list() == [[list(b"ann")], [list(b"007")]]

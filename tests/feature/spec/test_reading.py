@@ -1,0 +1,310 @@
+"""Raw columns become batches; what cannot be read is named, with the record and the reason."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from data.lists import records
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monolith.data import Records
+from monolith.errors import DataError
+from monolith.feature import (
+    Batch,
+    BucketFeature,
+    CrossFeature,
+    FeatureSpec,
+    FloatFeature,
+    IdFeature,
+    Label,
+    SequenceFeature,
+    hash_strings,
+    make_fid,
+    slot_of,
+)
+from monolith.feature.spec.packing import Packer
+
+
+def spec(event_time: str | None = None, fids: bool = False, **features: Any) -> FeatureSpec:
+    return FeatureSpec(features=features, labels={}, event_time=event_time, fids=fids)
+
+
+def ids(batch: Batch, name: str) -> list[list[int]]:
+    return batch.ids[name].to_list()
+
+
+def hashed(*texts: str) -> list[int]:
+    return hash_strings(texts).tolist()
+
+
+def bad(one: FeatureSpec, some: Records) -> dict[int, str]:
+    return one.reader.read(some).bad
+
+
+# Ids
+
+
+def test_whole_numbers_stay_as_they_are():
+    batch = spec(item=IdFeature()).make(records(item=[[3], [], [7, 1 << 50]]))
+    assert ids(batch, "item") == [[3], [], [7, 1 << 50]]
+
+
+def test_strings_have_the_id_that_hash_strings_gives_them():
+    batch = spec(user=IdFeature(kind="string")).make(records(user=[[b"ann"], [], [b"bob", b"ann"], [b""]]))
+    assert ids(batch, "user") == [hashed("ann"), [], hashed("bob", "ann"), []]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.binary(max_size=20).filter(lambda text: b"|" not in text)), min_size=1))
+def test_a_list_in_one_text_reads_as_the_list_it_is(rows: list[list[bytes]]):
+    rows = [*rows, [b"some"]]
+    lists = spec(tags=IdFeature(kind="string")).make(records(tags=rows))
+    texts = spec(tags=IdFeature(kind="string", separator="|")).make(
+        records(tags=[[b"|".join(row)] for row in rows])
+    )
+    wanted = [hash_strings([text for text in row if text]).tolist() for row in rows]
+    assert ids(lists, "tags") == ids(texts, "tags") == wanted
+
+
+def test_numbers_in_a_text_are_read():
+    batch = spec(item=IdFeature(separator="|")).make(records(item=[[b"3| 9"], [b""], [b"-1"]]))
+    assert ids(batch, "item") == [[3, 9], [], [-1]]
+
+
+def test_fids_carry_their_slot():
+    one = spec(
+        fids=True, user=IdFeature(kind="string"), item=IdFeature(slot=5), age=BucketFeature(boundaries=(2.0,))
+    )
+    batch = one.make(records(user=[[b"ann"]], item=[[3]], age=[[7.0]]))
+    assert ids(batch, "user") == [hash_strings(["ann"], slot=one.slots["user"]).tolist()]
+    assert ids(batch, "item") == [[make_fid(5, 3)]]
+    assert slot_of(ids(batch, "age")[0][0]) == one.slots["age"]
+    assert (
+        "does not fit into the 48 bits" in bad(one, records(user=[[b"a"]], item=[[1 << 50]], age=[[1.0]]))[0]
+    )
+
+
+def test_weights_stand_beside_their_items():
+    one = spec(tags=IdFeature(weights="w"), item=IdFeature())
+    batch = one.make(records(tags=[[1, 2], [3]], w=[[0.5, 2.0], [3.0]], item=[[7], [8]]))
+    assert batch.ids.weights is not None
+    assert dict(zip(batch.ids.ids.tolist(), batch.ids.weights.tolist(), strict=True)) == {
+        1: 0.5,
+        2: 2.0,
+        3: 3.0,
+        7: 1.0,
+        8: 1.0,
+    }
+    texts = spec(tags=IdFeature(weights="w", separator="|"))
+    batch = texts.make(records(tags=[[b"1|2"], [b""]], w=[[b"0.5|2"], [b""]]))
+    assert batch.ids.weights is not None
+    assert batch.ids.weights.tolist() == [0.5, 2.0]
+
+
+def test_numbers_fall_into_buckets():
+    one = spec(age=BucketFeature(boundaries=(18.0, 30.0)), big=BucketFeature(boundaries=(float(1 << 40),)))
+    batch = one.make(records(age=[[17.5], [18.0], [], [99.0]], big=[[(1 << 40) - 1], [1 << 40], [], [0]]))
+    assert ids(batch, "age") == [[0], [1], [], [2]]
+    assert ids(batch, "big") == [[0], [1], [], [0]]  # as whole numbers: no float is as exact
+
+
+def test_a_cross_is_an_id_for_every_pair():
+    one = spec(a=IdFeature(), b=IdFeature(kind="string"), both=CrossFeature(of=("a", "b")))
+    batch = one.make(records(a=[[1, 2], [1], []], b=[[b"x"], [b"x", b"y"], [b"x"]]))
+    first, second, third = ids(batch, "both")
+    assert (len(first), len(second), third) == (2, 2, [])
+    assert first[0] == second[0]
+    assert len({*first, *second}) == 3
+    few = spec(a=IdFeature(), b=IdFeature(), both=CrossFeature(of=("a", "b"), most=1))
+    assert "more than 1 crosses of 2 and 1 ids" in bad(few, records(a=[[1, 2], [3]], b=[[4], [5]]))[0]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("first", [[1, 2], [4]]), ("last", [[2, 3], [4]])])
+def test_a_sequence_keeps_some_of_its_ids(keep: Any, kept: list[list[int]]):
+    batch = spec(seen=SequenceFeature(length=2, keep=keep)).make(records(seen=[[1, 2, 3], [4]]))
+    assert ids(batch, "seen") == kept
+
+
+def test_time_gaps_become_a_feature():
+    one = spec(event_time="now", seen=SequenceFeature(length=2, times="at", gaps=(10.0, 100.0)))
+    some = records(seen=[[1, 2, 3], []], at=[[900, 989, 995], []], now=[[1000], [1000]])
+    batch = one.make(some)
+    assert ids(batch, "seen.gap") == [[1, 0], []]
+    assert batch.ids.event_time == 1000
+    without = bad(one, records(seen=[[1], [1]], at=[[1], [2, 3]], now=[[], [5]]))
+    assert "without an event time in 'now'" in without[0]
+    assert "1 items, and 2 values in column 'at'" in without[1]
+
+
+def test_a_shared_column_is_read_once():
+    one = spec(
+        user=IdFeature(kind="string"),
+        item=IdFeature(),
+        both=CrossFeature(of=("user", "item")),
+        age=FloatFeature(),
+    )
+    batch = one.make(records(["user", "age"], user=[[b"ann"]], item=[[1], [2], [3]], age=[[4.0]]))
+    assert batch.ids.shared == (True, False, False)
+    assert [len(row) for row in ids(batch, "both")] == [1, 1, 1]
+    assert batch.floats["age"].tolist() == [[4.0]] * 3
+
+
+# Numbers, labels, times
+
+
+def test_numbers_are_scaled():
+    one = spec(
+        raw=FloatFeature(column="x"),
+        log=FloatFeature(column="x", scale="log"),
+        standard=FloatFeature(column="x", scale="standard", mean=(1.0,), std=(2.0,)),
+        pair=FloatFeature(width=2, missing=-1.0),
+    )
+    batch = one.make(records(x=[[3.0], [-1.0], []], pair=[[1.0, 2.0], [], [3.0, 4.0]]))
+    assert batch.floats["raw"].tolist() == [[3.0], [-1.0], [0.0]]
+    torch.testing.assert_close(batch.floats["log"], torch.tensor([[math.log(4)], [-math.log(2)], [0.0]]))
+    assert batch.floats["standard"].tolist() == [[1.0], [-1.0], [0.0]]
+    assert batch.floats["pair"].tolist() == [[1.0, 2.0], [-1.0, -1.0], [3.0, 4.0]]
+
+
+def test_labels_may_be_made_of_a_threshold():
+    one = FeatureSpec(
+        features={"item": IdFeature()},
+        labels={"like": Label(column="rating", at_least=4.0), "rating": Label()},
+    )
+    batch = one.make(records(item=[[1], [2]], rating=[[4.0], [3.5]]))
+    assert batch.labels["like"].tolist() == [1.0, 0.0]
+    assert batch.labels["rating"].tolist() == [4.0, 3.5]
+
+
+def test_examples_are_grouped_by_a_feature():
+    one = FeatureSpec(features={"user": IdFeature()}, labels={}, group="user")
+    groups = one.groups(one.make(records(user=[[7], [], [8, 9]])))
+    assert groups is not None
+    assert groups.tolist() == [7, 0, 8]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("feature", "cells", "reason"),
+    [
+        (IdFeature(), [b"17", b"seven"], "has 'seven', which is not a whole number; if its ids are strings"),
+        (IdFeature(separator="|"), [b"1|2", b"1|x"], "has '1|x', which is not a whole number"),
+        (FloatFeature(), [1.0, float("nan")], "column 'x' is [nan]"),
+        (FloatFeature(), [1.0, float("inf")], "column 'x' is [inf]"),
+        (FloatFeature(), [b"1.5", b"cheap"], "has 'cheap', which is not a number"),
+        (BucketFeature(boundaries=(1.0,)), [1.0, float("nan")], "column 'x' is [nan]"),
+    ],
+)
+def test_a_value_that_cannot_be_read_names_its_record(feature: Any, cells: list[Any], reason: str):
+    one, some = spec(x=feature), records(x=[[cell] for cell in cells])
+    assert list(bad(one, some)) == [1]
+    assert reason in bad(one, some)[1]
+    with pytest.raises(DataError, match=r"record 1 of 2 is bad: features\.x"):
+        one.make(some)
+
+
+def test_lists_of_another_length_are_bad():
+    weighted = spec(x=IdFeature(weights="w"))
+    assert "2 items, and 1 values in column 'w'" in bad(weighted, records(x=[[1, 2]], w=[[1.0]]))[0]
+    wide = spec(x=FloatFeature(width=2))
+    assert "has 1 numbers, not 2" in bad(wide, records(x=[[1.0, 2.0], [1.0]]))[1]
+    whole = spec(x=FloatFeature(missing=None))
+    assert "say what an empty cell means" in bad(whole, records(x=[[1.0], []]))[1]
+
+
+@pytest.mark.parametrize(
+    ("feature", "cells", "message"),
+    [
+        (
+            IdFeature(kind="string"),
+            [[3]],
+            r'has whole numbers, and the feature hashes strings\. Say kind = "int"',
+        ),
+        (IdFeature(), [[3.5]], "has numbers, and ids are whole numbers.*FloatFeature"),
+        (FloatFeature(scale="standard"), [[3.5]], "to be learned from data first"),
+    ],
+)
+def test_a_column_of_another_type_is_an_error(feature: Any, cells: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        spec(x=feature).make(records(x=cells))
+
+
+def test_a_missing_column_is_an_error_unless_it_is_optional():
+    one = spec(x=IdFeature(), y=IdFeature(kind="string"))
+    with pytest.raises(DataError, match=r"no column 'y'; they have x.*optional=\['y'\]"):
+        one.make(records(x=[[1]]))
+    relaxed = FeatureSpec(features=one.features, labels={}, optional=("y",))
+    assert ids(relaxed.make(records(x=[[1]])), "y") == [[]]
+
+
+def test_event_times_and_labels_that_cannot_be_are_bad():
+    one = FeatureSpec(features={"x": IdFeature()}, labels={"y": Label()}, event_time="t")
+    found = bad(one, records(x=[[1], [2], [3]], y=[[1.0], [float("nan")], [0.0]], t=[[5], [5], [-1]]))
+    assert found[1] == "label 'y' is [nan]"
+    assert "event time 't' must be Unix seconds" in found[2]
+
+
+# All at once
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.binary(max_size=12)),
+            st.lists(st.integers(-(1 << 63), (1 << 63) - 1)),
+            st.floats(width=32),
+            st.integers(-(1 << 60), 1 << 60),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.booleans(),
+)
+def test_features_read_at_once_are_those_read_one_by_one(rows: list[Any], fids: bool):
+    one = spec(
+        fids=fids,
+        text=IdFeature(kind="string"),
+        split=IdFeature(column="text", kind="string", separator="a"),
+        item=IdFeature(),
+        bucket=BucketFeature(column="number", boundaries=(-1.0, 0.1, 0.7, 5.0)),
+        big=BucketFeature(column="whole", boundaries=(0.0, float(1 << 50))),
+        number=FloatFeature(),
+        log=FloatFeature(column="number", scale="log"),
+        whole=FloatFeature(scale="standard", mean=(1.0,), std=(3.0,)),
+        both=CrossFeature(of=("text", "bucket"), most=50),
+    )
+    texts, items, numbers, whole = zip(*rows, strict=True)
+    some = records(
+        text=[*texts, [b"x"]],
+        item=[*items, [1]],
+        number=[*([value] for value in numbers), [0.7]],
+        whole=[*([value] for value in whole), [7]],
+    )
+    at_once = one.reader.read(some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Packer, "ids", lambda *_: None)
+        patch.setattr(Packer, "floats", lambda *_: None)
+        slowly = one.reader.read(some)
+    assert at_once.bad == slowly.bad
+    for name in one.ids:
+        if not slowly.bad:
+            assert at_once.ids_of(name).to_list() == slowly.ids_of(name).to_list()
+            assert ids(at_once.batch(), name) == ids(slowly.batch(), name)
+    if not slowly.bad:
+        for name in one.floats:
+            assert torch.equal(at_once.floats[name], slowly.floats[name])
+
+
+def test_plain_features_are_read_at_once():
+    one = spec(text=IdFeature(kind="string"), age=BucketFeature(boundaries=(1.0,)), price=FloatFeature())
+    reading = one.reader.read(records(text=[[b"a"], []], age=[[1.0], [0.0]], price=[[1.0], [2.0]]))
+    assert reading.packed is not None
+    assert reading.packed.names == ("text", "age")
+    assert reading.ids == {}
