@@ -218,6 +218,10 @@ class UnavailableError(RetryableError, ConnectionError):
     """A peer or a registry is gone, or cannot be reached now."""
 
 
+class FailedPeerError(UnavailableError):
+    """Another process has said why it cannot go on."""
+
+
 class LostStateError(UnavailableError):
     """A server restarted or began another run, and no longer holds what the caller works on."""
 

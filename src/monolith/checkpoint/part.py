@@ -18,6 +18,9 @@ from monolith.checkpoint.report import RestoreReport
 Entry = dict[str, Any]
 """What a part says of itself in a manifest: plain values that survive JSON."""
 
+FEATURES = "features"
+"""The key in a manifest of the part that holds the feature spec."""
+
 
 class SavedPart(NamedTuple):
     """A part in one checkpoint of a chain."""

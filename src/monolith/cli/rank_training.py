@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from monolith.cli.failover import Failover
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import is_restarted_by_launcher
-from monolith.errors import RetryableError
+from monolith.errors import FailedPeerError, RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
 from monolith.train import Peers, TrainReport
 from monolith.train.ranks.joining import RankMeeting
 from monolith.train.ranks.peers import RankPeers
+
+CAUSE_ENDS_WITHIN = 5.0
+"""Seconds that a rank which failed has to end before those that lost it: a launcher that ends all with the
+first then has the status that says why, and ends them."""
 
 
 def as_rank(
@@ -57,6 +62,8 @@ def as_rank(
             except RetryableError as error:
                 lost_others()
                 if is_restarted_by_launcher(environ):
+                    if isinstance(error, FailedPeerError):
+                        time.sleep(CAUSE_ENDS_WITHIN)
                     raise
                 failover.lost(error)
     finally:

@@ -132,9 +132,10 @@ class Records:
         """Return a column of strings as Python objects, for people to look at.
 
         Raises:
-            DataError: The column holds numbers.
+            DataError: The column holds numbers. One without any value may be of any type.
         """
-        if name in self.columns and self.columns[name].dtype is not torch.uint8:
+        column = self.columns.get(name)
+        if column is not None and column.dtype is not torch.uint8 and len(column.flat_values):
             raise DataError(
                 f"records: column {name!r} holds {_said(self.columns[name])}, not strings; read it with "
                 f"records[{name!r}].to_list(), or have it read as text, as with "

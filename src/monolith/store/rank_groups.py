@@ -22,7 +22,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-from monolith.errors import RetryableError, UnavailableError
+from monolith.errors import FailedPeerError, RetryableError, UnavailableError
 from monolith.store.collective import Collective, KeyValues, Pulse, make_group, prefixed
 from monolith.store.rank_calls import RankCalls
 from monolith.wire.traffic import Traffic, TrafficMeter
@@ -175,6 +175,6 @@ class RankGroups:
             said = b""
         if said:
             rank, text = json.loads(said)
-            return UnavailableError(f"rank {rank} cannot go on: {text}")
+            return FailedPeerError(f"rank {rank} cannot go on: {text}")
         with self._lock:
             return self._lost

@@ -572,7 +572,7 @@ def test_a_consumer_that_stops_early_goes_on_where_it_was(tmp_path):
 
 def test_an_old_position_can_be_restored_however_much_was_read_since(tmp_path):
     """A checkpoint is a thousand batches old, and nothing later was saved when the process is killed."""
-    batches = 1100
+    batches = 1700
 
     def make() -> JoinedSource:
         shown = [impressions((key, 100 + key)) for key in range(batches)]

@@ -17,6 +17,12 @@ from monolith.train.hooks.config import TrackingConfig
 from monolith.train.hooks.reports.trackers import MlflowSink, WandbSink, _Tracker, sink_openers
 
 
+@pytest.fixture(autouse=True)
+def own_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own `sys.exit` for the tests that follow: W&B puts another in its place."""
+    monkeypatch.setattr(sys, "exit", sys.exit)
+
+
 def train(folder: Path, steps: int, **tracking: Any) -> None:
     config = TrainConfig(
         model_dir=str(folder / "model"),
