@@ -81,6 +81,7 @@ def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> 
 # Workers that come and go
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_told_to_stop_leaves_and_one_that_nobody_counted_on_comes(tmp_path: Path) -> None:
     with QueuedFleet(tmp_path, 300, "--cluster.max-workers", "3") as fleet:
         fleet.wait_for_another_checkpoint()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from faults.trainers import MakeJob, Trainers, Uninterrupted, check_done, check_listed
 
-KILLS = 5
+KILLS = 3
 """For each way to train, or as many as it takes to hit each kind of moment. `make soak` has 200."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"prefetch": 0, "max_to_keep": 1},
