@@ -142,7 +142,9 @@ def test_kill_9_of_the_launcher_leaves_nobody_behind(start: Any, tmp_path: Path)
 def test_a_member_that_fails_ends_the_run_and_is_named(start: Any, tmp_path: Path) -> None:
     process = start("--set", "batchez=3")
     assert process.wait(LIMIT) == 2
-    assert " exited with status 2" in said(tmp_path).splitlines()[-1]
+    why, what_to_do = said(tmp_path).splitlines()[-2:]
+    assert " exited with status 2" in why
+    assert what_to_do.startswith("monolith: there is no checkpoint yet; this begins anew: monolith train ")
     assert "unknown key batchez" in said(tmp_path)
     assert (tmp_path / "out").read_text() == ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,8 +92,19 @@ def launch(options: TrainOptions, environ: Mapping[str, str]) -> int:
     if report.found is not None:
         write_report(report.found, options, {})
     if outcome.status:
-        sys.stderr.write(f"monolith: {outcome.text}\n")
+        sys.stderr.write(f"monolith: {outcome.text}\n{how_to_go_on(options, run.train.model_dir)}\n")
     return outcome.status
+
+
+def how_to_go_on(options: TrainOptions, model_dir: str) -> str:
+    """Return what is left of a run that ended before its time, and the command that goes on with it."""
+    from monolith.checkpoint import read_checkpoint_state
+
+    state = read_checkpoint_state(model_dir)
+    command = shlex.join(["monolith", *without_flags(options.words, "restore_checkpoint")])
+    if state is None:
+        return f"monolith: there is no checkpoint yet; this begins anew: {command}"
+    return f"monolith: the last checkpoint is {state.model_checkpoint_path}; this goes on from it: {command}"
 
 
 def check(options: TrainOptions, run: RunConfig) -> None:
