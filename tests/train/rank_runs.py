@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from store.ranks import all_at_once, connected
-from train.fleets import serving
+from train.fleets import SOON, serving
 
 from monolith.store import RankGroups, ServerGroup
 from monolith.train import Hook, LocalRun, Task, TrainConfig, Trainer, TrainReport
@@ -44,7 +44,7 @@ def train_ranks(
     def train(rank: int, task: Task, groups: RankGroups, addresses: Sequence[str]) -> TrainReport:
         with ExitStack() as stack:
             stack.callback(groups.close)
-            group = ServerGroup(addresses) if addresses else None
+            group = ServerGroup(addresses, patience=SOON) if addresses else None
             if group is not None:
                 stack.callback(group.close)
             peers = RankPeers(groups, ranks, servers=group)
