@@ -365,11 +365,16 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
         assert text in said
 
 
+SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir", "m"]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--enable_partial_sync_training"], "not built yet: weights averaged over workers"),
-        (["--enable_sync_training", "--num_ps", "2"], "ranks hold all rows and weights themselves"),
+        ([*SERVED_RANKS, "--cluster.num-redundant-ps", "1"], "and take no spare"),
+        ([*SERVED_RANKS, "--cluster.max-workers", "3"], "so none can come later"),
+        ([*SERVED_RANKS, "--failover.recovery", "keep_going"], "ranks go on from one step or not at all"),
+        ([*SERVED_RANKS, "--discovery.kind", "mpi"], "name a registry that both reach"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),
         (["--cluster.num-workers", "2", "--model_dir", "m"], "set cluster.num_ps (--num-ps)"),

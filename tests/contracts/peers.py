@@ -99,11 +99,28 @@ def _ranks(size: int) -> Callable[[], AbstractContextManager[Crew]]:
     return crew
 
 
+def _ranks_on_servers(size: int, num_ps: int) -> Callable[[], AbstractContextManager[Crew]]:
+    @contextmanager
+    def crew() -> Iterator[Crew]:
+        with ExitStack() as stack:
+            addresses = stack.enter_context(
+                serving(Tallied(), num_ps=num_ps, num_workers=size, config=TrainConfig(), holds_weights=False)
+            )
+            processes = []
+            for rank, one in enumerate(stack.enter_context(connected(size))):
+                servers = stack.enter_context(closing(ServerGroup(addresses)))
+                processes.append(_process(RankPeers(one, servers=servers), rank))
+            yield processes
+
+    return crew
+
+
 CREWS: dict[str, Callable[[], AbstractContextManager[Crew]]] = {
     "alone": _alone,
     "one worker on a server": _fleet(1, 1),
     "three workers on two servers": _fleet(2, 3),
     "one rank": _ranks(1),
     "three ranks": _ranks(3),
+    "two ranks on a server": _ranks_on_servers(2, 1),
 }
 """By name. Whoever adds peers adds a line here."""

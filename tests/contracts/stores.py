@@ -21,10 +21,12 @@ from monolith.store import (
     ParameterServer,
     ParameterServerStore,
     RankGroups,
+    ServedRankStore,
     ServerGroup,
     Store,
     TableIds,
 )
+from monolith.store.rank_exchange import RankStore
 from monolith.table import DictTable, NativeTable, TableConfig
 
 Dense = Callable[[], tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]
@@ -134,7 +136,7 @@ def _restarting(count: int) -> MakeStores:
 class _Together:
     """The stores of all ranks as one: each call is made by the next rank, and by the others with nothing."""
 
-    def __init__(self, stores: list[AllToAllStore], dense: Dense | None) -> None:
+    def __init__(self, stores: Sequence[RankStore], dense: Dense | None) -> None:
         self._stores = stores
         self._dense = dense
         self._calls = 0
@@ -216,6 +218,24 @@ def _ranks(size: int) -> MakeStores:
     return bind
 
 
+def _served_ranks(size: int, servers: int) -> MakeStores:
+    numbers = count()
+
+    def bind(stack: ExitStack) -> MakeStore:
+        def make(configs: Mapping[str, TableConfig], *, dense: Dense | None = None, **more: Any) -> Any:
+            addresses = [one.address for one in serve(stack, configs, servers, **more)]
+            number, stores = next(numbers), []
+            for one in _kept(size):
+                group = ServerGroup(addresses)
+                stack.callback(group.close)
+                stores.append(ServedRankStore(ParameterServerStore(group, 0, configs), configs, one, number))
+            return _Together(stores, dense)
+
+        return make
+
+    return bind
+
+
 STORES: dict[str, MakeStores] = {
     "plain": _local(make_table=DictTable, threads=1),
     "local": _local(make_table=NativeTable, threads=1),
@@ -228,4 +248,5 @@ STORES: dict[str, MakeStores] = {
     "1 rank": _ranks(1),
     "2 ranks": _ranks(2),
     "3 ranks": _ranks(3),
+    "2 ranks on 2 servers": _served_ranks(2, 2),
 }

@@ -25,6 +25,7 @@ from train.fleets import Tallied, TalliedQueue, read_model
 TESTS = Path(__file__).parents[1]
 LIMIT = 180.0
 MEMBERS = [("ps", 0), ("ps", 1), ("worker", 0), ("worker", 1)]
+SERVED_RANKS = [MEMBERS[0], *MEMBERS[2:]]
 
 Place = tuple[str, int]
 """Role and index."""
@@ -174,6 +175,13 @@ class LaunchedRanks(LaunchedFleet):
         model = read_model(Tallied(batches=self.batches), self.model_dir)
         assert model.step == self.batches // 2, "each step is one batch of each"
         assert model.tally == dict.fromkeys(range(8 * self.batches), 1.0)
+
+
+class LaunchedServedRanks(LaunchedRanks):
+    """Two ranks whose rows are on a parameter server."""
+
+    SHAPE = ("--mode", "sync", "--num-ps", "1", "--num-workers", "2")
+    members = SERVED_RANKS
 
 
 class LoopedFleet(FleetProcesses):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.fleet_processes import LaunchedRanks
+from faults.fleet_processes import LaunchedRanks, LaunchedServedRanks
 
 BLOWS = 50
 
@@ -23,12 +23,24 @@ def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
         assert "worker 0 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
 
 
+def test_ranks_and_the_server_with_their_rows_go_on_when_one_was_killed(tmp_path: Path) -> None:
+    with LaunchedServedRanks(tmp_path, 480) as ranks:
+        for place in (("ps", 0), ("worker", 1)):
+            ranks.wait_for_another_checkpoint()
+            ranks.hit(place)
+        ranks.finish()
+        ranks.check_every_record_was_trained_once()
+        assert "ps 0 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
+        assert "worker 1 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
+
+
 @pytest.mark.soak
-def test_ranks_are_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [LaunchedRanks, LaunchedServedRanks])
+def test_ranks_are_killed_again_and_again(kind: type[LaunchedRanks], tmp_path: Path) -> None:
     """At any moment: while they start, find each other, restore, train and save."""
     chance = random.Random(16)
     flags = ("--failover.max-retries", "200", "--timeouts.silence", "20s")
-    with LaunchedRanks(tmp_path, 6000, *flags) as ranks:
+    with kind(tmp_path, 6000, *flags) as ranks:
         for blow in range(BLOWS):
             if blow % 5 == 0:
                 ranks.wait_for_another_checkpoint()

@@ -99,9 +99,35 @@ def test_there_are_125_fields_and_each_has_a_place_or_a_reason() -> None:
             assert alias.reason
 
 
-def test_no_two_fields_have_one_place() -> None:
-    places = [alias.path for alias in ALIASES.values() if isinstance(alias, Renamed)]
+def test_no_two_fields_have_one_place_but_for_a_switch_beside_another() -> None:
+    renamed = {name: alias for name, alias in ALIASES.items() if isinstance(alias, Renamed)}
+    beside = [name for name, alias in renamed.items() if alias.off_is_nothing]
+    assert beside == ["enable_partial_sync_training"]
+    places = [alias.path for name, alias in renamed.items() if name not in beside]
     assert len(set(places)) == len(places)
+    assert {renamed[name].path for name in beside} <= set(places)
+
+
+@pytest.mark.parametrize(
+    ("switches", "mode"),
+    [
+        ({"enable_sync_training": True, "enable_partial_sync_training": True}, "sync"),
+        ({"enable_partial_sync_training": True, "enable_sync_training": True}, "sync"),
+        ({"enable_partial_sync_training": True}, "sync"),
+        ({"enable_sync_training": True, "enable_partial_sync_training": False}, "sync"),
+        ({"enable_sync_training": False, "enable_partial_sync_training": False}, "async"),
+    ],
+)
+def test_partial_sync_training_is_training_in_step(switches: dict[str, Any], mode: str) -> None:
+    beside = {"num_ps": 1, "train.model_dir": "m"}
+    assert at(load_run_config(code={**switches, **beside}), "cluster.mode") == mode
+    flags = [f"--{name}={str(on).lower()}" for name, on in switches.items()]
+    assert at(load_run_config(args=flags, code=beside), "cluster.mode") == mode
+
+
+def test_switches_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="given twice, also by the old name enable_partial_sync_training"):
+        load_run_config(code={"enable_sync_training": False, "enable_partial_sync_training": True})
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -326,11 +326,20 @@ def worker_state(number: int) -> WorkerState:
 
 
 @contextlib.contextmanager
-def serving(task: Task, *, num_ps: int = 1, num_workers: int, config: TrainConfig) -> Iterator[list[str]]:
+def serving(
+    task: Task, *, num_ps: int = 1, num_workers: int, config: TrainConfig, holds_weights: bool = True
+) -> Iterator[list[str]]:
     """Servers that are told nothing yet; their addresses."""
     with contextlib.ExitStack() as stack:
         shares = [
-            ServedShare(task, config, index=index, num_ps=num_ps, num_workers=num_workers)
+            ServedShare(
+                task,
+                config,
+                index=index,
+                num_ps=num_ps,
+                num_workers=num_workers,
+                holds_weights=holds_weights,
+            )
             for index in range(num_ps)
         ]
         yield [stack.enter_context(share.serve("127.0.0.1", 0, None)).address for share in shares]

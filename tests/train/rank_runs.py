@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from store.ranks import all_at_once, connected
+from train.fleets import SOON, serving
 
-from monolith.store import RankGroups
+from monolith.store import RankGroups, ServerGroup
 from monolith.train import Hook, LocalRun, Task, TrainConfig, Trainer, TrainReport
 from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.peers import RankPeers
@@ -25,6 +27,8 @@ def train_ranks(
     hooks: Hooks = lambda *_: (),
     ranks: RanksConfig | None = None,
     clock: Callable[[], float] = time.time,
+    num_ps: int = 0,
+    servers: Sequence[str] = (),
     **options: Any,
 ) -> list[TrainReport]:
     """Train one task on each rank, together; return their reports.
@@ -32,18 +36,30 @@ def train_ranks(
     Args:
         hooks: Makes those of a rank.
         clock: Of all ranks.
+        num_ps: Servers to start for the rows, which have the first task; ranks hold them otherwise.
+        servers: Addresses of servers that are there already.
         options: Of `RankGroups`.
     """
 
-    def train(rank: int, task: Task, groups: RankGroups) -> TrainReport:
-        peers = RankPeers(groups, ranks)
-        try:
+    def train(rank: int, task: Task, groups: RankGroups, addresses: Sequence[str]) -> TrainReport:
+        with ExitStack() as stack:
+            stack.callback(groups.close)
+            group = ServerGroup(addresses, patience=SOON) if addresses else None
+            if group is not None:
+                stack.callback(group.close)
+            peers = RankPeers(groups, ranks, servers=group)
             return Trainer(task, config, hooks=partial(hooks, rank), peers=peers, clock=clock).train()
-        finally:
-            groups.close()
 
-    with connected(len(tasks), **options) as groups:
-        return all_at_once(*(partial(train, rank, task, groups[rank]) for rank, task in enumerate(tasks)))
+    size = len(tasks)
+    with ExitStack() as stack:
+        groups = stack.enter_context(connected(size, **options))
+        if num_ps:
+            servers = stack.enter_context(
+                serving(tasks[0], num_ps=num_ps, num_workers=size, config=config, holds_weights=False)
+            )
+        return all_at_once(
+            *(partial(train, rank, task, groups[rank], servers) for rank, task in enumerate(tasks))
+        )
 
 
 def quiet(config: TrainConfig, **options: Any) -> TrainConfig:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 
 from monolith.cli.failover import Failover
 from monolith.cluster import Discovery, Waiting
-from monolith.cluster.mpi import is_restarted_by_launcher
+from monolith.cluster.mpi import is_restarted_by_launcher, keys_are_named
+from monolith.cluster.security import guard_caller
 from monolith.errors import FailedPeerError, RetryableError
 from monolith.run import RunConfig
 from monolith.run.runtime import listen_address
+from monolith.store import RankGroups, ServerGroup
 from monolith.train import Peers, TrainReport
+from monolith.train.fleet.joining import reach_servers
 from monolith.train.ranks.joining import RankMeeting
 from monolith.train.ranks.peers import RankPeers
 
@@ -33,18 +37,20 @@ def as_rank(
     """Train in step with the others; where one was lost, go on together from the last checkpoint.
 
     Args:
-        discovery: Where the others are; None where variables say it: see `keys_are_named`.
+        discovery: Where the others are, and the servers; None where variables say it, see `keys_are_named`,
+            and there are no servers.
 
     Raises:
         RetryableError: One was lost, and this process is not to try again.
     """
     cluster, timeouts = run.cluster, run.timeouts
+    named = keys_are_named(environ)
     meeting = RankMeeting(
         cluster.index,
         cluster.num_workers,
-        discovery=discovery,
+        discovery=None if named else discovery,
         environ=environ,
-        host=None if discovery is None else listen_address(run, environ)[0],
+        host=None if named else listen_address(run, environ)[0],
         start=timeouts.start,
         options={
             "timeout": timeouts.exchange,
@@ -56,9 +62,10 @@ def as_rank(
     try:
         while True:
             try:
-                with meeting.join() as groups:
-                    failover.joined(meeting.processes)
-                    return attempt(RankPeers(groups, run.ranks))
+                with meeting.join() as groups, servers_of(run, discovery, groups, on_waiting) as servers:
+                    found = () if servers is None else servers.processes
+                    failover.joined((*meeting.processes, *found))
+                    return attempt(RankPeers(groups, run.ranks, servers=servers))
             except RetryableError as error:
                 lost_others()
                 if is_restarted_by_launcher(environ):
@@ -68,3 +75,40 @@ def as_rank(
                 failover.lost(error)
     finally:
         meeting.close()
+
+
+@contextmanager
+def servers_of(
+    run: RunConfig,
+    discovery: Discovery | None,
+    groups: RankGroups,
+    on_waiting: Callable[[Waiting], object],
+) -> Iterator[ServerGroup | None]:
+    """Give connections to the servers that hold the rows; None where the ranks do."""
+    cluster, timeouts = run.cluster, run.timeouts
+    if not cluster.num_ps:
+        yield None
+        return
+    assert discovery is not None  # there are servers, who are found by it
+
+    def waiting(waits: Waiting) -> None:
+        groups.check()
+        on_waiting(waits)
+
+    try:
+        group = reach_servers(
+            discovery,
+            num_ps=cluster.num_ps,
+            num_workers=cluster.num_workers,
+            guard=guard_caller(run.security),
+            start_timeout=timeouts.start,
+            call_timeout=timeouts.operation or timeouts.lookup,
+            lookup_timeout=timeouts.lookup,
+            half_rows=cluster.half_rows,
+            on_waiting=waiting,
+        )
+    except BaseException as error:
+        groups.fail(f"{type(error).__name__}: {error}")  # or the others wait for this one
+        raise
+    with closing(group):
+        yield group

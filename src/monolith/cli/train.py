@@ -108,7 +108,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             return read_for_others(training.task, secured(run, environ), environ, status)
         task = open_things.enter_context(served_task(options, training.task, run, environ))
         training = replace(training, task=task)
-        if not run.distributed or (run.cluster.mode == "sync" and keys_are_named(environ)):
+        in_step = run.cluster.mode == "sync"
+        if not run.distributed or (in_step and not run.cluster.num_ps and keys_are_named(environ)):
             return train(
                 options,
                 training,
@@ -174,6 +175,7 @@ def serve(
             num_workers=run.cluster.num_workers,
             max_workers=run.cluster.max_workers or None,
             num_spares=run.cluster.num_spares,
+            holds_weights=run.cluster.mode == "async",
             host=host,
             port=port,
             guard=guard,

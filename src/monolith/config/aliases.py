@@ -26,6 +26,8 @@ class Renamed:
     """From the old value to the new; takes text where the source knows only text. May raise ConfigError."""
     beside_table: bool = False
     """Whether there is a table of that name now, so that only a plain value is meant by the old one."""
+    off_is_nothing: bool = False
+    """Whether the old name was a switch beside another for the same field, so that off it says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,21 @@ def rename(tree: Node, aliases: Aliases, warn: Callable[[str], None]) -> tuple[N
             if _asks_for_something(child, alias.default):
                 problems.append(f"{old} (from {child.source}): {alias.reason}")
         elif alias is not None:
+            if alias.off_is_nothing and not _asks_for_something(child, None):
+                continue
             path = tuple(alias.path.split("."))
-            if find(result, path) is not None:
+            try:
+                converted = _converted(child, alias)
+            except ConfigError as cause:
+                problems.append(f"{old} (from {child.source}): {cause}")
+                continue
+            found = find(result, path)
+            if found is None:
+                result = overlay(result, plant(path, converted))
+            elif alias.convert is None or not _is_same(found, converted):  # two switches may say the same
                 problems.append(
                     f"{alias.path} (from {child.source}): given twice, also by the old name {old}"
                 )
-                continue
-            try:
-                result = overlay(result, plant(path, _converted(child, alias)))
-            except ConfigError as cause:
-                problems.append(f"{old} (from {child.source}): {cause}")
     return result, problems
 
 
@@ -137,6 +144,10 @@ def is_table_text(value: object) -> bool:
     """Whether text, or the words of a flag, are a table: key=value, or JSON."""
     words = value if isinstance(value, tuple) else (value,)
     return any(isinstance(word, str) and ("=" in word or word.lstrip().startswith("{")) for word in words)
+
+
+def _is_same(one: Node, other: Node) -> bool:
+    return isinstance(one, Leaf) and isinstance(other, Leaf) and one.value == other.value
 
 
 def _asks_for_something(node: Node, default: object) -> bool:

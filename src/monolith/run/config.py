@@ -118,8 +118,27 @@ class RunConfig(Checked):
             self.feature_spec  # noqa: B018
         except ConfigError as error:
             yield Problem(("features", "labels", "examples"), str(error))
+        if self.distributed and self.cluster.mode == "sync" and self.cluster.num_ps:
+            yield from self._problems_of_served_ranks()
         for name in () if self.kafka is None else self.kafka.settings:
             if re.search("password|secret|token", name) and not name.endswith("location"):
                 yield Problem(
                     ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"
                 )
+
+    def _problems_of_served_ranks(self) -> Iterator[Problem]:
+        """Yield what does not go together with ranks whose rows are on servers."""
+        ranks = ("cluster.mode", "cluster.num_ps")
+        if self.failover.recovery == "keep_going":
+            yield Problem(
+                ("failover.recovery", *ranks),
+                "ranks go on from one step or not at all: one that kept its weights while a server went back "
+                "to the last checkpoint would train rows that its weights do not fit. Set it to exact, or "
+                "cluster.mode to async",
+            )
+        if self.discovery.kind == "mpi":
+            yield Problem(
+                ("discovery.kind", *ranks),
+                "the ranks of mpirun meet in a folder that the parameter servers, which mpirun did not "
+                "start, do not know; name a registry that both reach, such as files",
+            )

@@ -127,10 +127,6 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
-_PARTIAL = (
-    "not built yet: weights averaged over workers whose rows are on parameter servers; take cluster.mode "
-    "sync without servers, or async"
-)
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
 _ITEMS = "not built yet: a pass over all items after training"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
@@ -154,7 +150,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_variable_prefetch": Renamed("dense.prefetch"),
     "enable_variable_postpush": Renamed("dense.postpush"),
     "enable_sync_training": Renamed("cluster.mode", in_step),
-    "enable_partial_sync_training": Unsupported(_PARTIAL),
+    "enable_partial_sync_training": Renamed("cluster.mode", in_step, off_is_nothing=True),
     "enable_gpu_training": Renamed("train.accelerator", cuda_or_open),
     "processes_per_gpu": Unsupported(_RANKS, default=1),
     "merge_sync_training_ckpt": Unsupported(
@@ -315,6 +311,7 @@ OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, *
 
 _MOVED = {
     "training.synchronous": "cluster.mode, async or sync",
+    "training.partially_synchronous": "cluster.mode, async or sync, with cluster.num_ps",
     "failover.partial_recovery": "failover.recovery",
     "job.model_dir": "train.model_dir",
     "job.params": "task",
@@ -358,7 +355,6 @@ _GONE = {
     "job.business_id": "bzid",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
-    "training.partially_synchronous": "enable_partial_sync_training",
     "training.realtime": "enable_realtime_training",
     "training.processes_per_gpu": "processes_per_gpu",
     "training.defer_sparse_updates": "enable_async_optimize",

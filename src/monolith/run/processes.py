@@ -59,7 +59,8 @@ class ClusterConfig(Checked):
     index: int = 0
     """The number of this process within its role; worker 0 is the chief."""
     num_ps: int = 0
-    """Parameter servers that training uses; with 0 the tables live in the worker."""
+    """Parameter servers that training uses; with 0 the tables live in the worker, or, with mode sync, on all
+    ranks."""
     num_workers: int = 1
     """Workers that the run is started with, the chief included."""
     max_workers: int = 0
@@ -67,7 +68,8 @@ class ClusterConfig(Checked):
     when they like. 0 allows num_workers."""
     mode: Literal["async", "sync"] = "async"
     """How workers train one model: `async`, each at its own pace, with rows and weights on parameter servers;
-    or `sync`, all in step as ranks, each of which holds a share of the rows and all of the weights."""
+    or `sync`, all in step as ranks, each of which holds all of the weights, and a share of the rows unless
+    num_ps parameter servers hold them."""
     num_redundant_ps: int = 0
     """Parameter servers started in addition to those that are used: the run begins with those that register
     first, and the others are spares."""
@@ -103,13 +105,15 @@ class ClusterConfig(Checked):
             yield Problem(("use_ps", "num_ps"), said)
         if self.use_ps and not self.num_extra_ps:
             yield Problem(("use_ps", "num_extra_ps"), "there is nothing to choose from: num_extra_ps is 0")
-        if self.mode == "sync" and self.num_ps:
+        if self.mode == "sync" and self.num_ps and self.num_spares:
             said = (
-                f"ranks hold all rows and weights themselves, and num_ps is {self.num_ps}. Weights that are "
-                "averaged over workers whose rows are on servers (partial synchronous training) are not "
-                "built. Set num_ps to 0 to have ranks hold the rows, or mode to async"
+                "ranks begin again with the servers they have when one is lost, and take no spare; set "
+                "num_redundant_ps and num_extra_ps to 0, or mode to async"
             )
-            yield Problem(("mode", "num_ps"), said)
+            yield Problem(("mode", "num_redundant_ps", "num_extra_ps"), said)
+        if self.mode == "sync" and self.num_ps and self.max_workers > self.num_workers:
+            said = "ranks take every step together, so none can come later; leave max_workers out"
+            yield Problem(("mode", "max_workers"), said)
         if self.role == "ps" and not self.num_ps:
             yield Problem(("role", "num_ps"), "this is a parameter server, but num_ps is 0")
         yield from self._index_problems()

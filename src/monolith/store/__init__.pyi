@@ -9,6 +9,7 @@ from monolith.store.group import ServerGroup
 from monolith.store.local import LocalStore
 from monolith.store.rank_groups import RankGroups
 from monolith.store.remote import ParameterServerStore
+from monolith.store.served_ranks import ServedRankStore
 from monolith.store.servers import ParameterServer
 from monolith.store.store import MakeStore, Store, TableIds
 
@@ -20,6 +21,7 @@ __all__ = [
     "ParameterServer",
     "ParameterServerStore",
     "RankGroups",
+    "ServedRankStore",
     "ServerGroup",
     "Store",
     "TableIds",

@@ -1,37 +1,28 @@
 """AllToAllStore: rows spread over the ranks that train together, each of which holds those that hash to it.
 
 All ranks make the same calls in the same order, each with the ids of its own batch. A lookup is two
-exchanges, ids to who holds them and rows back; gradients are one. What tells the others how much is coming
-goes ahead, in a few bytes. Each rank sums the gradients of an id in the order of ranks and takes one step
-with the sum, so the outcome depends on nobody's speed.
-
-A rank whose arguments do not fit says so in place of its request: then all refuse the call, and nobody hangs.
+exchanges, ids to who holds them and rows back; gradients are one: see `rank_exchange`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from monolith.errors import ClusterError, FeatureError, TableClosedError
-from monolith.store.collective import Collective
-from monolith.store.dense import check_held
 from monolith.store.local import LocalStore
+from monolith.store.rank_exchange import RankLine, RankStore, joined_ids
 from monolith.store.rank_groups import RankGroups
-from monolith.store.rows import HEADER_BYTES, RowCall, RowHeader, RowRequest
-from monolith.store.spreading import Spread, Spreader
+from monolith.store.rows import RowCall, RowRequest
+from monolith.store.spreading import Spreader
 from monolith.store.store import TableIds, add_stats
 from monolith.table import TableConfig, TableStats, arguments
 from monolith.wire.bodies import Bounds, Count, Name, read_body
-from monolith.wire.byte_messages import Bytes
 
-_ALIGNMENT = 8
-_REFUSED = bytes(HEADER_BYTES)
 _Store = Annotated[int, Bounds(0, 1 << 16)]
 
 
@@ -52,72 +43,7 @@ class EvictRankRows(OfRankStore):
     now: dict[Name, Count]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankGradients:
-    """What all ranks have sent of a step for the rows of this one; to be applied once."""
-
-    ids: TableIds
-    """A batch, or more, of each rank in the order of ranks."""
-    gradients: Tensor
-    step: int
-    event_time: int | Tensor
-    latest_values: Tensor | None
-    store: LocalStore
-
-    def summed(self) -> RankGradients:
-        """Return the same with each id of a table once and the sum of its gradients in rank order."""
-        dims = list(self.store.tables.values())
-        cells = list(enumerate(torch.split(self.ids.ids, self.ids.sizes.tolist())))
-        floats = [size * dims[cell % len(dims)] for cell, size in enumerate(self.ids.sizes.tolist())]
-        parts = torch.split(self.gradients, floats)
-        latest = None if self.latest_values is None else torch.split(self.latest_values, floats)
-        per_id = torch.tensor([cell % len(dims) for cell, ids in cells for _ in range(len(ids))])
-        found = []
-        for number, dim in enumerate(dims):
-            mine = [cell for cell, _ in cells if cell % len(dims) == number]
-            keys, places = torch.unique(torch.cat([cells[cell][1] for cell in mine]), return_inverse=True)
-            first = torch.full((len(keys),), len(places)).scatter_reduce_(
-                0, places, torch.arange(len(places)), "amin"
-            )
-            which = per_id == number
-            given = torch.cat([parts[cell] for cell in mine]).view(-1, dim)
-            found.append(
-                (
-                    keys,
-                    torch.zeros(len(keys), dim).index_add_(0, places, given).flatten(),
-                    _summed(self.ids.counts, which, keys, places),
-                    _latest(self.event_time, which, keys, places),
-                    None
-                    if latest is None
-                    else torch.cat([latest[c] for c in mine]).view(-1, dim)[first].flatten(),
-                )
-            )
-        keys, gradients, counts, times, values = zip(*found, strict=True)
-        return RankGradients(
-            ids=TableIds(
-                torch.cat(keys),
-                torch.tensor([len(one) for one in keys]),
-                None if self.ids.counts is None else torch.cat(counts),
-            ),
-            gradients=torch.cat(gradients),
-            step=self.step,
-            event_time=torch.cat(times) if isinstance(self.event_time, Tensor) else self.event_time,
-            latest_values=None if latest is None else torch.cat(values),
-            store=self.store,
-        )
-
-    def apply(self, gradients: Tensor | None = None) -> None:
-        """Take one step for each distinct id; with other gradients than came, where these were changed."""
-        self.store.apply_gradients(
-            self.ids,
-            self.gradients if gradients is None else gradients,
-            step=self.step,
-            event_time=self.event_time,
-            latest_values=self.latest_values,
-        )
-
-
-class AllToAllStore:
+class AllToAllStore(RankStore):
     """A `Store` over the ranks of a run. Lookups are made by one thread at a time, and so are pushes.
 
     Args:
@@ -130,17 +56,9 @@ class AllToAllStore:
     def __init__(
         self, inner: LocalStore, configs: Mapping[str, TableConfig], groups: RankGroups, number: int = 0
     ) -> None:
+        super().__init__(inner, configs, groups, number, counts_sightings=inner.counts_sightings)
         self.inner = inner
-        self._groups = groups
-        self._number = number
-        self._closed = False
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._weights: list[nn.Parameter] = []
-        self._lookups, self._pushes = (
-            _Line(collective, Spreader(configs, groups.size, number), call)
-            for collective, call in ((groups.lookups, RowCall.LOOKUP), (groups.pushes, RowCall.PUSH))
-        )
-        self._pushes.spreader.counts_sightings = inner.counts_sightings
+        self._lookups = RankLine(groups.lookups, Spreader(configs, groups.size, number), RowCall.LOOKUP)
         groups.calls.offer(
             {
                 f"stats/{number}": lambda body: self._own_stats(read_body(OfRankStore, body)),
@@ -149,19 +67,11 @@ class AllToAllStore:
             }
         )
 
-    @property
-    def tables(self) -> Mapping[str, int]:
-        return self._lookups.spreader.dims
-
-    @property
-    def delay_compensated(self) -> bool:
-        return self._pushes.spreader.delay_compensated
-
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
         line = self._lookups
         spread, came = line.exchange(lambda: line.spreader.lookup(ids))
-        found = self.inner.lookup(_joined(came))
+        found = self.inner.lookup(joined_ids(came))
         widths = list(self.tables.values())
         floats = [_floats(request, widths) for _, request in came]
         wanted = spread.routes.num_floats
@@ -169,79 +79,6 @@ class AllToAllStore:
         ends = np.cumsum(wanted)
         parts = [rows[end - many : end] for end, many in zip(ends, wanted, strict=True)]
         return torch.from_numpy(spread.routes.gather_rows(parts))
-
-    def apply_gradients(
-        self,
-        ids: TableIds,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        latest_values: Tensor | None = None,
-    ) -> None:
-        self.send_gradients(
-            ids, gradients, step=step, event_time=event_time, latest_values=latest_values
-        ).apply()
-
-    def send_gradients(
-        self,
-        ids: TableIds,
-        gradients: Tensor,
-        *,
-        step: int = 0,
-        event_time: int | Tensor = 0,
-        latest_values: Tensor | None = None,
-    ) -> RankGradients:
-        """Do the first half of `apply_gradients`: return what came for the rows of this rank, from all."""
-        self._check_open()
-        line = self._pushes
-
-        def spread() -> Spread:
-            return line.spreader.push(
-                ids, gradients, step=step, event_time=event_time, latest_values=latest_values
-            )
-
-        _, came = line.exchange(spread)
-        latest = [torch.from_numpy(one.latest) for _, one in came if one.latest is not None]
-        return RankGradients(
-            ids=_joined(came),
-            gradients=torch.cat([torch.from_numpy(one.gradients) for _, one in came]),
-            step=step,
-            event_time=_event_times(came),
-            latest_values=torch.cat(latest) if latest else None,
-            store=self.inner,
-        )
-
-    def attach_dense(self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Take charge of the dense variables, which every rank has, with the same values; see `Store`."""
-        if self._optimizer is not None:
-            raise FeatureError("this store has dense variables already; one store serves one model")
-        check_held(parameters, optimizer)
-        self._optimizer = optimizer
-        self._weights = list(parameters.values())
-
-    def push_dense(self) -> None:
-        """Apply the sum of the gradients that all ranks hold; where no rank has one, nothing is done.
-
-        Training sums them behind backward instead, weighted by examples; see `monolith.train.ranks`.
-        """
-        if self._optimizer is None:
-            return
-        there = torch.tensor([float(weight.grad is not None) for weight in self._weights])
-        flat = [
-            (torch.zeros_like(weight) if weight.grad is None else weight.grad).flatten()
-            for weight in self._weights
-        ]
-        summed = self._groups.dense.sum(torch.cat([there, *flat]))
-        have = summed[: len(self._weights)].tolist()
-        parts = torch.split(summed[len(self._weights) :], [weight.numel() for weight in self._weights])
-        for weight, many, part in zip(self._weights, have, parts, strict=True):
-            weight.grad = part.view_as(weight) if many else None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def pull_dense(self) -> None:
-        """Do nothing: every rank takes the same steps from the same weights."""
 
     def count_expired(self, now: int) -> dict[str, int]:
         """Return how many rows `evict` would drop on all ranks. This, and what follows, one rank asks."""
@@ -281,119 +118,6 @@ class AllToAllStore:
 
     def _drop(self, body: EvictRankRows) -> dict[str, Any]:
         return {name: self.inner.table(name).evict(time) for name, time in body.now.items()}
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TableClosedError("this store of ranks was closed")
-
-
-class _Line:
-    """One kind of call between all ranks, on a group of its own. Used by one thread at a time."""
-
-    def __init__(self, collective: Collective, spreader: Spreader, call: RowCall) -> None:
-        self.collective = collective
-        self.spreader = spreader
-        spreader.memory = self._lay_out
-        self._call = call
-        self._outgoing: Bytes = np.empty(0, np.uint8)
-        self._calls = 0
-
-    def exchange(self, write: Callable[[], Spread]) -> tuple[Spread, list[tuple[RowHeader, RowRequest]]]:
-        """Send every rank its part of a call; return what this one asks, and what each of them asks here."""
-        self._calls += 1
-        try:
-            spread = write()
-        except BaseException:
-            self._send_headers([_REFUSED] * self.collective.size)
-            raise
-        headers = self._send_headers(
-            [header._replace(number=self._calls).packed() for header in spread.headers]
-        )
-        about = [self._checked(rank, data) for rank, data in enumerate(headers)]
-        cells = len(self.spreader.dims)
-        arrays: list[dict[str, Any]] = [
-            {"cells": one.batches * cells, "ids": one.ids, "floats": one.floats, "flags": one.flags}
-            for one in about
-        ]
-        sizes = [RowRequest.size(**one) for one in arrays]
-        padded = [_padded(size) for size in sizes]
-        sent = [_padded(len(request.data)) for request in spread.requests]
-        came = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded).numpy()
-        requests, at = [], 0
-        for size, room, one in zip(sizes, padded, arrays, strict=True):
-            requests.append(RowRequest(came[at : at + size], **one))
-            at += room
-        return spread, list(zip(about, requests, strict=True))
-
-    def _send_headers(self, headers: Sequence[bytes]) -> list[bytes]:
-        data = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
-        lengths = [HEADER_BYTES] * self.collective.size
-        came = self.collective.all_to_all(data, lengths, lengths).numpy().tobytes()
-        return [came[at : at + HEADER_BYTES] for at in range(0, len(came), HEADER_BYTES)]
-
-    def _checked(self, rank: int, data: bytes) -> RowHeader:
-        if data == _REFUSED:
-            raise ClusterError(f"rank {rank} was given what it cannot take, so no rank did anything")
-        header, number = RowHeader.read(data), self.spreader.number
-        if (header.call, header.store, header.number) != (self._call, number, self._calls):
-            raise ClusterError(
-                f"rank {rank} makes another call: {header.call.name} {header.number} of store "
-                f"{header.store}, and here it is {self._call.name} {self._calls} of store {number}. All "
-                "ranks must run the same task, with the same settings."
-            )
-        return header
-
-    def _lay_out(self, sizes: Sequence[int]) -> list[Bytes]:
-        """Return where requests are written: one after the other, as they are sent."""
-        padded = [_padded(size) for size in sizes]
-        self._outgoing = np.empty(sum(padded), np.uint8)
-        starts = np.cumsum([0, *padded[:-1]])
-        return [self._outgoing[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _joined(came: Sequence[tuple[RowHeader, RowRequest]]) -> TableIds:
-    """Return what all ranks sent as batches of one call, in the order of ranks."""
-    counts = None
-    if any(request.counts is not None for _, request in came):
-        counts = np.concatenate(
-            [np.ones_like(one.ids) if one.counts is None else one.counts for _, one in came]
-        )
-    return TableIds(
-        torch.from_numpy(np.concatenate([request.ids for _, request in came])),
-        torch.from_numpy(np.concatenate([request.sizes for _, request in came])),
-        None if counts is None else torch.from_numpy(counts),
-        batches=sum(header.batches for header, _ in came),
-    )
-
-
-def _event_times(came: Sequence[tuple[RowHeader, RowRequest]]) -> int | Tensor:
-    times = {header.event_time for header, request in came if header.ids and request.times is None}
-    if len(times) <= 1 and all(request.times is None for header, request in came if header.ids):
-        return times.pop() if times else 0
-    return torch.from_numpy(
-        np.concatenate(
-            [
-                np.full(header.ids, header.event_time, np.int64) if one.times is None else one.times
-                for header, one in came
-            ]
-        )
-    )
-
-
-def _summed(counts: Tensor | None, which: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-    if counts is None:
-        return torch.zeros(0, dtype=torch.int64)
-    return torch.zeros_like(keys).index_add_(0, places, counts[which])
-
-
-def _latest(times: int | Tensor, which: Tensor, keys: Tensor, places: Tensor) -> Tensor:
-    if not isinstance(times, Tensor):
-        return torch.zeros(0, dtype=torch.int64)
-    return torch.zeros_like(keys).scatter_reduce_(0, places, times[which], "amax")
 
 
 def _floats(request: RowRequest, widths: Sequence[int]) -> int:

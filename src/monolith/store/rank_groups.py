@@ -133,6 +133,12 @@ class RankGroups:
             self._keys.compare_set(FAILED, "", json.dumps([self.rank, text]))
         self.close()
 
+    def break_off(self, error: RetryableError) -> None:
+        """End the attempt for all, because of what all need and no rank is. From any thread."""
+        with suppress(RuntimeError):
+            self._keys.compare_set(FAILED, "", json.dumps([self.rank, str(error)]))
+        self._lose(error)
+
     def close(self) -> None:
         """Let go of the others. Closing again does nothing."""
         with self._lock:
@@ -161,7 +167,7 @@ class RankGroups:
     def _lose(self, error: RetryableError) -> None:
         if self._parting:
             return
-        _log.warning("rank %d lost another: %s", self.rank, error)
+        _log.warning("rank %d lost others: %s", self.rank, error)
         with self._lock:
             self._lost = self._lost or error
         self.calls.fail(error)

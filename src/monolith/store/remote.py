@@ -59,6 +59,11 @@ class ParameterServerStore:
     def delay_compensated(self) -> bool:
         return self._spreader.delay_compensated
 
+    @property
+    def counts_sightings(self) -> bool:
+        """Whether `TableIds.counts` make a difference on some server."""
+        return self._spreader.counts_sightings
+
     def lookup(self, ids: TableIds) -> Tensor:
         self._check_open()
         flags = RowFlags.HALF if self.group.half else RowFlags.NONE

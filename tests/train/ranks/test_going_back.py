@@ -71,10 +71,19 @@ NAN, HUGE = float("nan"), 1e6
 
 
 @pytest.mark.parametrize(
-    ("bad", "prefetch"), [((HUGE, 1), 0), ((HUGE, 1), 2), ((1, NAN), 0), ((1, NAN), 2), ((1, 1, NAN), 1)]
+    ("bad", "prefetch", "num_ps"),
+    [
+        ((HUGE, 1), 0, 0),
+        ((HUGE, 1), 2, 0),
+        ((1, NAN), 0, 0),
+        ((1, NAN), 2, 0),
+        ((1, 1, NAN), 1, 0),
+        ((HUGE, 1), 1, 2),
+        ((1, NAN), 0, 1),
+    ],
 )
 def test_all_go_back_together_and_learn_what_they_would_have_learned(
-    bad: tuple[float, ...], prefetch: int, tmp_path: Path
+    bad: tuple[float, ...], prefetch: int, num_ps: int, tmp_path: Path
 ) -> None:
     """Whichever rank it came from: a loss that exploded on the one that leads, or is NaN on any."""
     seen = [Steps() for _ in bad]
@@ -83,7 +92,7 @@ def test_all_go_back_together_and_learn_what_they_would_have_learned(
         return [seen[rank]]
 
     config = settings(tmp_path / "bad", prefetch=prefetch)
-    reports = train_ranks(tasks([Bad(factor) for factor in bad]), config, hooks=hooks)
+    reports = train_ranks(tasks([Bad(factor) for factor in bad]), config, hooks=hooks, num_ps=num_ps)
     well = train_ranks(tasks([Bad(1) for _ in bad]), replace(config, model_dir=str(tmp_path / "well")))
     assert [report.step for report in reports] == [report.step for report in well] == [STEPS] * len(bad)
     assert reports[0].examples == well[0].examples, "what was trained twice counts once"

@@ -164,6 +164,44 @@ def join_fleet(
         raise
 
 
+def reach_servers(
+    discovery: Discovery,
+    *,
+    num_ps: int,
+    num_workers: int,
+    guard: Guard | None = None,
+    start_timeout: timedelta = timedelta(hours=2),
+    call_timeout: timedelta = timedelta(seconds=30),
+    lookup_timeout: timedelta | None = None,
+    half_rows: bool = False,
+    on_waiting: OnWaiting | None = None,
+) -> ServerGroup:
+    """Wait for the servers of a run whose workers are ranks, and return connections to them.
+
+    Args: see `join_fleet`.
+
+    Raises:
+        DeadlineExceededError: Some did not come in time.
+        ConfigError: They serve another task, or were counted otherwise.
+    """
+    config = ClusterManagerConfig(
+        num_workers=num_workers, num_ps=num_ps, query_every=timedelta(seconds=0.5), timeout=start_timeout
+    )
+    manager = ClusterManager(discovery, config, on_waiting=on_waiting)
+
+    def connect(addresses: Sequence[str], patience: timedelta) -> ServerGroup:
+        return ServerGroup(
+            addresses,
+            guard=guard,
+            patience=patience,
+            timeout=call_timeout,
+            lookup_timeout=lookup_timeout,
+            half=half_rows,
+        )
+
+    return _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
+
+
 def _answering(
     find: Callable[[], list[str]],
     num_ps: int,

@@ -102,6 +102,7 @@ def serve_parameters(
     num_workers: int,
     max_workers: int | None = None,
     num_spares: int = 0,
+    holds_weights: bool = True,
     host: str = "127.0.0.1",
     port: int = 0,
     guard: Guard | None = None,
@@ -120,6 +121,7 @@ def serve_parameters(
         index: Which of the servers this is. The first `num_ps` have the share of their number; the
             `num_spares` after them have none until the chief assigns one, see `ServedShare`.
         max_workers: The most workers there may be, where the data hands out work; None for no more.
+        holds_weights: Whether it has a share of the weights, too; not where ranks have all of them.
         host: Where to listen; it is also how the others reach it.
         guard: What callers must present.
         limits: What one of them may ask for.
@@ -145,6 +147,7 @@ def serve_parameters(
         num_workers=num_workers,
         max_workers=max_workers,
         lost_after=lost_after,
+        holds_weights=holds_weights,
     )
     stop = threading.Event() if stop is None else stop
     with share.serve(host, port, guard, limits) as server:
@@ -212,8 +215,10 @@ class ServedShare:
         num_workers: int,
         max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
+        holds_weights: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._holds_weights = holds_weights
         self._task = task
         self._config = config
         self._index = index
@@ -522,7 +527,10 @@ class ServedShare:
             share=share,
         )
         stores = [store for store in model.stores if isinstance(store, LocalStore)]
-        dense = DenseShare(model.weights(), model.dense, share, model.schedule)
+        if self._holds_weights:
+            dense = DenseShare(model.weights(), model.dense, share, model.schedule)
+        else:
+            dense = DenseShare({}, None, share)
         return _Held(model, stores, dense, part, {})
 
 

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,6 +22,36 @@ from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ClusterError
 from monolith.train.fleet.buffers import FleetBuffers
 from monolith.train.fleet.fleet import Fleet
+from monolith.train.fleet.table_work import TableWork
+
+
+class TableServers(Protocol):
+    """The servers of a run, as far as its checkpoints have to do with them."""
+
+    @property
+    def keeps_going(self) -> bool:
+        """Whether the run outlives the loss of a server."""
+
+    @property
+    def losses(self) -> int:
+        """How often servers were lost so far."""
+
+    @property
+    def fresh(self) -> Sequence[int]:
+        """Servers that hold nothing of the run yet, so that a restore is for them."""
+
+    @property
+    def tables(self) -> TableWork:
+        """What the servers may be asked to do with their tables."""
+
+    def note_cut(self, step: int) -> None:
+        """Hear that this step is about to be cut: all updates are done."""
+
+    def begin_commit(self, losses: int) -> None:
+        """Hear that all servers have written a checkpoint; see `ServerRecovery`."""
+
+    def end_commit(self) -> None:
+        """Hear that the checkpoint counts, or never will."""
 
 
 class ServedTables:
@@ -28,14 +59,14 @@ class ServedTables:
 
     name = "tables"
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, servers: TableServers) -> None:
+        self._servers = servers
 
     def cut(self, step: int) -> PartCut:
-        cut = _ServedCut(self._fleet, secrets.token_hex(8))
-        self._fleet.note_cut(step)
+        cut = _ServedCut(self._servers, secrets.token_hex(8))
+        self._servers.note_cut(step)
         try:
-            self._fleet.tables.cut(cut.name)
+            self._servers.tables.cut(cut.name)
         except BaseException:
             cut.close(saved=False)
             raise
@@ -43,7 +74,7 @@ class ServedTables:
 
     def restore(self, chain: Sequence[SavedPart], options: RestoreOptions) -> RestoreReport:
         # Of a run that goes on, only the servers that lost what they held: the others are ahead of it.
-        answers = self._fleet.tables.restore(chain, options, self._fleet.fresh)
+        answers = self._servers.tables.restore(chain, options, self._servers.fresh)
         if not answers:
             return RestoreReport(skipped={"tables": "all servers still hold them"})
         rows = {name: sum(answer.rows[name] for answer in answers) for name in answers[0].loaded}
@@ -52,17 +83,17 @@ class ServedTables:
 
 
 class _ServedCut:
-    def __init__(self, fleet: Fleet, name: str) -> None:
-        self._fleet = fleet
+    def __init__(self, servers: TableServers, name: str) -> None:
+        self._servers = servers
         self.name = name
-        self._losses = fleet.losses
+        self._losses = servers.losses
         self._commits = False
         self._closed = False
 
     def write(self, prefix: str, *, full: bool) -> Entry:
-        written = self._fleet.tables.write(self.name, prefix, full=full)
+        written = self._servers.tables.write(self.name, prefix, full=full)
         if not self._commits:
-            self._fleet.begin_commit(self._losses)
+            self._servers.begin_commit(self._losses)
             self._commits = True
         return merge_entries([answer.entry for answer in written])
 
@@ -71,12 +102,12 @@ class _ServedCut:
             self._closed = True
             # A moment that was not saved is of no use to anybody, and a server that is gone holds it no more.
             try:
-                passing = not saved or self._fleet.keeps_going
+                passing = not saved or self._servers.keeps_going
                 with suppress(ClusterError) if passing else nullcontext():
-                    self._fleet.tables.close_cut(self.name, saved=saved)
+                    self._servers.tables.close_cut(self.name, saved=saved)
             finally:
                 if self._commits:
-                    self._fleet.end_commit()
+                    self._servers.end_commit()
 
 
 class ServedDense:

@@ -16,7 +16,7 @@ So whoever comes to the next word, for whichever reason, hears the same as every
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -29,9 +29,8 @@ from monolith.data import Share
 from monolith.data.source import Position
 from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
-from monolith.store import AllToAllStore, LocalStore, MakeStore, RankGroups
+from monolith.store import MakeStore, RankGroups, ServerGroup
 from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
-from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
 from monolith.train.hook import Run
@@ -54,7 +53,8 @@ from monolith.train.ranks.agreement import agreed
 from monolith.train.ranks.averaging import AveragedGradients
 from monolith.train.ranks.barrier import WAITS, RankBarrier
 from monolith.train.ranks.config import RanksConfig
-from monolith.train.ranks.parts import RankDense, RankShare, RankTables
+from monolith.train.ranks.parts import RankDense
+from monolith.train.ranks.rows import RankRows, RowsOnRanks, RowsOnServers
 from monolith.train.ranks.words import NOTHING, Word, hear_from_first, say_to_all
 from monolith.wire.traffic import Traffic
 
@@ -70,6 +70,7 @@ class RankPeers:
 
     Args:
         groups: What connects the ranks; closed by whoever made it. They serve one run.
+        servers: Those who hold the rows, where it is not the ranks themselves; likewise.
     """
 
     may_change = False
@@ -80,16 +81,17 @@ class RankPeers:
     lost = Lost()
     in_step = True
 
-    def __init__(self, groups: RankGroups, config: RanksConfig | None = None) -> None:
+    def __init__(
+        self, groups: RankGroups, config: RanksConfig | None = None, *, servers: ServerGroup | None = None
+    ) -> None:
         self._groups = groups
+        self._rows: RankRows = RowsOnRanks(groups) if servers is None else RowsOnServers(groups, servers)
         self._config = config or RanksConfig()
         self._run = TrainConfig()
         """The settings of the run, once they were looked at."""
         self._barrier = RankBarrier(groups)
-        self._made: list[AllToAllStore] = []
         self._model: Model | None = None
         self._average: AveragedGradients | None = None
-        self._share: RankShare | None = None
         self._first_buffers: list[torch.Tensor] = []
         self._merged: list[torch.Tensor] | None = None
         self._halts: dict[int, WorkerState] = {}
@@ -100,6 +102,8 @@ class RankPeers:
         self._back: Start | None = None
         """Where all go on when it lets them go, if that is elsewhere."""
         self._saved = self._told_saved = 0
+        self._begun = ""
+        """What the others hear when rank 0 has begun and restored everything."""
         self._joined = False
         self._stop: str | None = None
         """Why all stop, as all have heard."""
@@ -122,7 +126,7 @@ class RankPeers:
 
     @property
     def make_store(self) -> MakeStore:
-        return self._make_store
+        return self._rows.make_store
 
     @property
     def barrier(self) -> Barrier:
@@ -130,7 +134,7 @@ class RankPeers:
 
     @property
     def others(self) -> Others | None:
-        return OtherRanks(self._groups.rank, lambda: 0 if self._me is None else self._me.step)
+        return OtherRanks(self._groups.rank, lambda: 0 if self._me is None else self._me.step, self._rows)
 
     @property
     def together(self) -> AveragedGradients | None:
@@ -148,20 +152,8 @@ class RankPeers:
                 "hooks.slow_start_steps: ranks take every step together, so none can start late"
             )
 
-    def _make_store(
-        self,
-        configs: Mapping[str, TableConfig],
-        /,
-        *,
-        thresholds: Mapping[str, SlotThresholds] | None,
-        threads: int | None,
-    ) -> AllToAllStore:
-        inner = LocalStore.from_configs(configs, thresholds=thresholds, threads=threads)
-        self._made.append(AllToAllStore(inner, configs, self._groups, len(self._made)))
-        return self._made[-1]
-
     def attach(self, model: Model) -> WeightOptimizer | None:
-        if own := [store for store in model.stores if store not in self._made]:
+        if own := [store for store in model.stores if not self._rows.made(store)]:
             raise ConfigError(
                 f"task {model.task.name!r}: its model has a store of its own, {own[0]!r}, so every rank "
                 "would train its own copy of the rows. Leave out `store`: the run decides where rows live."
@@ -169,20 +161,14 @@ class RankPeers:
         self._model = model
         assert model.sparse is not None
         model.sparse.in_step = True
-        share = (self._groups.rank, self._groups.size)
-        incremental, beside = self._run.keep.full_every > 1, self._run.saves_beside
-        part = model.tables_part(incremental=incremental, beside=beside, share=share)
-        self._share = RankShare(self._groups.calls, part, self._rows, self._run.model_dir)
+        self._rows.attach(model, self._run)
         self._average = AveragedGradients(list(model.weights().values()), self._groups.dense, self._config)
         if model.dense is None or model.schedule is None:
             return model.dense
         return ScheduledOptimizer(model.dense, model.schedule)
 
     def parts(self, model: Model, *, incremental: bool, beside: bool) -> list[Part]:  # noqa: ARG002
-        return [RankTables(self._groups.calls), self.dense_part(model)]
-
-    def _rows(self) -> dict[str, int]:
-        return {name: one.rows for store in self._made for name, one in store.inner.stats().items()}
+        return [self._rows.tables_part(), self.dense_part(model)]
 
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._with_all_buffers)
@@ -195,8 +181,10 @@ class RankPeers:
 
     # Beginning
 
-    def begin(self, *, hands_out: bool = False) -> None:
-        """Do nothing: all begin with the same model."""
+    def begin(self, *, hands_out: bool = False) -> None:  # noqa: ARG002
+        """Begin with the rows, as rank 0; weights are the same on all."""
+        if self.leads:
+            self._begun = self._rows.begin()
 
     def go_to(self, step: int) -> None:
         """Do nothing: the others hear it when all go on."""
@@ -205,12 +193,14 @@ class RankPeers:
         assert self._model is not None, "attach a model first"
         self._me = me
         if self.leads:
-            self._groups.say(BEGUN, "yes")
-        while not self._groups.said(BEGUN):
+            self._groups.say(BEGUN, self._begun)
+        while not (begun := self._groups.said(BEGUN)):
             if me.interrupted:
                 return None
             self._groups.check()
             time.sleep(LOOK_EVERY)
+        if not self.leads:
+            self._rows.join(begun)
         self._joined = True
         return self._begin_at(start)
 
@@ -320,7 +310,8 @@ class RankPeers:
         return None
 
     def traffic(self) -> Traffic | None:
-        return self._groups.traffic
+        ranks, servers = self._groups.traffic, self._rows.traffic
+        return Traffic(ranks.received + servers.received, ranks.sent + servers.sent)
 
     @contextmanager
     def halted(self, me: Stepper) -> Iterator[Gathered]:
@@ -429,6 +420,7 @@ class RankPeers:
         if self.leads:
             self._groups.part()
             self._say(Word(over=True))
+            self._rows.end(finished=self.finished and not run.interrupted)
             return False
         while not (word := self._say(NOTHING)).over:
             if word.halt:
@@ -437,24 +429,28 @@ class RankPeers:
         return True
 
     def fail(self, error: BaseException | None) -> None:
+        self._rows.close()
         text = "it ended before the run did" if error is None else f"{type(error).__name__}: {error}"
         self._groups.fail(text)
 
 
 class OtherRanks:
-    """What hooks may ask of the other ranks: there are no servers, and all are at the same step."""
+    """What hooks may ask of the other ranks, who are all at the same step, and of servers."""
 
-    servers: Sequence[str] = ()
-
-    def __init__(self, rank: int, step: Callable[[], int]) -> None:
+    def __init__(self, rank: int, step: Callable[[], int], rows: RankRows) -> None:
         self.index = rank
         self._step = step
+        self._rows = rows
+
+    @property
+    def servers(self) -> Sequence[str]:
+        return self._rows.servers
 
     def read_step(self) -> int:
         return self._step()
 
     def server_health(self, server: int) -> MachineHealth:
-        raise ConfigError(f"there is no parameter server {server}: rows are on ranks")
+        return self._rows.server_health(server)
 
 
 def _unpacked(data: bytes, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
