@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,6 +199,29 @@ def test_one_moment_at_a_time(make: Callable[..., Run]) -> None:
         run.checkpointer.restore(prefix)
     moment.close(saved=True)
     run.checkpointer.cut(2).close(saved=False)
+
+
+def test_who_brings_back_what_a_cut_waits_for_can_ask_for_the_newest_checkpoint(tmp_path: Path) -> None:
+    cutting, back = threading.Event(), threading.Event()
+
+    def state() -> dict[str, int]:
+        if saved:  # as a part of a fleet waits for a lost server
+            cutting.set()
+            assert back.wait(60)
+        return {}
+
+    saved: list[str] = []
+    checkpointer = Checkpointer(Saver(str(tmp_path)), [StatePart("state", state, lambda _: None)])
+    saved.append(checkpointer.save(1))
+    cut = threading.Thread(target=checkpointer.cut, args=(2,), daemon=True)
+    cut.start()
+    assert cutting.wait(60)
+    asked = threading.Thread(target=lambda: saved.append(checkpointer.newest or ""), daemon=True)
+    asked.start()
+    asked.join(10)
+    back.set()
+    cut.join(60)
+    assert saved == [saved[0]] * 2
 
 
 def test_a_part_that_cannot_be_cut_lets_the_others_go(make: Callable[..., Run]) -> None:

@@ -85,9 +85,9 @@ class Checkpointer:
 
     @property
     def newest(self) -> str | None:
-        """The checkpoint that was written or restored last. From any thread."""
-        with self._lock:
-            return self._newest
+        """The checkpoint that was written or restored last. From any thread, also while a moment is cut: that
+        may wait for a lost server, and who brings the server back asks for this."""
+        return self._newest
 
     def cut(self, step: int) -> Moment:
         """Hold this moment fast, to be written.
