@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from run.config_files import write_clicks, write_project
 from monolith.cli.main import main
 from monolith.data.config import DataConfig, DataSplit
 from monolith.errors import ConfigError
-from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label
+from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
 from monolith.model import DeepFM
 from monolith.model.by_name import ModelConfig
 from monolith.run.config_task import ConfigTask
 from monolith.run.reading import read_run
 from monolith.run.settling import CONFIG_TASK
-from monolith.train import Mode, load_task
+from monolith.train import Mode, TrainConfig, Trainer, load_task
 
 SPEC = FeatureSpec(
     features={"user": IdFeature(kind="string"), "price": FloatFeature()},
@@ -128,6 +129,43 @@ def test_training_and_evaluation_share_no_record(tmp_path: Path) -> None:
     assert counts[Mode.PREDICT] == counts[Mode.EVALUATE]
     sizes = [len(batch) for batch in task.dataset(Mode.TRAIN)]
     assert set(sizes[:-1]) == {50}
+
+
+SEVERAL = FeatureSpec(
+    features={
+        "user": IdFeature(kind="string"),
+        "item": IdFeature(),
+        "seen": SequenceFeature(column="item", length=2, shares="item", combiner="mean"),
+        "price": FloatFeature(),
+    },
+    labels={"click": Label(), "early": Label(column="time", at_least=1_700_000_100)},
+)
+HISTORY = replace(
+    SEVERAL,
+    features={**SEVERAL.features, "seen": SequenceFeature(column="item", length=2, shares="item")},
+    labels={"click": Label()},
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "model"),
+    [
+        (replace(SEVERAL, labels={"click": Label()}), {"type": "dcnv2", "hidden": [8]}),
+        (replace(SEVERAL, labels={"click": Label()}), {"type": "dlrm", "bottom": [4], "top": [8]}),
+        (replace(SEVERAL, labels={"click": Label()}), {"type": "ffm", "pairs": [["user", "item", 4]]}),
+        (SEVERAL, {"type": "mmoe", "num_experts": 2, "experts": [8]}),
+        (HISTORY, {"type": "din", "attention": [4], "hidden": [8]}),
+    ],
+    ids=lambda given: given["type"] if isinstance(given, dict) else "",
+)
+def test_every_ready_model_trains_and_evaluates(
+    tmp_path: Path, spec: FeatureSpec, model: dict[str, object]
+) -> None:
+    task = task_of(tmp_path, features=spec, network=ModelConfig.from_dict(model))
+    trainer = Trainer(task, TrainConfig(model_dir=str(tmp_path / "run"), summary_every_steps=None))
+    assert trainer.train().step == 5
+    found = trainer.evaluate()
+    assert {f"{head}/auc" for head in spec.labels} < found.keys()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from monolith.config import config_from_mapping, to_dict
@@ -25,6 +26,7 @@ from monolith.feature import FeatureSpec
 from monolith.feature.spec import RowOptimizer
 from monolith.model.dcn import DCNv2
 from monolith.model.deepfm import DeepFM
+from monolith.model.din import DeepInterest
 from monolith.model.dlrm import DLRM
 from monolith.model.ffm import FFM
 from monolith.model.mmoe import MMoE
@@ -37,11 +39,11 @@ MODELS: Mapping[str, type[ReadyModel]] = {
     "dlrm": DLRM,
     "ffm": FFM,
     "mmoe": MMoE,
+    "din": DeepInterest,
 }
 """By the name that a file uses."""
 
 ELSEWHERE: Mapping[str, str] = {
-    "din": "DIN is a layer, monolith.nn.DIN, and not yet a ready model",
     "two-tower": "a two-tower model has a loss over the batch, and is not yet a ready model",
 }
 """Names that people look for, and why they are not there."""
@@ -90,8 +92,8 @@ class ModelConfig:
         chosen = cls(type=kind)
         given = {name: value for name, value in plain.items() if name != "type"}
         whole = dataclasses.make_dataclass("Run", [("model", _settings_of(MODELS[kind]))])
-        read = config_from_mapping(whole, {"model": given}, source).model
-        return dataclasses.replace(chosen, settings={name: getattr(read, name) for name in given})
+        read: Any = config_from_mapping(whole, {"model": given}, source)
+        return dataclasses.replace(chosen, settings={name: getattr(read.model, name) for name in given})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads back."""
@@ -114,18 +116,18 @@ def _settings_of(model: type[ReadyModel]) -> Any:
     """Return a dataclass with the settings of a model, as its constructor has them."""
     hints = typing.get_type_hints(model.__init__)
     fields: list[Any] = []
-    for parameter in list(inspect.signature(model).parameters.values()):
+    for parameter in inspect.signature(model).parameters.values():
         if parameter.name in OF_THE_RUN:
             continue
         hint = _PLAIN.get(hints[parameter.name], hints[parameter.name])
-        default = parameter.default
-        has_default = default is not parameter.empty
-        fields.append(
-            (parameter.name, hint, field(default_factory=lambda default=default: default))
-            if has_default
-            else (parameter.name, hint, field())
-        )
+        required = parameter.default is parameter.empty
+        default: Any = field() if required else field(default_factory=partial(_same, parameter.default))
+        fields.append((parameter.name, hint, default))
     return dataclasses.make_dataclass(f"{model.__name__}Settings", fields, frozen=True, kw_only=True)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _known() -> str:
