@@ -7,7 +7,7 @@ checkpointer.restore(prefix)
 
 from monolith.checkpoint.checkpointer import Checkpointer, Moment, Restored
 from monolith.checkpoint.dense.custom_restore import CustomRestore
-from monolith.checkpoint.features import FEATURES, FeaturesPart, saved_spec
+from monolith.checkpoint.features import FeaturesPart, saved_spec
 from monolith.checkpoint.folder.best import BestCheckpoint, read_best, write_best
 from monolith.checkpoint.folder.lock import ModelDirLock
 from monolith.checkpoint.folder.manifest import Link, Manifest, read_chain, read_manifest
@@ -25,7 +25,7 @@ from monolith.checkpoint.offline.listing import Listed, Listing, list_checkpoint
 from monolith.checkpoint.offline.reading import Contents, FoundRow, find_checkpoint, find_id, read_contents
 from monolith.checkpoint.offline.rewriting import compact, export, reshard
 from monolith.checkpoint.override import go_back, resolve_restore, start_from, wait_for_start
-from monolith.checkpoint.part import Part, PartCut, RestoreOptions, SavedPart
+from monolith.checkpoint.part import FEATURES, Part, PartCut, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import DensePart, StatePart
 from monolith.checkpoint.report import RestoreReport
 from monolith.checkpoint.shares import merge_entries

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from monolith.checkpoint.part import RestoreOptions, SavedPart
+from monolith.checkpoint.part import FEATURES, RestoreOptions, SavedPart
 from monolith.checkpoint.parts import StatePart
 from monolith.checkpoint.report import RestoreReport
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import FeatureSpec
-
-FEATURES = "features"
-"""The part's key in a manifest."""
 
 
 class FeaturesPart(StatePart):

@@ -18,6 +18,9 @@ from monolith.checkpoint.report import RestoreReport
 Entry = dict[str, Any]
 """What a part says of itself in a manifest: plain values that survive JSON."""
 
+FEATURES = "features"
+"""The key of the feature spec in a manifest; here, where whoever only looks needs no torch."""
+
 
 class SavedPart(NamedTuple):
     """A part in one checkpoint of a chain."""

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
-from monolith.checkpoint.features import FEATURES
+from monolith.checkpoint.part import FEATURES
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
