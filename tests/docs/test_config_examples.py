@@ -24,12 +24,12 @@ def test_own_csv() -> None:
     assert re.search(r"^0\.\d+,[01]\.0,\d{5},\d+$", printed, flags=re.MULTILINE)
 
 
-def movielens(folder: Path, *flags: str) -> dict[str, float]:
+def movielens(folder: Path, *flags: str, timeout: int = 300) -> dict[str, float]:
     """Train by the file in a folder with the ratings; return the metrics of what is held back."""
     config = ["--config", str(EXAMPLES / "movielens.toml"), "--quiet", "--json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for words in (["train", *config, *flags], ["evaluate", *config, "--checkpoint", "best"]):
-        done = warm.run(["-m", "monolith", *words], timeout=300, env=environment, cwd=folder)
+        done = warm.run(["-m", "monolith", *words], timeout=timeout, env=environment, cwd=folder)
         assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)["metrics"]
     return found
@@ -54,4 +54,4 @@ def test_movielens_by_config_on_ratings_of_the_same_form(tmp_path: Path) -> None
 def test_movielens_by_config(tmp_path: Path) -> None:
     assert RATINGS is not None
     (tmp_path / "ml-100k.inter").write_bytes(zipfile.ZipFile(RATINGS).read(INTER))
-    assert movielens(tmp_path)["like/auc"] > 0.775
+    assert movielens(tmp_path, timeout=1200)["like/auc"] > 0.775  # 0.783

@@ -61,7 +61,10 @@ def test_a_file_trains_evaluates_and_predicts_without_python(
     header, first, *_ = Path(to).read_text().splitlines()
     assert header == "prediction.click,label.click,user,price"
     assert len(first.split(",")[2]) == 4  # a text as it was, zeros included
-    assert main(["checkpoint", "list", str(tmp_path / "run")]) == 0
+    assert main(["checkpoint", "inspect", config, "--json"]) == 0
+    assert said(capsys)["step"] == 48
+    assert main(["checkpoint", "list", config, "--json"]) == 0
+    assert said(capsys)["run"] == str(tmp_path / "run")
 
 
 def test_what_is_to_be_predicted_needs_no_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
