@@ -12,6 +12,7 @@ import torch
 from run.config_files import write_clicks, write_project
 
 from monolith.cli.main import main
+from monolith.data import Pipeline
 from monolith.data.config import DataConfig, DataSplit
 from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
@@ -20,6 +21,7 @@ from monolith.model.by_name import ModelConfig
 from monolith.run.config_task import ConfigTask
 from monolith.run.reading import read_run
 from monolith.run.settling import CONFIG_TASK
+from monolith.run.task_data import data_of
 from monolith.train import Mode, TrainConfig, Trainer, load_task
 
 SPEC = FeatureSpec(
@@ -132,6 +134,14 @@ def test_training_and_evaluation_share_no_record(tmp_path: Path) -> None:
     assert counts[Mode.PREDICT] == counts[Mode.EVALUATE]
     sizes = [len(batch) for batch in task.dataset(Mode.TRAIN)]
     assert set(sizes[:-1]) == {50}
+
+
+def test_a_data_service_reads_the_files_with_the_types_of_the_features(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+    found = data_of(task)
+    (read,) = Pipeline(found.open_split(str(tmp_path / "clicks.csv"))).rebatch(300)
+    assert set(read.columns) == {"user", "price", "click"}
+    assert all(len(text) == 4 for (text,) in read.strings("user"))  # 0007, and not 7
 
 
 SEVERAL = FeatureSpec(
