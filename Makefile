@@ -11,7 +11,7 @@ CXX_FILES = $(shell find native -name '*.cc' -o -name '*.h')
 export PATH := $(PATH):$(CURDIR)/$(BIN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs services bench soak soak-python fuzz clean
+.PHONY: help setup demo test check docs services wheels image bench soak soak-python fuzz clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,15 @@ docs: setup  ## The documentation as a site, in build/site
 
 services: setup  ## Install the servers that the tests talk to
 	tools/services.sh
+
+# One for the machine it is built on: the same command on an x86 machine makes the one for x86. The core is built
+# here, so the wheel runs where the C library is as new as this one's.
+WHEELS ?= dist
+wheels: | $(BIN)/python  ## A wheel for this kind of machine, in dist
+	PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip wheel --no-deps --wheel-dir $(WHEELS) .
+
+image:  ## The Docker image: monolith, and nothing else that is ours
+	docker build -t monolith .
 
 bench: setup  ## Measure the table against the machine's limits, and training against torch
 	$(BIN)/monolith bench table

@@ -34,6 +34,7 @@ def aucs(printed: str) -> tuple[float, float]:
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "ten_lines.py",
+        "own_csv.py",
         "own_model.py",
         "movielens.py",
         "tune.py",

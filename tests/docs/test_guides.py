@@ -89,6 +89,17 @@ def check_features(names: dict[str, Any]) -> None:
     assert names["fitted"].features["price_level"].boundaries is not None
 
 
+def check_first_hour(names: dict[str, Any]) -> None:
+    lines = Path(names["to"]).read_text().splitlines()
+    assert lines[0] == "prediction.click,label.click,user,movie"
+    assert 450 < len(lines) < 750  # a tenth of 6000
+    rows = [line.split(",") for line in lines[1:]]
+    of = {label: [float(row[0]) for row in rows if row[1] == label] for label in ("0.0", "1.0")}
+    means = {label: sum(found) / len(found) for label, found in of.items()}
+    assert means["1.0"] > means["0.0"] + 0.1
+    assert (names["folder"] / "run" / "features.json").exists()
+
+
 def check_contributing(names: dict[str, Any]) -> None:
     assert names["optimizer"].param_groups[0]["step"] == 1
     assert 0 < names["report"].step < 40  # stopped by the hook
@@ -98,6 +109,7 @@ CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
     "features.md": check_features,
+    "first-hour.md": check_first_hour,
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "README.md": check_readme,

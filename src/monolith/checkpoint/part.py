@@ -19,7 +19,7 @@ Entry = dict[str, Any]
 """What a part says of itself in a manifest: plain values that survive JSON."""
 
 FEATURES = "features"
-"""The key in a manifest of the part that holds the feature spec."""
+"""The key of the feature spec in a manifest; here, where whoever only looks needs no torch."""
 
 
 class SavedPart(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -32,6 +33,7 @@ from monolith.cli.options.checkpoint import (
 )
 from monolith.errors import ConfigError, UnknownTableError
 from monolith.observe import Progress, progress
+from monolith.run import read_run
 
 if TYPE_CHECKING:
     from monolith.checkpoint import Contents, Difference, FoundRow, Listed
@@ -44,12 +46,33 @@ SHOWN_VALUES = 8
 SHOWN_TABLES = 3
 
 
+def place_of(given: str) -> str:
+    """Return the folder or checkpoint that is meant: the config file of a run means its model_dir.
+
+    Raises:
+        ConfigError: The file cannot be read, or says no model_dir.
+    """
+    path = Path(given)
+    if path.suffix not in (".toml", ".json") or not path.is_file():
+        return given
+    model_dir = read_run(path, {}).train.model_dir
+    if not model_dir:
+        raise ConfigError(f"{given} says no train.model_dir, the folder with the checkpoints of its run")
+    return model_dir
+
+
+def find(given: str) -> str:
+    """Return the prefix of the checkpoint that is meant."""
+    return checkpoint.find_checkpoint(place_of(given))
+
+
 # list
 
 
 def list_(options: CheckpointListOptions) -> int:
     """List the checkpoints of a run; 1 where one is damaged."""
-    found = checkpoint.list_checkpoints(options.run_dir)
+    run_dir = place_of(options.run_dir)
+    found = checkpoint.list_checkpoints(run_dir)
     if options.json:
         print_json(
             {
@@ -72,9 +95,9 @@ def list_(options: CheckpointListOptions) -> int:
         return 0 if found.sound else 1
     console = Console()
     if not found.checkpoints:
-        say(console, f"{options.run_dir} has no checkpoints")
+        say(console, f"{run_dir} has no checkpoints")
     else:
-        console.print(listing_table(options.run_dir, found.checkpoints))
+        console.print(listing_table(run_dir, found.checkpoints))
     for one in found.checkpoints:
         if one.problem is not None:
             say(console, f"{one.name}: {one.problem}")
@@ -110,7 +133,7 @@ def kept_text(one: Listed) -> str:
 
 def inspect(options: CheckpointInspectOptions) -> int:
     """Show what is in a checkpoint, or the row of one id; 1 where something is damaged."""
-    prefix = checkpoint.find_checkpoint(options.checkpoint)
+    prefix = find(options.checkpoint)
     if options.id is not None:
         return guarded(prefix, options.json, lambda: show_row(prefix, options))
     return guarded(prefix, options.json, lambda: show_contents(prefix, options))
@@ -246,7 +269,7 @@ def diff(options: CheckpointDiffOptions) -> int:
     """Show what two checkpoints have not in common; 1 where one is damaged."""
     if options.top < 0 or options.variables < 0:
         raise ConfigError("checkpoint diff: --top and --variables must not be negative")
-    before, after = checkpoint.find_checkpoint(options.before), checkpoint.find_checkpoint(options.after)
+    before, after = find(options.before), find(options.after)
 
     def work() -> int:
         rows = sum(sum(map(tables.rows, tables.names)) for tables in map(tables_of, (before, after)))
@@ -318,7 +341,7 @@ def reshard_(options: CheckpointReshardOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint reshard: needs --to: where to write")
     check_shards(options.num_shards)
-    prefix = checkpoint.find_checkpoint(options.checkpoint)
+    prefix = find(options.checkpoint)
 
     def work() -> int:
         with bar("Writing", rows_of(prefix)) as done:
@@ -331,7 +354,7 @@ def reshard_(options: CheckpointReshardOptions) -> int:
 def compact_(options: CheckpointCompactOptions) -> int:
     """Make the last increment of a chain a full checkpoint."""
     check_shards(options.num_shards)
-    prefix = checkpoint.find_checkpoint(options.checkpoint)
+    prefix = find(options.checkpoint)
 
     def work() -> int:
         with bar("Compacting", rows_of(prefix)) as done:
@@ -361,7 +384,7 @@ def export_(options: CheckpointExportOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint export: needs --to: where to write")
     check_shards(options.num_shards)
-    prefix = checkpoint.find_checkpoint(options.checkpoint)
+    prefix = find(options.checkpoint)
 
     def work() -> int:
         tables = options.tables or None

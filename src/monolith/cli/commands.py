@@ -43,6 +43,7 @@ from monolith.cli.options.data_files import (
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cli.options.insight import InsightOptions
+from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
@@ -72,6 +73,7 @@ class Command:
 
 
 COMMANDS = {
+    "new": Command(NewOptions, "monolith.cli.new_project", positional=True),
     "demo": Command(DemoOptions, "monolith.cli.demo.command"),
     "tour": Command(TourOptions, "monolith.cli.tour"),
     "train": Command(TrainOptions, "monolith.cli.launching", run_flags=True, let_down_status=os.EX_TEMPFAIL),

@@ -15,6 +15,7 @@ from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOpt
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
 from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
+from monolith.run.learned_features import with_learned_features
 from monolith.run.task_settings import with_job, with_task
 from monolith.train import Task, TrainConfig, load_task
 from monolith.train.accelerator import accelerator_of
@@ -50,6 +51,7 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
         accelerator_of(run.train.accelerator)  # or an error, before anything is made
     _set_threads(run.threads)
     task = with_job(_task(options, run), run.job, say)
+    task = with_learned_features(task, run, trains=True, say=say)
     return Training(task=task, run=with_task(run, task))
 
 
@@ -70,7 +72,7 @@ def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, Train
     task = _task(options, run)
     if not run.train.model_dir:
         raise ConfigError("needs --model-dir: the folder with the checkpoints of the training")
-    return task, run.train
+    return with_learned_features(task, run, trains=False, say=say), run.train
 
 
 def say(line: str) -> None:
@@ -83,7 +85,8 @@ def say(line: str) -> None:
 def _task(options: Options, run: RunConfig) -> Task:
     if not run.job.task:
         raise ConfigError(
-            "name the task: package.module:Name or path/to/file.py:Name, or job.task in the config"
+            "name the task: package.module:Name or path/to/file.py:Name, or job.task in the config; or say "
+            "what it is in the config: [model], [features] and [data]"
         )
     source = f"[task] of {options.config}" if options.config else "task"
     return load_task(

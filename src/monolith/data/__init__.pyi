@@ -3,7 +3,7 @@
 Files, streams and generated logs are sources: they yield records by column and know their position.
 """
 
-from monolith.data.config import DataConfig, DataServiceConfig
+from monolith.data.config import DataConfig, DataServiceConfig, DataSplit
 from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.files.discovery import Watch
 from monolith.data.files.source import BadRecordPolicy, FileSource
@@ -35,6 +35,7 @@ __all__ = [
     "ClickLogConfig",
     "DataConfig",
     "DataServiceConfig",
+    "DataSplit",
     "DriftConfig",
     "DriftingStream",
     "Epochs",

@@ -14,8 +14,8 @@ Reading one needs no torch; making a source does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +23,11 @@ from monolith.config import Checked, Problem
 from monolith.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from monolith.data.files.source import FileSource
     from monolith.data.format import Format
+    from monolith.data.pipeline import Pipeline
     from monolith.data.service import DataServiceSource
     from monolith.data.service.flight import PortGuard
 
@@ -43,13 +46,82 @@ FormatName = Literal[
 ]
 """The names of `FORMATS`."""
 
+Part = Literal["train", "evaluate", "predict"]
+"""What a part of the data is for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSplit(Checked):
+    """Which records of one set of files are held back from training.
+
+    By chance, which follows from a record's values alone: it is in the same part in every run, on every
+    worker and in whatever order the files are read. Or by time, from a moment on.
+    """
+
+    evaluate: float = 0.0
+    """The share of records to evaluate on, 0 to 1."""
+    predict: float = 0.0
+    """The share of records to predict, 0 to 1, such as a test set; with 0, those to evaluate on are."""
+    by: tuple[str, ...] = ()
+    """Columns whose values decide: records that are alike in them are in one part, such as all of a user.
+    None means every column that is read."""
+    seed: int = 0
+    """Another seed is another choice."""
+    time: str | None = None
+    """A column of numbers, such as Unix seconds: the parts then follow each other by it."""
+    evaluate_from: float | None = None
+    """The value of the time column from which records are evaluated on."""
+    predict_from: float | None = None
+    """The value of the time column from which records are predicted."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("evaluate", "predict"):
+            if not 0 <= getattr(self, name) < 1:
+                yield Problem((name,), f"must be from 0 to below 1, got {getattr(self, name)}")
+        if self.evaluate + self.predict >= 1:
+            yield Problem(("evaluate", "predict"), "the shares leave nothing to train on")
+        shares = self.evaluate or self.predict
+        moments = [at for at in (self.evaluate_from, self.predict_from) if at is not None]
+        if self.time is None and moments:
+            yield Problem(("evaluate_from", "predict_from"), "these are values of a time column: set time")
+        if self.time is None and not shares:
+            yield Problem(("evaluate",), "nothing is held back: set a share, such as 0.1, or time")
+        if self.time is not None and (shares or self.by):
+            yield Problem(("time", "evaluate", "predict", "by"), "split by chance or by time, not by both")
+        if self.time is not None and not moments:
+            yield Problem(("evaluate_from", "time"), "set the value from which records are held back")
+        if moments != sorted(moments):
+            yield Problem(
+                ("evaluate_from", "predict_from"), "what is predicted comes after what is evaluated on"
+            )
+
+    def has(self, part: Part) -> bool:
+        """Whether there are records for this."""
+        held = {"evaluate": (self.evaluate, self.evaluate_from), "predict": (self.predict, self.predict_from)}
+        share, moment = held.get(part, (1.0, None))
+        return share > 0 or moment is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it names."""
+        return self.by if self.time is None else (self.time,)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(Checked):
     """The files that a task reads."""
 
     path: str | None = None
-    """A file, a folder with `pattern` or dates below it, or a path with * and {DATE(...)} in it."""
+    """All of the data: a file, a folder with `pattern` or dates below it, or a path with * and {DATE(...)} in
+    it."""
+    train: str | None = None
+    """What to train on, in place of path, where there are files for each purpose."""
+    evaluate: str | None = None
+    """The files to evaluate on; None takes what `split` holds back."""
+    predict: str | None = None
+    """The files to predict; None takes what `split` holds back, or what is evaluated on."""
+    split: DataSplit | None = None
+    """Which records are held back from training, where there is one set of files."""
     pattern: str | None = None
     """Which files of the folder are read, such as *.parquet; with dates, all by default."""
     format: FormatName | None = None
@@ -96,6 +168,61 @@ class DataConfig(Checked):
             yield Problem(("start_date", "end_date"), f"{self.start_date} is after {self.end_date}")
         if self.lagrangex and (self.kafka_dump or self.kafka_dump_prefix):
             yield Problem(("lagrangex", "kafka_dump", "kafka_dump_prefix"), "only one header may be set")
+        if self.path is not None and self.train is not None:
+            yield Problem(("path", "train"), "both say what to train on; give one of them")
+        if self.split is not None and self.evaluate is not None and self.split.has("evaluate"):
+            yield Problem(("evaluate", "split"), "both say what to evaluate on; give one of them")
+        if self.split is not None and self.predict is not None and self.split.has("predict"):
+            yield Problem(("predict", "split"), "both say what to predict; give one of them")
+
+    def part(self, part: Part) -> tuple[DataConfig, DataSplit | None, Part]:
+        """Return the files for a purpose, as their `path`, and what chooses which part of them, if anything.
+
+        Raises:
+            ConfigError: Nothing says what to evaluate on.
+        """
+        whole = self.train if self.path is None else self.path
+        own = {"evaluate": self.evaluate, "predict": self.predict}.get(part)
+        if own is not None:
+            return self._of(own), None, part
+        if part == "train" or (self.split is not None and self.split.has(part)):
+            return self._of(whole), self.split, part
+        if part == "predict":
+            return self.part("evaluate")
+        raise ConfigError(
+            "data: nothing says what to evaluate on; set data.evaluate to files of their own, or hold some "
+            "records back, as in `split = { evaluate = 0.1 }`"
+        )
+
+    def _of(self, path: str | None) -> DataConfig:
+        return replace(self, path=path, train=None, evaluate=None, predict=None, split=None)
+
+    def pipeline(
+        self, part: Part, batch_size: int, *, types: Mapping[str, torch.dtype] | None = None, **options: Any
+    ) -> Pipeline:
+        """Return the records for a purpose, in batches.
+
+        Args:
+            types: The columns to read and their types, as `FeatureSpec.columns`, for formats that would have
+                to guess. What is to be predicted is read with all its columns, to be passed on.
+            options: As `FileSource` takes them.
+
+        Raises:
+            ConfigError: Nothing says what to evaluate on.
+        """
+        from monolith.data.pipeline import Pipeline
+        from monolith.data.splitting import kept_for, types_for
+
+        files, split, chosen = self.part(part)
+        if types is not None:
+            types = types_for(split, types)
+            if part != "predict" and not files.columns:
+                files = replace(files, columns=tuple(types))
+        read = Pipeline(files.source(batch_size, types=types, **options))
+        if split is None:
+            return read
+        several = tuple(types) if types is not None else None
+        return read.filter(kept_for(chosen, split, several)).rebatch(batch_size)
 
     def patterns(self) -> list[str]:
         """Return the patterns whose files are read.
@@ -107,7 +234,10 @@ class DataConfig(Checked):
         from monolith.filesystem import join
 
         if self.path is None:
-            raise ConfigError("data: path is not set; give it as data.path of the run, or to the task")
+            each = (
+                "; with data.train and data.evaluate, read `data.pipeline(part, ...)`" if self.train else ""
+            )
+            raise ConfigError(f"data: path is not set; give it as data.path of the run, or to the task{each}")
         if self.start_date is None:
             return [self.path if self.pattern is None else join(self.path, self.pattern)]
         hours = (self.start_hour or 0, 24 if self.end_hour is None else self.end_hour)
@@ -124,10 +254,16 @@ class DataConfig(Checked):
 
         return find_files(self.patterns())
 
-    def file_format(self, example: str) -> Format:
-        """Return the format that `format` names, or else the one that the name of an example tells."""
+    def file_format(self, example: str, types: Mapping[str, torch.dtype] | None = None) -> Format:
+        """Return the format that `format` names, or else the one that the name of an example tells.
+
+        Args:
+            types: Of columns, for a format that would have to guess; who gives them takes lists apart, too.
+        """
         from monolith.data.formats import FramedFormat, Framing, format_of
 
+        if types is not None:
+            return format_of(example, self.format, types=types)
         if self.format is None or not self.format.startswith("framed_"):
             return format_of(example, self.format)
         framing = (
@@ -139,17 +275,20 @@ class DataConfig(Checked):
         )
         return FramedFormat(self.format.removeprefix("framed_"), framing=framing)
 
-    def source(self, batch_size: int, **options: Any) -> FileSource:
+    def source(
+        self, batch_size: int, *, types: Mapping[str, torch.dtype] | None = None, **options: Any
+    ) -> FileSource:
         """Return a source of these files.
 
         Args:
+            types: Of columns; see `file_format`.
             options: As `FileSource` takes them: epochs, shuffle, bad, ...
         """
         from monolith.data.files.source import FileSource
         from monolith.data.files.work_queue import SharedFileQueue
 
         files = self.files()
-        form = self.file_format(files[0])
+        form = self.file_format(files[0], types)
         columns = self.columns or None
         if self.queue is None:
             return FileSource(files, form, batch_size=batch_size, columns=columns, **options)

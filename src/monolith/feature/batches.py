@@ -148,6 +148,8 @@ class Batch:
     """By task: float32 of shape (examples,)."""
     raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
     """Columns of the data as they were read, for whoever asked for some beside the batch: not for models."""
+    group: str | None = None
+    """The feature of ids that groups examples for metrics by group, such as the user."""
 
     def __post_init__(self) -> None:
         for kind, tensors in (("feature", self.floats), ("label", self.labels)):
@@ -163,6 +165,17 @@ class Batch:
         if len(self.labels) != 1:
             raise FeatureError(f"batch has {len(self.labels)} labels: choose from `labels`")
         return next(iter(self.labels.values()))
+
+    @property
+    def groups(self) -> Tensor | None:
+        """The group of each example, int64: its first id of `group`, 0 where it has none; None without."""
+        if self.group is None:
+            return None
+        ids = self.ids[self.group]
+        first = torch.zeros(ids.nrows, dtype=torch.int64)
+        some = ids.row_lengths() > 0
+        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
+        return first if ids.nrows == len(self) else first.expand(len(self))
 
     def __len__(self) -> int:
         return self.ids.batch_size

@@ -4,6 +4,7 @@ from monolith.feature import ROW_OPTIMIZER
 from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.model.dcn import DCNv2
 from monolith.model.deepfm import DeepFM
+from monolith.model.din import DeepInterest
 from monolith.model.dlrm import DLRM
 from monolith.model.features import Feature, FeatureSet
 from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
@@ -18,6 +19,7 @@ __all__ = [
     "ROW_OPTIMIZER",
     "DCNv2",
     "DeepFM",
+    "DeepInterest",
     "EmbeddingCollection",
     "EmbeddingOptimizer",
     "Feature",

@@ -28,6 +28,7 @@ from monolith.wire.limits import Limits
 
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
+    from monolith.model.by_name import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,9 @@ class RunConfig(Checked):
     labels: Mapping[str, Any] = field(default_factory=dict)
     """What the model should say, by task, beside features; by default the column label."""
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
+    beside a task of one's own, it needs a setting of type ModelConfig."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -80,6 +84,7 @@ class RunConfig(Checked):
         """What the run says of the task's data and rows, by group: for settings of the task of that type."""
         groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}
         groups["features"] = self.feature_spec
+        groups["model"] = self.model_config
         return {name: given for name, given in groups.items() if given is not None}
 
     @property
@@ -97,6 +102,19 @@ class RunConfig(Checked):
         return FeatureSpec.from_dict(
             {"features": self.features, **labels, **self.examples.settings}, "the config"
         )
+
+    @property
+    def model_config(self) -> ModelConfig | None:
+        """The ready model; None where the run names none.
+
+        Raises:
+            ConfigError: There is no such model, or it has no such setting.
+        """
+        if not self.model:
+            return None
+        from monolith.model.by_name import ModelConfig  # which needs torch, as features do
+
+        return ModelConfig.from_dict(self.model)
 
     def problems(self) -> Iterator[Problem]:
         several = ("job.local", "cluster.num_ps", "cluster.num_workers")
@@ -120,6 +138,20 @@ class RunConfig(Checked):
             yield Problem(("features", "labels", "examples"), str(error))
         if self.distributed and self.cluster.mode == "sync" and self.cluster.num_ps:
             yield from self._problems_of_served_ranks()
+        try:
+            self.model_config  # noqa: B018
+        except ConfigError as error:
+            yield Problem(("model",), str(error))
+        if self.model and self.job.task is None and not self.features:
+            yield Problem(
+                ("features", "model", "job.task"),
+                "a model without a task of its own reads features; name some, as in [features.user_id]",
+            )
+        if self.model and self.job.task is None and self.data is None:
+            yield Problem(
+                ("data", "model", "job.task"),
+                'a model without a task of its own reads files; say which, as in [data] path = "clicks.csv"',
+            )
         for name in () if self.kafka is None else self.kafka.settings:
             if re.search("password|secret|token", name) and not name.endswith("location"):
                 yield Problem(

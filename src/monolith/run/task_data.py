@@ -59,9 +59,10 @@ class TaskData:
         from monolith.data.files.source import FileSource
 
         options = {name: value for name, value in self.options.items() if name not in _OF_ONE_READER}
+        types = options.pop("types", None)
         return FileSource(
             [path],
-            self.config.file_format(path),
+            self.config.file_format(path, types),
             batch_size=self.batch_size,
             columns=self.config.columns or None,
             **options,

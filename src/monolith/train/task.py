@@ -144,9 +144,12 @@ class Task(ABC):
         """Return names of metrics, for every label or by label; see `METRICS`."""
         return ("auc", "log_loss", "calibration")
 
-    def groups(self, batch: Batch) -> Tensor | None:  # noqa: ARG002
-        """Return the group of each example, int64, such as its user, for metrics that ask for it."""
-        return None
+    def groups(self, batch: Batch) -> Tensor | None:
+        """Return the group of each example, int64, such as its user, for metrics that ask for it.
+
+        By default that of the feature spec that made the batch.
+        """
+        return batch.groups
 
     def weights(self, batch: Batch) -> Mapping[str, Tensor] | None:  # noqa: ARG002
         """Return the weight of each example by label, for metrics."""

@@ -1,6 +1,6 @@
 """The options of `monolith checkpoint ...`, apart from what runs it: reading them must not load torch.
 
-Wherever a checkpoint is asked for, a run's folder means its latest one.
+Wherever a checkpoint is asked for, a run's folder means its latest one, and a run's config file its folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class CheckpointListOptions:
     """List the checkpoints of a run: how old and how large, why each is kept, and whether it is intact."""
 
     run_dir: str
-    """The folder of a run."""
+    """The folder of a run, or its config file."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -23,7 +23,7 @@ class CheckpointInspectOptions:
     """Look into a checkpoint: its tables, weights, filters and position; or at the row of one id."""
 
     checkpoint: str
-    """A run's folder, or a checkpoint such as runs/1/model.ckpt-100."""
+    """A run's folder or config file, or a checkpoint such as runs/1/model.ckpt-100."""
     table: str | None = None
     """The table to show; by default all."""
     id: int | None = None
@@ -41,7 +41,7 @@ class CheckpointDiffOptions:
     """Compare two checkpoints: rows added, removed and changed, weights changed, data read between."""
 
     before: str
-    """A run's folder, or a checkpoint."""
+    """A run's folder or config file, or a checkpoint."""
     after: str
     """The checkpoint to compare it with, or a run's folder."""
     tables: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class CheckpointReshardOptions:
     """Write a checkpoint to another folder, as a full one in another number of files."""
 
     checkpoint: str
-    """A run's folder, or a checkpoint. An increment is put together with those it continues."""
+    """A run's folder or config file, or a checkpoint. An increment is put together with those before it."""
     to: str = ""
     """The folder to write to; the checkpoint becomes its latest."""
     num_shards: int | None = None
@@ -73,7 +73,7 @@ class CheckpointExportOptions:
     """Write a checkpoint for other programs: tables as EntryDump TFRecords, weights as safetensors."""
 
     checkpoint: str
-    """A run's folder, or a checkpoint."""
+    """A run's folder or config file, or a checkpoint."""
     to: str = ""
     """The folder to write to."""
     tables: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class CheckpointCompactOptions:
     """Turn the last increment of a chain into a full checkpoint, so that earlier ones can be deleted."""
 
     checkpoint: str
-    """A run's folder, or a checkpoint. No process may train there meanwhile."""
+    """A run's folder or config file, or a checkpoint. No process may train there meanwhile."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""
     json: bool = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+
+import torch
 
 from monolith.data.format import Format
 from monolith.data.formats.csv import CsvFormat
@@ -13,6 +15,8 @@ from monolith.data.formats.json_lines import JsonLinesFormat
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.formats.tfrecord import TfRecordFormat
 from monolith.errors import ConfigError
+
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "tf_example": partial(TfRecordFormat, "tf_example"),
@@ -23,8 +27,8 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "framed_instance": partial(FramedFormat, "instance"),
     "framed_example_batch": partial(FramedFormat, "example_batch"),
     "parquet": ParquetFormat,
-    "csv": partial(CsvFormat, list_separator="|"),
-    "tsv": partial(CsvFormat, delimiter="\t", list_separator="|"),
+    "csv": partial(CsvFormat, delimiter=_DELIMITERS["csv"], list_separator="|"),
+    "tsv": partial(CsvFormat, delimiter=_DELIMITERS["tsv"], list_separator="|"),
     "jsonl": JsonLinesFormat,
 }
 """By name: TFRecord files of each kind of example, Monolith's framed files, Parquet, and text."""
@@ -42,8 +46,14 @@ BY_SUFFIX = {
 _COMPRESSED = (".gz", ".zlib", ".zz")
 
 
-def format_of(path: str, name: str | None = None) -> Format:
+def format_of(
+    path: str, name: str | None = None, *, types: Mapping[str, torch.dtype] | None = None
+) -> Format:
     """Return the format of that name or, without one, the one that goes with the end of the path.
+
+    Args:
+        types: Of columns, for texts that do not say. A field is then one value, whatever is in it: who knows
+            the types knows what stands between the items of a list.
 
     Raises:
         ConfigError: There is no such format, or the path does not tell.
@@ -61,4 +71,6 @@ def format_of(path: str, name: str | None = None) -> Format:
         near = get_close_matches(name, FORMATS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {known}"
         raise ConfigError(f"no format {name!r}; {hint}")
+    if types is not None and name in _DELIMITERS:
+        return CsvFormat(delimiter=_DELIMITERS[name], types=types)
     return FORMATS[name]()

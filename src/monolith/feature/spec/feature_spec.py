@@ -264,13 +264,7 @@ class FeatureSpec:
 
     def groups(self, batch: Batch) -> Tensor | None:
         """Return the group of each example, int64, 0 for an example without; None without a `group`."""
-        if self.group is None:
-            return None
-        ids = batch.ids[self.group]
-        first = torch.zeros(ids.nrows, dtype=torch.int64)
-        some = ids.row_lengths() > 0
-        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
-        return first if ids.nrows == len(batch) else first.expand(len(batch))
+        return replace(batch, group=self.group).groups
 
     def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
         """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.

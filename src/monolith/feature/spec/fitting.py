@@ -124,7 +124,7 @@ class _Quantiles:
 
     def see(self, numbers: RaggedTensor) -> None:
         values = numbers.flat_values.double().numpy()
-        ranks = _mixed(np.arange(self._seen, self._seen + len(values), dtype=np.uint64))
+        ranks = mixed(np.arange(self._seen, self._seen + len(values), dtype=np.uint64))
         self._seen += len(values)
         fine = np.isfinite(values)
         self._values = np.concatenate([self._values, values[fine]])
@@ -148,7 +148,7 @@ class _Quantiles:
         return replace(self._feature, boundaries=tuple(map(float, found)))
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the core's hash of numbers."""
     mixed = numbers ^ (numbers >> np.uint64(32))
     for _ in range(2):

@@ -65,6 +65,8 @@ class Reading:
     floats: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
     event_times: Tensor | None = None
+    group: str | None = None
+    """The feature that groups examples."""
 
     def blame(self, rows: Tensor, of: int, reason: Callable[[int], str]) -> None:
         """Note that rows of a column cannot be read; of a shared column, that is every record's.
@@ -86,7 +88,7 @@ class Reading:
 
     def batch(self) -> Batch:
         """Return it as a batch; only where nothing is bad."""
-        return Batch(self._feature_ids(), self.floats, self.labels)
+        return Batch(self._feature_ids(), self.floats, self.labels, group=self.group)
 
     def _feature_ids(self) -> FeatureIds:
         times, packed = self.event_times, self.packed
@@ -154,7 +156,7 @@ class RawReader:
                 f"features.{self._unlearned}: its mean or its boundaries are to be learned from data first: "
                 "spec = spec.fit(records)"
             )
-        found = Reading(records.size)
+        found = Reading(records.size, group=self._spec.group)
         times = self._event_times(records, found)
         found.packed = self._packer.ids(records)
         packed = () if found.packed is None else found.packed.names

@@ -1,0 +1,198 @@
+"""DeepInterest: a deep interest network, which weights a history by the item that is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import ConfigError
+from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
+from monolith.feature.spec import GAP
+from monolith.model.collection import EmbeddingCollection
+from monolith.model.features import Feature, FeatureSet
+from monolith.model.ready import FloatFeatures, WatchedModel, seeded, tower
+from monolith.nn import DIN, Dense
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One sequence of a model, and what it is asked about."""
+
+    sequence: str
+    query: str
+    start: int
+    """Where the vector of the query begins among those of the plain features."""
+    width: int
+    has_gaps: bool
+    """Whether the vectors of time gaps are added to those of the sequence."""
+
+
+class DeepInterestDense(nn.Module):
+    """The dense half of `DeepInterest`: an attention for each sequence, and an MLP over all."""
+
+    def __init__(
+        self,
+        plain: int,
+        sequences: Sequence[Attention],
+        floats: int,
+        attention: Sequence[int],
+        hidden: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sequences = tuple(sequences)
+        activations = [*["relu"] * len(attention), None]
+        self.attention = nn.ModuleList(
+            DIN(one.width, (*attention, 1), activations=activations) for one in self.sequences
+        )
+        width = plain + sum(one.width for one in self.sequences) + floats
+        self.mlp = tower(width, hidden, dropout=dropout, kernel_norm=kernel_norm)
+
+    @property
+    def first(self) -> Dense:
+        """The layer that sees the features."""
+        layer = self.mlp[0]
+        assert isinstance(layer, Dense)
+        return layer
+
+    def forward(self, vectors: Tensor, *rest: Tensor) -> Tensor:
+        """Return logits of shape (examples,).
+
+        Args:
+            vectors: float of shape (examples, width of the plain features).
+            rest: For each sequence float of shape (examples, length, width), followed by that of its gaps
+                if it has some; then float of shape (examples, width) if there are numbers. Behind the last
+                id of an example, and for ids without a row, keys are zeros, which add nothing.
+        """
+        given = iter(rest)
+        interests = []
+        for one, layer in zip(self.sequences, self.attention, strict=True):
+            keys = next(given)
+            if one.has_gaps:
+                keys = keys + next(given)
+            interests.append(layer(vectors[:, one.start : one.start + one.width], keys))
+        logits: Tensor = self.mlp(torch.cat([vectors, *interests, *given], 1))
+        return logits.squeeze(1)
+
+
+class DeepInterest(WatchedModel):
+    """Plain features beside sequences, whose items are weighted by how they relate to another feature.
+
+    A sequence is a feature that keeps its ids: a `SequenceFeature` without combiner, or a `Feature` with
+    `FirstN`. Where it has time gaps, their vectors are added to those of its items.
+
+    Args:
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
+        queries: Sequence to the feature that it is weighted by; by default the one whose rows it shares.
+        dim: Width of each feature's vector.
+        attention: Widths of the hidden layers of each attention.
+        hidden: Widths of the MLP's hidden layers.
+        floats: Inputs of numbers: name to width. They stand beside the vectors.
+        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
+        initializer: Of vectors; by default even within 0.05 of 0.
+        store, device, threads: See `EmbeddingCollection`.
+        seed: For the first values of rows and weights.
+        dropout: Of the MLP's hidden units in training.
+        kernel_norm: Normalise the MLP's kernels; see `nn.MLP`.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str] | FeatureSpec,
+        *,
+        queries: Mapping[str, str] | None = None,
+        dim: int = 16,
+        attention: Sequence[int] = (32,),
+        hidden: Sequence[int] = (128, 64),
+        floats: Mapping[str, int] | None = None,
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        if not hidden:
+            raise ConfigError("DeepInterest: hidden must have at least one width")
+        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        numbers = FloatFeatures(floats, chosen.spec)
+        widths = chosen.widths(dim)
+        plain = [name for name in chosen.names if not chosen[name].combiner.length]
+        sequences = _attentions(chosen, plain, widths, queries or {})
+        with seeded(seed):
+            dense = DeepInterestDense(
+                sum(widths[name] for name in plain),
+                sequences,
+                numbers.width,
+                attention,
+                hidden,
+                dropout=dropout,
+                kernel_norm=kernel_norm,
+            )
+        vectors = dict(zip(chosen.names, chosen.vectors(dim), strict=True))
+        layouts = [Layout("vectors", CONCAT, [vectors[name] for name in plain])]
+        for one in sequences:
+            names = [one.sequence, one.sequence + GAP] if one.has_gaps else [one.sequence]
+            layouts += [Layout(f"sequence {name}", CONCAT, [vectors[name]]) for name in names]
+        embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
+        segments = {name: widths[name] for name in plain}
+        segments |= {one.sequence: one.width for one in sequences} | numbers.widths
+        super().__init__(
+            embeddings,
+            dense,
+            [layout.name for layout in layouts],
+            numbers,
+            segments=segments,
+            spec=chosen.spec,
+        )
+
+
+def _attentions(
+    features: FeatureSet, plain: Sequence[str], widths: Mapping[str, int], queries: Mapping[str, str]
+) -> list[Attention]:
+    """Return what each sequence is asked about.
+
+    Raises:
+        ConfigError: There is no sequence, or one has no query, or one of another width.
+    """
+    names = [name for name in features.names if name not in plain]
+    gaps = {name for name in names if name.removesuffix(GAP) in names and name.endswith(GAP)}
+    sequences = [name for name in names if name not in gaps]
+    if not sequences:
+        raise ConfigError(
+            "DeepInterest: needs a sequence: a SequenceFeature without combiner, or a Feature with FirstN; "
+            "without any, use DCNv2"
+        )
+    if unknown := [name for name in queries if name not in sequences]:
+        raise ConfigError(
+            f"DeepInterest: queries names {unknown[0]!r}, which is no sequence; there are "
+            f"{', '.join(sequences)}"
+        )
+    starts = {name: sum(widths[before] for before in plain[:place]) for place, name in enumerate(plain)}
+    found = []
+    for name in sequences:
+        query = queries.get(name, features[name].shares)
+        if query not in starts:
+            raise ConfigError(
+                f"DeepInterest: nothing says what sequence {name!r} is weighted by: let it share the rows of "
+                f"a plain feature, or set queries, as in {{{name!r}: {plain[0] if plain else 'item'!r}}}"
+            )
+        has_gaps = name + GAP in gaps
+        for other in (query, *([name + GAP] if has_gaps else [])):
+            if widths[other] != widths[name]:
+                raise ConfigError(
+                    f"DeepInterest: sequence {name!r} has dim {widths[name]}, and {other!r} {widths[other]}; "
+                    "they are multiplied or added, so give them the same"
+                )
+        found.append(Attention(name, query, starts[query], widths[name], has_gaps))
+    return found

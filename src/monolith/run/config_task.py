@@ -1,0 +1,83 @@
+"""ConfigTask: the task that a config file says, features, model and data, without a line of Python.
+
+A run with `[model]` and no task of its own is this one. In Python it is what one would write by hand:
+
+    task = ConfigTask(
+        features=FeatureSpec(features={"user": IdFeature(kind="string"), "price": FloatFeature()}),
+        network=ModelConfig(type="deepfm", settings={"dim": 8}),
+        data=DataConfig(path="clicks.csv", split=DataSplit(evaluate=0.1)),
+    )
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from monolith.data import DataConfig, Pipeline, Stream
+from monolith.data.config import Part
+from monolith.errors import ConfigError
+from monolith.feature import Batch, FeatureSpec
+from monolith.model.by_name import ModelConfig
+from monolith.nn.optimizers import EagerAdam
+from monolith.train.task import Mode, Task
+
+PARTS: Mapping[Mode, Part] = {
+    Mode.TRAIN: "train",
+    Mode.EVALUATE: "evaluate",
+    Mode.PREDICT: "predict",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigTask(Task):
+    """A ready model over raw data, as features say."""
+
+    features: FeatureSpec
+    network: ModelConfig
+    """The model; `[model]` of a file."""
+    data: DataConfig
+    batch_size: int = 512
+    """How many examples a step trains on."""
+    dense_rate: float = 1e-3
+    """The learning rate of dense weights, by Adam. Rows have their own, of their optimizers."""
+    scores: tuple[str, ...] = ()
+    """The metrics of each label; by default auc, log_loss and calibration, and gauc with groups."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.dense_rate <= 0:
+            raise ConfigError(f"dense_rate must be more than 0, got {self.dense_rate}")
+
+    @property
+    def name(self) -> str:
+        return self.network.type
+
+    def records(self, mode: Mode) -> Pipeline:
+        """Return raw records, with the types that the features need."""
+        return self.data.pipeline(PARTS[mode], self.batch_size, types=self.features.columns)
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:
+        spec = self.features
+        if mode is Mode.PREDICT:  # what is to be predicted may have labels, and need not
+            spec = replace(spec, optional=tuple(dict.fromkeys([*spec.optional, *spec.targets])))
+        return self.records(mode).to_batches(spec)
+
+    def model(self) -> nn.Module:
+        return self.network.make(self.features, seed=torch.initial_seed() % (1 << 31))
+
+    def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        weights = list(model.parameters())
+        return EagerAdam(weights, lr=self.dense_rate) if weights else None
+
+    def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:
+        grouped = () if self.features.group is None else ("gauc",)
+        return self.scores or (*super().metrics(mode), *grouped)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"model": self.network.to_dict(), "features": self.features.to_dict()}

@@ -1,0 +1,124 @@
+"""Which records are held back: the same ones whoever reads them, and never on both sides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from monolith.data import Records, concat
+from monolith.data.config import DataConfig, DataSplit, Part
+from monolith.data.splitting import fractions, kept_for
+from monolith.errors import ConfigError, DataError
+from monolith.tensors import RaggedTensor
+
+PARTS: tuple[Part, ...] = ("train", "evaluate", "predict")
+
+
+def records(many: int = 2000) -> Records:
+    numbers = torch.arange(many)
+    texts = [[f"user {n % 100}".encode()] for n in range(many)]
+    return Records(
+        many,
+        {
+            "user": RaggedTensor.from_list(
+                [[list(text) for text in row] for row in texts], dtype=torch.uint8
+            ),
+            "item": RaggedTensor.from_row_lengths(numbers, torch.ones(many, dtype=torch.int64)),
+            "price": RaggedTensor.from_row_lengths(numbers.float() / 7, torch.ones(many, dtype=torch.int64)),
+        },
+    )
+
+
+def test_parts_have_their_shares_and_every_record_is_in_one() -> None:
+    data, split = records(), DataSplit(evaluate=0.2, predict=0.1)
+    masks = [kept_for(part, split)(data) for part in PARTS]
+    assert (torch.stack(masks).sum(0) == 1).all()
+    shares = [float(mask.double().mean()) for mask in masks]
+    assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.03)
+
+
+def test_a_record_is_in_the_same_part_in_whatever_batch_it_comes() -> None:
+    data = records()
+    whole = fractions(data, ["user", "item", "price"])
+    turned = data.take(torch.arange(1999, -1, -1))
+    assert (fractions(turned, ["price", "item", "user"])[::-1] == whole).all()
+    halves = [
+        fractions(data.slice(0, 777), list(data.columns)),
+        fractions(data.slice(777, 2000), list(data.columns)),
+    ]
+    assert [*halves[0], *halves[1]] == list(whole)
+
+
+def test_every_column_counts_and_so_does_the_seed() -> None:
+    data = records()
+    drawn = [fractions(data, names) for names in (["item"], ["price"], ["item", "price"], ["user", "item"])]
+    drawn.append(fractions(data, ["item"], seed=1))
+    assert len({one.tobytes() for one in drawn}) == 5
+    assert all(abs(float(one.mean()) - 0.5) < 0.03 for one in drawn)
+
+
+def test_by_a_column_all_that_are_alike_in_it_stay_together() -> None:
+    data = records()
+    mask = kept_for("evaluate", DataSplit(evaluate=0.3, by=("user",)))(data)
+    sides = mask.view(20, 100)
+    assert (sides == sides[0]).all()
+    assert 10 < int(sides[0].sum()) < 50
+
+
+def test_by_time_parts_follow_each_other() -> None:
+    data, split = records(10), DataSplit(time="item", evaluate_from=6, predict_from=8)
+    kept = [data.keep(kept_for(part, split)(data))["item"].flat_values.tolist() for part in PARTS]
+    assert kept == [[0, 1, 2, 3, 4, 5], [6, 7], [8, 9]]
+
+
+def test_by_time_needs_a_number_in_each_record() -> None:
+    split = DataSplit(time="user", evaluate_from=6)
+    with pytest.raises(DataError, match="column 'user' holds texts"):
+        kept_for("train", split)(records(3))
+    with pytest.raises(DataError, match="none of the columns age"):
+        kept_for("train", DataSplit(evaluate=0.5, by=("age",)))(records(3))
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({}, "nothing is held back"),
+        ({"evaluate": 1.0}, "from 0 to below 1"),
+        ({"evaluate": 0.6, "predict": 0.4}, "leave nothing to train on"),
+        ({"evaluate_from": 3}, "set time"),
+        ({"time": "t"}, "set the value from which"),
+        ({"time": "t", "evaluate_from": 3, "evaluate": 0.1}, "not by both"),
+        ({"time": "t", "evaluate_from": 3, "predict_from": 2}, "comes after"),
+    ],
+)
+def test_a_split_that_makes_no_sense_is_refused(split: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataSplit(**split)  # type: ignore[arg-type]
+
+
+def test_files_of_their_own_or_a_split_but_not_both(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f"item\n{name}\n")
+    here = DataConfig(train=str(tmp_path / "a.csv"), evaluate=str(tmp_path / "b.csv"))
+    types = {"item": torch.uint8}
+    read = {part: concat(list(here.pipeline(part, 10, types=types))).strings("item") for part in PARTS}
+    assert read == {"train": [[b"a"]], "evaluate": [[b"b"]], "predict": [[b"b"]]}
+    with pytest.raises(ConfigError, match="both say what to evaluate on"):
+        DataConfig(path="x", evaluate="y", split=DataSplit(evaluate=0.1))
+    with pytest.raises(ConfigError, match="both say what to train on"):
+        DataConfig(path="x", train="y")
+    with pytest.raises(ConfigError, match="nothing says what to evaluate on"):
+        DataConfig(path="x").part("evaluate")
+
+
+def test_columns_are_read_with_the_types_of_the_features(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("user,tags,other\n007,x|y,1\n")
+    types = {"user": torch.uint8, "tags": torch.uint8}
+    data = DataConfig(path=str(tmp_path / "a.csv"))
+    (read,) = data.pipeline("train", 10, types=types)
+    assert list(read.columns) == ["user", "tags"]
+    assert (read.strings("user"), read.strings("tags")) == ([[b"007"]], [[b"x|y"]])
+    (read,) = DataConfig(train="-", predict=str(tmp_path / "a.csv")).pipeline("predict", 10, types=types)
+    assert list(read.columns) == ["user", "tags", "other"]

