@@ -264,13 +264,7 @@ class FeatureSpec:
 
     def groups(self, batch: Batch) -> Tensor | None:
         """Return the group of each example, int64, 0 for an example without; None without a `group`."""
-        if self.group is None:
-            return None
-        ids = batch.ids[self.group]
-        first = torch.zeros(ids.nrows, dtype=torch.int64)
-        some = ids.row_lengths() > 0
-        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
-        return first if ids.nrows == len(batch) else first.expand(len(batch))
+        return None if self.group is None else batch.ids.first(self.group)
 
     def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
         """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.
@@ -293,6 +287,40 @@ class FeatureSpec:
             labels={},
             optional=tuple(name for name in self.optional if name in self.inputs),
         )
+
+    def only(self, names: Iterable[str]) -> FeatureSpec:
+        """Return what reads these features alone, without labels: one side of a model, such as its items.
+
+        The batches have the same ids. It is for reading: rows stay those of the whole.
+
+        Raises:
+            ConfigError: A name is none of a feature, or a cross is to be read without what it is of.
+        """
+        wanted = set(names)
+        for name in wanted - self.features.keys():
+            raise ConfigError(f"there is no feature {name!r}; {_near(name, self.features)}")
+        leads: dict[str, str] = {}  # owner of rows -> the first that is kept and reads them
+        kept: dict[str, AnyFeature] = {}
+        for name, one in self.features.items():
+            if name not in wanted:
+                continue
+            kept[name] = one
+            if isinstance(one, RowSettings):
+                owner = self.owner(name)
+                first = owner if owner in wanted else leads.setdefault(owner, name)
+                alone = first == name
+                slot = self.slots.get(name, one.slot) if alone else None
+                kept[name] = replace(one, shares=None if alone else first, slot=slot)
+        timed = any(isinstance(one, SequenceFeature) and one.times is not None for one in kept.values())
+        narrow = replace(
+            self,
+            features=kept,
+            labels={},
+            event_time=self.event_time if timed else None,
+            group=self.group if self.group in wanted else None,
+            optional=(),
+        )
+        return replace(narrow, optional=tuple(name for name in self.optional if name in narrow.inputs))
 
     # As text
 
