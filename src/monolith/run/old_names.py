@@ -132,7 +132,9 @@ _PARTIAL = (
     "sync without servers, or async"
 )
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
-_ITEMS = "not built yet: a pass over all items after training"
+_ITEMS = (
+    "no run passes over all items after training; `monolith embeddings` does, with the candidates of the task"
+)
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 

@@ -8,13 +8,14 @@ query is ranked against the lot.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from monolith.data.records import concat_rows, take_rows
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch
 from monolith.tensors import RaggedTensor
@@ -61,6 +62,8 @@ class Candidates:
     """int64 of shape (n,), sorted, each once."""
     vectors: Tensor
     """float32 of shape (n, out): a row for each id."""
+    raw: Mapping[str, RaggedTensor] = field(default_factory=dict)
+    """Columns of the items as they were read, for whoever asked for some; see `keep_columns`."""
 
     @classmethod
     def of(
@@ -77,6 +80,7 @@ class Candidates:
         """
         towers = towers_of(model)
         ids, vectors = [], []
+        raw: dict[str, list[RaggedTensor]] = {}
         for batch in batches:
             rows = batch.ids[towers.item_id]
             if bool((rows.row_lengths() != 1).any()):
@@ -87,6 +91,8 @@ class Candidates:
             with torch.no_grad():
                 vectors.append(towers.items(batch).float())
             ids.append(batch.ids.first(towers.item_id))
+            for name, column in batch.raw.items():
+                raw.setdefault(name, []).append(column)
             if advance is not None:
                 advance(len(batch))
         if not ids:
@@ -97,7 +103,8 @@ class Candidates:
         if len(known) < len(place):
             _log.warning("candidates: %d of %d items come twice", len(place) - len(known), len(place))
         whole = torch.cat(vectors)
-        return cls(known, whole[last.to(whole.device)])
+        columns = {name: take_rows(concat_rows(parts), last) for name, parts in raw.items()}
+        return cls(known, whole[last.to(whole.device)], columns)
 
     def __len__(self) -> int:
         return len(self.ids)
