@@ -100,6 +100,11 @@ def check_first_hour(names: dict[str, Any]) -> None:
     assert (names["folder"] / "run" / "features.json").exists()
 
 
+def check_retrieval(names: dict[str, Any]) -> None:
+    assert names["scores"]["recall@5"] > 0.3  # by chance 0.1
+    assert names["candidates"].vectors.shape == (50, 16)
+
+
 def check_contributing(names: dict[str, Any]) -> None:
     assert names["optimizer"].param_groups[0]["step"] == 1
     assert 0 < names["report"].step < 40  # stopped by the hook
@@ -113,6 +118,7 @@ CLAIMS = {
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "README.md": check_readme,
+    "retrieval.md": check_retrieval,
     "table.md": check_table,
     "models.md": check_models,
     "training.md": check_training,

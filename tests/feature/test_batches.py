@@ -87,3 +87,10 @@ def test_a_batch_has_floats_and_labels_of_its_size() -> None:
         Batch(ids, labels={"click": torch.zeros(3)})
     with pytest.raises(FeatureError, match="2 labels"):
         _ = Batch(ids, labels={"click": torch.zeros(2), "buy": torch.zeros(2)}).label
+
+
+def test_the_first_id_of_each_example_and_0_where_there_is_none():
+    ragged = RaggedTensor.from_row_lengths(torch.tensor([4, 5, 6]), torch.tensor([2, 0, 1]))
+    ids = FeatureIds.pack({"user": torch.tensor([9]), "item": ragged}, shared=["user"])
+    assert ids.first("item").tolist() == [4, 0, 6]
+    assert ids.first("user").tolist() == [9, 9, 9]

@@ -48,6 +48,7 @@ REQUIRED = {
 
 OPTIONAL = {
     "pyarrow": ("arrow", "Parquet files and bulk transfer between processes"),
+    "faiss-cpu": ("ann", "an index of embeddings for approximate search"),
     "grpcio": ("grpc", "the Open Inference Protocol and Primus"),
     "confluent-kafka": ("kafka", "training from a live stream"),
     "kazoo": ("zookeeper", "discovery through ZooKeeper"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from monolith.checkpoint import named_checkpoint, read_manifest
 from monolith.cli.following import follow
+from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading, say
 from monolith.data import Format, Records, RecordWriter, Stream, format_of, keep_columns, known_size
@@ -169,7 +170,7 @@ class ReadingBar(ExitStack):
     """Shows how far reading has come, from when the data is opened: with percent and time left where
     somebody knows how many examples there are."""
 
-    def __init__(self, options: EvaluateOptions | PredictOptions, label: str) -> None:
+    def __init__(self, options: EvaluateOptions | PredictOptions | EmbeddingsOptions, label: str) -> None:
         super().__init__()
         self._options = options
         self._label = label
@@ -178,7 +179,7 @@ class ReadingBar(ExitStack):
     def open(self, data: Stream[Batch]) -> None:
         """Begin to show what is read of some data."""
         if not self._options.quiet:
-            total = None if self._options.steps is not None else known_size(data)
+            total = None if getattr(self._options, "steps", None) is not None else known_size(data)
             self._bar = self.enter_context(progress(self._label, total, unit="examples"))
 
     def advance(self, amount: float = 1) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
@@ -20,7 +21,7 @@ from monolith.run.task_settings import with_job, with_task
 from monolith.train import Task, TrainConfig, load_task
 from monolith.train.accelerator import accelerator_of
 
-Options = TrainOptions | EvaluateOptions | PredictOptions
+Options = TrainOptions | EvaluateOptions | PredictOptions | EmbeddingsOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,9 +56,11 @@ def load_training(options: TrainOptions, environ: Mapping[str, str] | None = Non
     return Training(task=task, run=with_task(run, task))
 
 
-def load_reading(options: EvaluateOptions | PredictOptions) -> tuple[Task, TrainConfig]:
+def load_reading(
+    options: EvaluateOptions | PredictOptions | EmbeddingsOptions,
+) -> tuple[Task, TrainConfig]:
     """Return what to read, and from where: not from the checkpoint that the training started from."""
-    if options.steps is not None and options.steps < 1:
+    if not isinstance(options, EmbeddingsOptions) and options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {options.steps}")
     code: dict[str, Any] = {
         "job.local": True,  # one process reads, however many trained

@@ -133,6 +133,14 @@ class FeatureIds:
         splits = self.splits[first : first + cells[position] + 1]
         return RaggedTensor(self.ids[int(splits[0]) : int(splits[-1])], splits - splits[0])
 
+    def first(self, name: str) -> Tensor:
+        """Return the first id of a feature in each example, int64 of shape (examples,); 0 where none is."""
+        ids = self[name]
+        first = torch.zeros(ids.nrows, dtype=torch.int64)
+        some = ids.row_lengths() > 0
+        first[some] = ids.flat_values[ids.row_splits[:-1][some]]
+        return first if ids.nrows == len(self) else first.expand(len(self))
+
     def __len__(self) -> int:
         return self.batch_size
 

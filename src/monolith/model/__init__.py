@@ -11,6 +11,7 @@ from monolith.model.ffm import FFM, ffm_examples, ffm_loss, ffm_sample
 from monolith.model.mmoe import MMoE, TaskLogits
 from monolith.model.optimizer import EmbeddingOptimizer
 from monolith.model.ready import ReadyModel
+from monolith.model.two_tower import PickedItems, TwoTower
 from monolith.model.updates import Together, UpdateConfig, WeightOptimizer, apply_gradients
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "Feature",
     "FeatureSet",
     "MMoE",
+    "PickedItems",
     "PreparedBatch",
     "ReadyModel",
     "TaskLogits",
     "Together",
+    "TwoTower",
     "UpdateConfig",
     "WeightOptimizer",
     "apply_gradients",

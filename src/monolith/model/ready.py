@@ -110,11 +110,16 @@ def tower(
     return nn.Sequential(*layers)
 
 
-def check_combined(model: str, features: FeatureSet) -> None:
-    """Refuse features without embeddings of their own width: none at all, or sequences."""
-    if not features.names:
+def check_combined(model: str, features: FeatureSet, names: Sequence[str] | None = None) -> None:
+    """Refuse features without embeddings of their own width: none at all, or sequences.
+
+    Args:
+        names: Those to look at; by default all.
+    """
+    names = features.names if names is None else names
+    if not names:
         raise ConfigError(f"{model}: needs at least one feature")
-    for name in features.names:
+    for name in names:
         if features[name].combiner.length:
             raise ConfigError(
                 f"{model}: feature {name!r} keeps its first ids, and this model reads one embedding "

@@ -128,7 +128,9 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
-_ITEMS = "not built yet: a pass over all items after training"
+_ITEMS = (
+    "no run passes over all items after training; `monolith embeddings` does, with the candidates of the task"
+)
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 

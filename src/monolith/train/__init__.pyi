@@ -1,5 +1,6 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
+from monolith.train.candidates import Candidates
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.evaluation_log import Evaluation
@@ -14,6 +15,7 @@ from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
 from monolith.train.rate_schedule import ScheduleConfig
+from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
@@ -23,6 +25,7 @@ __all__ = [
     "METRICS",
     "AlertConfig",
     "Alone",
+    "Candidates",
     "EvaluateConfig",
     "Evaluation",
     "ExpiryConfig",
@@ -40,6 +43,7 @@ __all__ = [
     "Outputs",
     "Peers",
     "RestoreConfig",
+    "RetrievalTask",
     "Run",
     "SaveConfig",
     "ScheduleConfig",

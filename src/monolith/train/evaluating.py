@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,16 +60,20 @@ def measured(
     """
     metrics = HeadMetrics(task, Mode.EVALUATE)
     examples, loss = 0, 0.0
+    measures: dict[str, list[torch.Tensor]] = {}
     for batch, found in outputs:
         metrics.update(found.predictions, batch)
         examples += len(batch)
         loss += float(found.loss) * len(batch)
+        for name, values in found.measures.items():
+            measures.setdefault(name, []).append(values.detach().cpu().double())
         if advance is not None:
             advance(len(batch))
     if not examples:
         raise ConfigError(f"task {task.name!r}: dataset(Mode.EVALUATE) has no examples")
-    values = {**metrics.values(), LOSS: loss / examples, "examples": float(examples)}
-    return values | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
+    means = {name: float(torch.cat(parts).nanmean()) for name, parts in measures.items()}
+    all_values = {**metrics.values(), **means, LOSS: loss / examples, "examples": float(examples)}
+    return all_values | ({"left_out": float(metrics.left_out)} if metrics.left_out else {})
 
 
 def outputs_of(
@@ -92,7 +96,7 @@ def outputs_of(
     """
     with own.drawn():
         data = model.task.dataset(mode)
-    with closing(data):
+    with closing(data), _reading(model, mode, own):
         if on_open is not None:
             on_open(data)
         batches = iter(data)
@@ -106,6 +110,15 @@ def outputs_of(
                     batch = replace(batch, labels=dict.fromkeys(heads, unknown))
                 outputs = model.outputs(batch, model.prepare(batch))
             yield batch, outputs
+
+
+@contextmanager
+def _reading(model: Model, mode: Mode, own: OwnRandom) -> Iterator[None]:
+    """Have the task do what it does once for all batches."""
+    with ExitStack() as held:
+        with own.drawn(), torch.no_grad():
+            held.enter_context(model.task.reading(model.module, mode))
+        yield
 
 
 class BestSoFar:
@@ -320,7 +333,8 @@ class EvaluateHook(Hook):
 
 def _check_metric(task: Task, config: EvaluateConfig) -> None:
     """Refuse a metric that no evaluation will have, before anything is trained."""
-    if config.metric is None:
+    measures = task.measures(Mode.EVALUATE)
+    if config.metric is None or config.metric in measures:
         return
     wanted = task.metrics(Mode.EVALUATE)
     if isinstance(wanted, Mapping):
@@ -331,4 +345,4 @@ def _check_metric(task: Task, config: EvaluateConfig) -> None:
     kind = config.metric.rpartition("/")[2]
     known_head = not isinstance(wanted, Mapping) or "/" not in config.metric or config.metric in there
     if kind != LOSS and (kind not in kinds or not known_head):
-        raise ConfigError(f"task {task.name!r}: {_no_metric(config.metric, [*there, LOSS])}")
+        raise ConfigError(f"task {task.name!r}: {_no_metric(config.metric, [*there, *measures, LOSS])}")

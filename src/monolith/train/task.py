@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -51,6 +52,9 @@ class Outputs:
     needs none."""
     predictions: Mapping[str, Tensor]
     """By head, of shape (examples,): probabilities, or values of a regression."""
+    measures: Mapping[str, Tensor] = field(default_factory=dict)
+    """By name, of shape (n,): what an evaluation reports the mean of, where a metric of predictions and
+    labels does not say it; NaN for one of the n that has nothing to say."""
 
 
 class Task(ABC):
@@ -143,6 +147,17 @@ class Task(ABC):
     def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:  # noqa: ARG002
         """Return names of metrics, for every label or by label; see `METRICS`."""
         return ("auc", "log_loss", "calibration")
+
+    def measures(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        """Return the names of the `measures` of its outputs."""
+        return ()
+
+    def reading(self, model: nn.Module, mode: Mode) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Return what holds while a model, as it stands and in eval mode, reads the data of a mode.
+
+        It is for what is computed once for all batches; see `RetrievalTask`.
+        """
+        return nullcontext()
 
     def groups(self, batch: Batch) -> Tensor | None:
         """Return the group of each example, int64, such as its user, for metrics that ask for it.

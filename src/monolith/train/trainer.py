@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from monolith import filesystem
@@ -42,6 +43,7 @@ from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import AcceleratorHook, accelerator_of
+from monolith.train.candidates import Candidates, towers_of
 from monolith.train.config import TrainConfig
 from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
@@ -65,6 +67,7 @@ from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
 from monolith.train.peers import Alone, Peers
+from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session, open_data
 from monolith.train.task import Mode, Outputs, Task
 
@@ -372,6 +375,43 @@ class Trainer:
         for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint, on_open):
             yield batch, outputs.predictions
 
+    def embed(
+        self,
+        *,
+        queries: int = 0,
+        checkpoint: str | None = None,
+        on_open: OnOpen | None = None,
+        advance: Callable[[int], object] | None = None,
+    ) -> tuple[Candidates, Tensor]:
+        """Return the vectors of all candidates of a retrieval task, and those of some users.
+
+        Args:
+            queries: How many users of the evaluation data, at most.
+            checkpoint, on_open, advance: As in `evaluate`, of the candidates.
+
+        Raises:
+            ConfigError: The task is no `RetrievalTask`.
+        """
+        task = self.task
+        if not isinstance(task, RetrievalTask):
+            raise ConfigError(
+                f"task {task.name!r} has no candidates: embeddings are of a RetrievalTask, whose "
+                "candidates() says which items there are"
+            )
+        with self._restored(Mode.EVALUATE, checkpoint) as (model, own, _), own.drawn(), torch.no_grad():
+            with contextlib.closing(task.candidates()) as items:
+                if on_open is not None:
+                    on_open(items)
+                found = Candidates.of(model.module, items, advance)
+            users: list[Tensor] = [torch.empty(0, found.vectors.shape[1])]
+            if queries:
+                with contextlib.closing(task.dataset(Mode.EVALUATE)) as data:
+                    for batch in data:
+                        users.append(towers_of(model.module).users(batch).float().cpu())
+                        if sum(map(len, users)) >= queries:
+                            break
+            return found, torch.cat(users)[:queries]
+
     def dump_features(self, *, steps: int | None = None, batches_per_file: int = 100) -> int:
         """Write the training data as the model would read it, instead of training; return the batches.
 
@@ -423,6 +463,13 @@ class Trainer:
     def _outputs(
         self, mode: Mode, steps: int | None, checkpoint: str | None, on_open: OnOpen | None = None
     ) -> Iterator[tuple[Batch, Outputs]]:
+        with self._restored(mode, checkpoint) as (model, own, prefix):
+            heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
+            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
+
+    @contextlib.contextmanager
+    def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:
+        """Have the model of a checkpoint, which prefix that is, and where it draws random numbers from."""
         config = self.config
         if not config.model_dir:
             raise ConfigError("cannot read a model: needs model_dir, the folder with its checkpoints")
@@ -442,8 +489,7 @@ class Trainer:
             parts = [*model.features_parts(), *model.parts()]
             restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, options)
             _log.info("reading %s: step %d", prefix, restored.step)
-            heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
-            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
+            yield model, own, prefix
 
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config

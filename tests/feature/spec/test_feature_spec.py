@@ -206,3 +206,30 @@ def test_what_gives_rows_another_meaning_is_a_difference():
 def test_what_does_not_is_none():
     assert SPEC.difference(change("user", learning_rate=0.5, expire_after=None, column="uid")) is None
     assert SPEC.difference(replace(SPEC, labels={}, event_time="at", max_bad=0.0)) is None
+
+
+def test_one_side_of_a_model_is_read_by_its_features_alone():
+    items = SPEC.only(["item", "price"])
+    assert list(items.features) == ["item", "price"]
+    assert items.columns == {"item": torch.int64, "price": torch.float32}
+    assert (items.labels, items.event_time, items.group, items.optional) == ({}, None, None, ())
+    assert SPEC.only(["user", "tags"]).optional == ("tags",)
+    assert SPEC.only(["user"]).group == "user"
+    assert SPEC.only(["clicked"]).event_time == "time"
+    with pytest.raises(ConfigError, match="no feature 'itme'; did you mean 'item'"):
+        SPEC.only(["itme"])
+    with pytest.raises(ConfigError, match="user_item"):
+        SPEC.only(["user_item"])
+
+
+def test_one_side_has_the_same_fids_as_the_whole():
+    whole = FeatureSpec(
+        features={
+            "item": IdFeature(),
+            "bought": IdFeature(shares="item"),
+            "seen": SequenceFeature(length=3, shares="bought"),
+        },
+        fids=True,
+    )
+    one_side = whole.only(["bought", "seen"])
+    assert one_side.slots == dict.fromkeys(("bought", "seen"), whole.slots["item"])

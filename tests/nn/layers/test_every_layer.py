@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from monolith.nn import layers
 
-NOT_A_LAYER_OF_ITS_OWN = {"Kernel", "GradNorm"}
-"""A kernel is part of layers, and GradNorm takes graphs; both have tests of their own."""
+NOT_A_LAYER_OF_ITS_OWN = {"Kernel", "GradNorm", "ItemFrequency"}
+"""A kernel is part of layers, GradNorm takes graphs, a frequency is counted; they have tests of their own."""
 
 
 @pytest.fixture(params=LAYERS)

@@ -288,6 +288,40 @@ class FeatureSpec:
             optional=tuple(name for name in self.optional if name in self.inputs),
         )
 
+    def only(self, names: Iterable[str]) -> FeatureSpec:
+        """Return what reads these features alone, without labels: one side of a model, such as its items.
+
+        The batches have the same ids. It is for reading: rows stay those of the whole.
+
+        Raises:
+            ConfigError: A name is none of a feature, or a cross is to be read without what it is of.
+        """
+        wanted = set(names)
+        for name in wanted - self.features.keys():
+            raise ConfigError(f"there is no feature {name!r}; {_near(name, self.features)}")
+        leads: dict[str, str] = {}  # owner of rows -> the first that is kept and reads them
+        kept: dict[str, AnyFeature] = {}
+        for name, one in self.features.items():
+            if name not in wanted:
+                continue
+            kept[name] = one
+            if isinstance(one, RowSettings):
+                owner = self.owner(name)
+                first = owner if owner in wanted else leads.setdefault(owner, name)
+                alone = first == name
+                slot = self.slots.get(name, one.slot) if alone else None
+                kept[name] = replace(one, shares=None if alone else first, slot=slot)
+        timed = any(isinstance(one, SequenceFeature) and one.times is not None for one in kept.values())
+        narrow = replace(
+            self,
+            features=kept,
+            labels={},
+            event_time=self.event_time if timed else None,
+            group=self.group if self.group in wanted else None,
+            optional=(),
+        )
+        return replace(narrow, optional=tuple(name for name in self.optional if name in narrow.inputs))
+
     # As text
 
     def to_dict(self) -> dict[str, Any]:

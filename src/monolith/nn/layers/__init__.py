@@ -7,6 +7,7 @@ it has to say: side losses are returned or asked for, never collected behind the
 from monolith.nn.layers.activations import ACTIVATIONS, Activation, MonitoredReLU, PReLU, make_activation
 from monolith.nn.layers.cross_network import DCN, DCN_TYPES
 from monolith.nn.layers.dense import MLP, AddBias, Dense
+from monolith.nn.layers.frequency import ItemFrequency
 from monolith.nn.layers.group_interactions import INTERACTIONS, GroupInt, ffm
 from monolith.nn.layers.insight import feature_insight, fid_counter, watch_segments
 from monolith.nn.layers.interactions import CAN, CIN, AllInt, AutoInt, CDot
@@ -58,6 +59,7 @@ __all__ = [
     "GradNormOutput",
     "GroupInt",
     "IRazor",
+    "ItemFrequency",
     "Kernel",
     "LHUCTower",
     "LayerNorm",

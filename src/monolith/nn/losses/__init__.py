@@ -29,6 +29,7 @@ from monolith.nn.losses.ranking import (
     sigmoid_cross_entropy_loss,
     softmax_loss,
 )
+from monolith.nn.losses.sampled_softmax import accidental_hits, sampled_softmax_loss
 
 __all__ = [
     "RANKING_LOSSES",
@@ -40,6 +41,7 @@ __all__ = [
     "PositionListMLEWeight",
     "PrecisionLambdaWeight",
     "ReciprocalRankLambdaWeight",
+    "accidental_hits",
     "approx_ndcg_loss",
     "approx_ranks",
     "batch_softmax_loss",
@@ -52,6 +54,7 @@ __all__ = [
     "pairwise_hinge_loss",
     "pairwise_logistic_loss",
     "pairwise_soft_zero_one_loss",
+    "sampled_softmax_loss",
     "sigmoid_cross_entropy_loss",
     "sigmoid_loss_and_pred",
     "softmax_loss",

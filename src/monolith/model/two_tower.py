@@ -1,0 +1,251 @@
+"""TwoTower: retrieval by one vector for the user and one for the item, which never meet before the score.
+
+Because they do not meet, the items' vectors can be computed once, written out and searched; what a ranking
+model finds by looking at user and item together is the price. It learns by picking the item that was wanted
+out of a sample: the items of the batch, with those that negative sampling put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from monolith.errors import ConfigError
+from monolith.feature import CONCAT, ROW_OPTIMIZER, Batch, FeatureSpec, Layout
+from monolith.model.collection import EmbeddingCollection
+from monolith.model.features import Feature, FeatureSet
+from monolith.model.ready import FloatFeatures, ModelInput, check_combined, seeded, tower
+from monolith.nn import ItemFrequency, accidental_hits, sampled_softmax_loss
+from monolith.store import Store
+from monolith.table import Initializer, Optimizer
+
+USER, ITEM = "user", "item"
+Similarity = Literal["dot", "cosine"]
+Negatives = Literal["batch", "sampled", "both"]
+
+
+class PickedItems(NamedTuple):
+    """What `TwoTower.pick` returns."""
+
+    loss: Tensor
+    """Scalar: the mean over the examples that are positive."""
+    scores: Tensor
+    """float of shape (examples,): of each user with the item of its own example."""
+
+
+class TwoTower(nn.Module):
+    """A tower for users and one for items, and the softmax that trains them.
+
+    Args:
+        features: Inputs of ids; a plain name is a `Feature` of that name. Or a `FeatureSpec`, which says
+            all of them, and the numbers, too.
+        item: The features of the item tower, of ids and of numbers.
+        user: Those of the user tower; by default all others.
+        item_id: The feature of ids that says which item an example is about; by default the first of `item`.
+        user_id: The feature of ids that says whose example it is: what a user wanted elsewhere in a batch is
+            then no negative of theirs. By default the group of a feature spec, if it has one.
+        dim: Width of each feature's vector.
+        hidden: Widths of the hidden layers of each tower.
+        out: Width of the vector of a user, and of an item.
+        similarity: "dot" is the dot product; "cosine" that of vectors of length 1, which are then also
+            what is written out.
+        temperature: By what scores are divided; by default 1 for "dot" and 0.1 for "cosine".
+        negatives: What a positive is compared with: the items of the other positives of its batch, the items
+            of examples that are not positive, such as `NegativeGeneration` makes, or both.
+        correction: Whether scores are corrected by how often each item is in a batch; see `ItemFrequency`.
+        frequency_buckets: Of that estimate, a power of two: some per item that is seen often.
+        floats: Inputs of numbers: name to width. They stand beside the vectors of their tower.
+        optimizer: Of rows, where a feature does not say; see `ROW_OPTIMIZER` for losses.
+        initializer: Of vectors; by default even within 0.05 of 0.
+        store, device, threads: See `EmbeddingCollection`.
+        seed: For the first values of rows and weights.
+        dropout: Of the hidden units in training.
+        kernel_norm: Normalise the kernels of the towers; see `nn.MLP`.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Feature | str] | FeatureSpec,
+        *,
+        item: Sequence[str],
+        user: Sequence[str] | None = None,
+        item_id: str | None = None,
+        user_id: str | None = None,
+        dim: int = 16,
+        hidden: Sequence[int] = (64,),
+        out: int = 32,
+        similarity: Similarity = "dot",
+        temperature: float | None = None,
+        negatives: Negatives = "both",
+        correction: bool = True,
+        frequency_buckets: int = 1 << 16,
+        floats: Mapping[str, int] | None = None,
+        optimizer: Optimizer = ROW_OPTIMIZER,
+        initializer: Initializer | None = None,
+        store: Store | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        threads: int | None = None,
+        dropout: float = 0.0,
+        kernel_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, given, known in (
+            ("similarity", similarity, get_args(Similarity)),
+            ("negatives", negatives, get_args(Negatives)),
+        ):
+            if given not in known:
+                raise ConfigError(f"TwoTower: {name} must be one of {', '.join(known)}, got {given!r}")
+        if temperature is None:
+            temperature = 1.0 if similarity == "dot" else 0.1
+        if not temperature > 0:
+            raise ConfigError(f"TwoTower: temperature must be above 0, got {temperature}")
+        if out < 1:
+            raise ConfigError(f"TwoTower: out must be at least 1, got {out}")
+        chosen = FeatureSet(features, optimizer=optimizer, initializer=initializer)
+        numbers = FloatFeatures(floats, chosen.spec).widths
+        sides = _sides(list(chosen.names), list(numbers), user, item)
+        self.spec = chosen.spec
+        """What turns raw data into what it reads, and what its checkpoints keep; None where it was made of
+        features by hand."""
+        self.item_features = sides[ITEM]
+        """The features of the item tower."""
+        self.user_features = sides[USER]
+        """The features of the user tower."""
+        self.item_id = _id_feature(chosen, "item_id", item_id, sides[ITEM])
+        """The feature that says which item an example is about."""
+        if user_id is None and self.spec is not None:
+            user_id = self.spec.group
+        self.user_id = user_id
+        """The feature that says whose example it is; None where nothing does."""
+        self.out = out
+        self.similarity, self.temperature, self.negatives = similarity, temperature, negatives
+        layouts, widths = [], chosen.widths(dim)
+        towers: dict[str, nn.Module] = {}
+        self._numbers: dict[str, FloatFeatures] = {}
+        with seeded(seed):
+            for side, names in sides.items():
+                ids = [name for name in names if name in chosen.names]
+                check_combined(f"TwoTower: the {side} tower", chosen, ids)
+                slices = [use for name in ids for use in chosen.slices([name], "vector", widths[name])]
+                layouts.append(Layout(side, CONCAT, slices))
+                own = FloatFeatures({name: numbers[name] for name in names if name in numbers})
+                self._numbers[side] = own
+                width = sum(widths[name] for name in ids) + own.width
+                towers[side] = tower(width, hidden, out, dropout=dropout, kernel_norm=kernel_norm)
+        self.user_tower, self.item_tower = towers[USER], towers[ITEM]
+        self.embeddings = EmbeddingCollection(layouts, store=store, device=device, seed=seed, threads=threads)
+        self.frequency = ItemFrequency(frequency_buckets) if correction else None
+        self.to(self.embeddings.device)
+
+    def forward(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the score of each user with the item of its own example, of shape (examples,).
+
+        Args:
+            floats: The float features by name, where `batch` is not a `Batch`, which holds them itself.
+        """
+        read = self.embeddings(batch)
+        return (self._vectors(USER, read, batch, floats) * self._vectors(ITEM, read, batch, floats)).sum(
+            1
+        ) / self.temperature
+
+    def users(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the vector of the user of each example: float of shape (examples, out)."""
+        return self._vectors(USER, self.embeddings(batch), batch, floats)
+
+    def items(self, batch: ModelInput, floats: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the vector of the item of each example: float of shape (examples, out).
+
+        The batch may have the features of items alone.
+        """
+        return self._vectors(ITEM, self.embeddings(batch), batch, floats)
+
+    @property
+    def item_spec(self) -> FeatureSpec:
+        """What reads a table of items, one record each: the features of the item tower, without labels.
+
+        Raises:
+            ConfigError: The model was made of features by hand.
+        """
+        if self.spec is None:
+            raise ConfigError("TwoTower: it was made of features by hand, so nothing says how items are read")
+        return self.spec.only(name for name in self.item_features if name in self.spec.features)
+
+    def pick(self, batch: Batch) -> PickedItems:
+        """Return how badly the users of positive examples pick their items out of the batch's.
+
+        Examples with a label above 0 are positive, and all are where there are no labels. In training, with
+        the correction, the batch is also taken into how often each item is seen.
+        """
+        read = self.embeddings(batch)
+        users, items = self._vectors(USER, read, batch, None), self._vectors(ITEM, read, batch, None)
+        device = users.device
+        positive = _positive(batch).to(device)
+        own = positive.nonzero().flatten()
+        # Where only drawn ones are negatives, other positives are no candidates of a query.
+        ids = batch.ids.first(self.item_id).to(device)
+        offered = {"batch": positive, "sampled": ~positive}.get(self.negatives, torch.ones_like(positive))
+        log_q = None
+        if self.frequency is not None:
+            if self.training and torch.is_grad_enabled():
+                self.frequency.observe(ids[offered])
+            log_q = self.frequency(ids)
+        whose = None if self.user_id is None else batch.ids.first(self.user_id).to(device)[own]
+        hits = accidental_hits(ids[own], ids, whose) | ~offered
+        scores = users[own] @ items.t() / self.temperature
+        loss = sampled_softmax_loss(scores, own, log_q=log_q, hits=hits)
+        return PickedItems(loss, (users * items).sum(1) / self.temperature)
+
+    def _vectors(
+        self, side: str, read: Mapping[str, Tensor], batch: ModelInput, floats: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        numbers = self._numbers[side].read(batch, floats, self.embeddings.device)
+        x = read[side] if numbers is None else torch.cat([read[side], numbers], 1)
+        made: Tensor = (self.user_tower if side == USER else self.item_tower)(x)
+        return functional.normalize(made, dim=1) if self.similarity == "cosine" else made
+
+
+def _positive(batch: Batch) -> Tensor:
+    """Return which examples are positive, by any of their labels."""
+    if not batch.labels:
+        return torch.ones(len(batch), dtype=torch.bool)
+    return torch.stack([label > 0 for label in batch.labels.values()]).any(0)
+
+
+def _sides(
+    ids: Sequence[str], numbers: Sequence[str], user: Sequence[str] | None, item: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Return the features of each tower, in the order in which the model has them.
+
+    Raises:
+        ConfigError: A name is none of a feature, or in both towers.
+    """
+    known = [*ids, *numbers]
+    for side, names in ((USER, user or ()), (ITEM, item)):
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+                raise ConfigError(f"TwoTower: {side}: there is no feature {name!r}; {hint}")
+            if side == ITEM and name in (user or ()):
+                raise ConfigError(f"TwoTower: feature {name!r} is in both towers; leave it in one of them")
+    users = [name for name in known if name not in item] if user is None else user
+    return {USER: tuple(users), ITEM: tuple(dict.fromkeys(item))}
+
+
+def _id_feature(features: FeatureSet, where: str, given: str | None, names: Sequence[str]) -> str:
+    """Return the feature of ids that names an item: the one given, or the first of a tower."""
+    ids = [name for name in names if name in features.names]
+    if given is None and ids:
+        return ids[0]
+    if given not in features.names:
+        raise ConfigError(
+            f"TwoTower: {where}: {given!r} is no feature of ids; there are {', '.join(features.names)}"
+        )
+    assert given is not None
+    return given

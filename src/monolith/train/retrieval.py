@@ -1,0 +1,95 @@
+"""RetrievalTask: a task whose model finds items, and is measured by how high it puts them among all.
+
+    class Watched(RetrievalTask):
+        def dataset(self, mode):
+            return Pipeline(FileSource(FILES[mode])).to_batches(SPEC)
+
+        def candidates(self):
+            return Pipeline(FileSource(["items.parquet"])).to_batches(self.model().item_spec)
+
+        def model(self):
+            return TwoTower(SPEC, item=("item", "genre"))
+
+Training picks each item that was wanted out of its batch; see `TwoTower.pick`. Evaluation ranks it among all
+candidates, whose vectors are computed once for each evaluation.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from monolith.data import Stream
+from monolith.errors import ConfigError
+from monolith.feature import Batch
+from monolith.model import TwoTower
+from monolith.tensors import RaggedTensor
+from monolith.train.candidates import Candidates, ranking_names, towers_of
+from monolith.train.task import Mode, Outputs, Task
+
+
+class RetrievalTask(Task):
+    """What to retrieve for whom. Its model is, or has in it, a `TwoTower`."""
+
+    ks: Sequence[int] = (10, 100)
+    """How many of the best candidates count, for recall@k, ndcg@k and hit_rate@k."""
+    barred: str | None = None
+    """A feature of ids that are not offered in an evaluation, such as what the user has seen before."""
+
+    _candidates: Candidates | None = None
+
+    @abstractmethod
+    def candidates(self) -> Stream[Batch]:
+        """Return all items that could be retrieved, an example for each, with the features of the item tower.
+
+        `item_spec` of the model reads them from a table of items.
+        """
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """Pick each item out of its batch; where candidates are ready, rank it among them, too."""
+        picked = _two_tower(model).pick(batch)
+        head = next(iter(batch.labels), "prediction")
+        measures = {}
+        if self._candidates is not None:
+            measures = self._ranked(model, batch, self._candidates)
+        return Outputs(picked.loss, {head: picked.scores}, measures)
+
+    def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        """Return nothing: what is measured is `measures`."""
+        return ()
+
+    def measures(self, mode: Mode) -> Sequence[str]:
+        return ranking_names(self.ks) if mode is Mode.EVALUATE else ()
+
+    @contextmanager
+    def reading(self, model: nn.Module, mode: Mode) -> Iterator[None]:
+        """Have the vectors of all candidates while an evaluation reads its data."""
+        if mode is Mode.EVALUATE:
+            with closing(self.candidates()) as batches:
+                self._candidates = Candidates.of(model, batches)
+        try:
+            yield
+        finally:
+            self._candidates = None
+
+    def _ranked(self, model: nn.Module, batch: Batch, candidates: Candidates) -> dict[str, Tensor]:
+        towers = towers_of(model)
+        wanted = batch.ids[towers.item_id]
+        if batch.labels:
+            positive = torch.stack([label > 0 for label in batch.labels.values()]).any(0)
+            lengths = torch.where(positive, wanted.row_lengths(), 0)
+            kept = torch.repeat_interleave(positive, wanted.row_lengths())
+            wanted = RaggedTensor.from_row_lengths(wanted.flat_values[kept], lengths)
+        barred = None if self.barred is None else batch.ids[self.barred]
+        return candidates.ranked(towers.users(batch), wanted, self.ks, barred)
+
+
+def _two_tower(model: nn.Module) -> TwoTower:
+    found = next((part for part in model.modules() if isinstance(part, TwoTower)), None)
+    if found is None:
+        raise ConfigError(f"a RetrievalTask trains a TwoTower; its model is a {type(model).__name__}")
+    return found
