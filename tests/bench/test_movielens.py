@@ -109,7 +109,7 @@ def test_one_pass_gives_both_later_parts() -> None:
     assert 0.4 < found.test < 1
 
 
-def test_every_variant_is_one_change_from_the_defaults() -> None:
+def test_every_variant_differs_from_the_defaults_and_from_the_others() -> None:
     found = variants()
     assert found.pop("defaults") == Recipe()
     assert len(set(found.values())) == len(found)

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -36,6 +35,7 @@ from monolith.bench.movielens import (
     read_ratings,
 )
 from monolith.bench.options import ExperimentCollisionsOptions
+from monolith.bench.report import stderr_console
 from monolith.data import DriftConfig, DriftingStream
 from monolith.errors import ConfigError
 
@@ -146,7 +146,7 @@ def run(options: ExperimentCollisionsOptions) -> int:
     plan = CollisionPlan.settle(options)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # batches are small: a second thread costs more than it does
-    console = Console(stderr=True)
+    console = stderr_console()
     try:
         curves = measure(plan, lambda name: console.print(f"[dim]training:[/] {name}", highlight=False))
     finally:

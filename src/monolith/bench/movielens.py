@@ -136,13 +136,13 @@ class Recipe:
     item: RowRecipe = field(default_factory=RowRecipe)
 
     @classmethod
-    def of_rows(cls, **settings: float) -> Recipe:
+    def of_rows(cls, *, batch: int = 1024, **settings: float) -> Recipe:
         """Return the recipe whose users and items are both trained by these settings."""
-        return cls(user=RowRecipe(**settings), item=RowRecipe(**settings))
+        return cls(batch=batch, user=RowRecipe(**settings), item=RowRecipe(**settings))
 
 
 def variants() -> dict[str, Recipe]:
-    """Return what models begin with, and that with one change: what moves the AUC, and what does not."""
+    """Return what models begin with, and that with a change or two: what moves the AUC, and what does not."""
     return {
         "defaults": Recipe(),
         "rates of vectors 0.02": Recipe.of_rows(rate=0.02),
@@ -162,14 +162,15 @@ def variants() -> dict[str, Recipe]:
         "dense rate 0.003": Recipe(dense_rate=3e-3),
         "dense decay 0.001": Recipe(dense_decay=1e-3),
         "dropout 0.3": Recipe(dropout=0.3),
-        "dim 8": Recipe(dim=8),
         "batch 256": Recipe(batch=256),
+        "rates of vectors 0.02, their decay 1": Recipe.of_rows(rate=0.02, decay=1.0),
+        "batch 256, rates 0.1, of biases 0.2": Recipe.of_rows(batch=256, rate=0.1, bias_rate=0.2),
     }
 
 
 RECIPES: dict[Protocol, Recipe] = {
     "random": Recipe(user=RowRecipe(decay=1.0), item=RowRecipe(decay=1.0)),
-    "time": Recipe(user=RowRecipe(decay=1.0), item=RowRecipe(decay=1.0)),
+    "time": Recipe(user=RowRecipe(rate=0.02, decay=1.0), item=RowRecipe(rate=0.02, decay=1.0)),
     "stream": Recipe(
         batch=256, user=RowRecipe(rate=0.1, bias_rate=0.2), item=RowRecipe(rate=0.1, bias_rate=0.2)
     ),

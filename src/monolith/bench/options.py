@@ -245,7 +245,7 @@ class ExperimentMovielensOptions:
     defaults: bool = False
     """Measure what models begin with, too, beside the recipes."""
     sweep: bool = False
-    """Measure what models begin with, and some twenty changes of it one by one, instead of the recipes: on
+    """Measure what models begin with, and some twenty changes of it, instead of the recipes: on
     the valid part alone, so that one can choose by it."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""

@@ -18,7 +18,6 @@ from typing import Literal
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from monolith.bench.movielens import (
@@ -35,6 +34,7 @@ from monolith.bench.movielens import (
     variants,
 )
 from monolith.bench.options import ExperimentMovielensOptions
+from monolith.bench.report import stderr_console
 from monolith.errors import ConfigError
 
 Part = Literal["valid", "test"]
@@ -81,7 +81,7 @@ def run(options: ExperimentMovielensOptions) -> int:
     if options.seeds < 1:
         raise ConfigError(f"experiment movielens: --seeds must be at least 1, got {options.seeds}")
     ratings = read_ratings(find_wheel(options.wheel))
-    console = Console(stderr=True)
+    console = stderr_console()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # batches are small: a second thread costs more than it does
     results = []
