@@ -110,6 +110,13 @@ def check_contributing(names: dict[str, Any]) -> None:
     assert 0 < names["report"].step < 40  # stopped by the hook
 
 
+def check_tuning(names: dict[str, Any]) -> None:
+    assert names["decayed"].tolist() == pytest.approx([0.9**3, 0.9])
+    rows = {name: one.segments for name, one in names["model"].embeddings.slot_tables.configs.items()}
+    assert rows["user"][0].optimizer.learning_rate == 0.2
+    assert rows["user"][1].optimizer.weight_decay == 1.0
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -122,4 +129,5 @@ CLAIMS = {
     "table.md": check_table,
     "models.md": check_models,
     "training.md": check_training,
+    "tuning.md": check_tuning,
 }

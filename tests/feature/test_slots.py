@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from monolith.errors import ConfigError, DuplicateNameError, EmptySlotError, FeatureError
-from monolith.feature import FeatureColumn, FeatureSlot, SlotConfig, Sum, collect_tables
+from monolith.feature import ROW_OPTIMIZER, FeatureColumn, FeatureSlot, SlotConfig, Sum, collect_tables
 from monolith.table import (
     Adagrad,
     AdmissionConfig,
@@ -31,13 +31,13 @@ def slot(name: str = "user", dim: int = 4, **config: Any) -> FeatureSlot:
 # Slots
 
 
-def test_the_defaults_are_upstreams() -> None:
+def test_a_slot_begins_with_the_rows_of_ready_models_and_upstreams_bias() -> None:
     made = slot(has_bias=True)
     bias, vector = made.segments
     assert (bias.dim, bias.initializer, bias.compressor) == (1, Zeros(), Fp32())
     assert bias.optimizer == Ftrl(initial_accumulator_value=1e-6, beta=1.0)
     assert vector.initializer == RandomUniform(low=-0.05, high=0.05)
-    assert (vector.optimizer, vector.compressor) == (Adagrad(initial_accumulator_value=1.0), Fp16())
+    assert (vector.optimizer, vector.compressor) == (ROW_OPTIMIZER, Fp16())
     assert made.config.occurrence_threshold == 0
     assert made.config.expire_after == timedelta(days=36500)
 

@@ -68,9 +68,10 @@ def test_state_starts_where_the_settings_say() -> None:
     assert BatchSoftmax().initial_state(1).view(np.int64).tolist() == [0]
 
 
-def test_defaults_are_upstreams() -> None:
+def test_defaults_are_upstreams_but_for_the_rate_of_adagrad() -> None:
     assert Adam() == Adam(learning_rate=0.01, beta1=0.9, beta2=0.99, epsilon=0.01)
-    assert Adagrad() == Adagrad(learning_rate=0.001, initial_accumulator_value=0.1)
+    assert Adagrad() == Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
+    assert DynamicWdAdagrad().learning_rate == Adagrad().learning_rate
     assert (Ftrl().beta, Ftrl().initial_accumulator_value) == (0.0, 0.1)
     assert (GroupFtrl().beta, GroupFtrl().initial_accumulator_value) == (1.0, 0.0)
     assert BatchSoftmax().learning_rate == 0.1
@@ -150,7 +151,7 @@ def test_a_decorator_is_not_applied_twice() -> None:
 
 def test_upstream_names_are_understood() -> None:
     assert from_upstream("adagrad", {"weight_decay_factor": 0.5, "hessian_compression_times": 3}) == Adagrad(
-        weight_decay=0.5
+        learning_rate=0.001, weight_decay=0.5
     )
     assert from_upstream(
         "ftrl", {"l1_regularization_strength": 1.0, "l2_regularization_strength": 2.0, "dim_size": 4}
@@ -160,8 +161,11 @@ def test_upstream_names_are_understood() -> None:
 
 
 def test_what_a_message_leaves_out_has_its_proto_default() -> None:
-    assert from_upstream("dynamic_wd_adagrad", {}) == DynamicWdAdagrad(decouple_weight_decay=False)
-    for kind in OPTIMIZERS.keys() - {"dynamic_wd_adagrad"}:
+    assert from_upstream("adagrad", {}) == Adagrad(learning_rate=0.001)
+    assert from_upstream("dynamic_wd_adagrad", {}) == DynamicWdAdagrad(
+        learning_rate=0.001, decouple_weight_decay=False
+    )
+    for kind in OPTIMIZERS.keys() - {"adagrad", "dynamic_wd_adagrad"}:
         assert from_upstream(kind, {}) == OPTIMIZERS[kind]()
 
 

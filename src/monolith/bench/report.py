@@ -55,6 +55,14 @@ class Result:
         return fields
 
 
+def stderr_console() -> Console:
+    """Return where people read: standard error; wide where it is a log, which has no edge to wrap at."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.width = 100
+    return console
+
+
 class Report:
     """Collects results, and says on standard error how far the run has come.
 
@@ -64,9 +72,7 @@ class Report:
 
     def __init__(self, bench: str) -> None:
         self._bench = bench
-        self._console = Console(stderr=True)
-        if not self._console.is_terminal:
-            self._console.width = 100  # a log has no edge to wrap at
+        self._console = stderr_console()
         self._began = time.monotonic()
         self._elsewhere = cpu_seconds_elsewhere()
         self._shown = 0

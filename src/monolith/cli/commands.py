@@ -19,6 +19,8 @@ from monolith.bench.options import (
     BenchSyncOptions,
     BenchTableOptions,
     BenchTrainOptions,
+    ExperimentCollisionsOptions,
+    ExperimentMovielensOptions,
 )
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
@@ -91,6 +93,8 @@ COMMANDS = {
     "bench fleet": Command(BenchFleetOptions, "monolith.bench.fleet"),
     "bench sync": Command(BenchSyncOptions, "monolith.bench.sync"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
+    "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
+    "experiment movielens": Command(ExperimentMovielensOptions, "monolith.bench.quality"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
     "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),

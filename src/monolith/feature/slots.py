@@ -41,15 +41,14 @@ from monolith.table.optimizers import Optimizer
 
 _FOREVER = timedelta(days=36500)
 
-SLOT_OPTIMIZER = Adagrad(initial_accumulator_value=1.0)
-"""What trains the rows of a slot that is made by hand, as upstream does it."""
-ROW_OPTIMIZER = Adagrad(learning_rate=0.05, initial_accumulator_value=0.1)
-"""What trains the rows of ready models where nothing else is said. Meant for gradients that are summed over
-a batch, as `EmbeddingOptimizer` applies them: their mean over a thousand examples would be lost beside the
-first accumulator."""
+ROW_OPTIMIZER = Adagrad()
+"""What trains rows where nothing else is said, of ready models and of slots made by hand. Meant for gradients
+that are summed over a batch, as `EmbeddingOptimizer` applies them: their mean over a thousand examples would
+be lost beside the first accumulator."""
 BIAS_OPTIMIZER = Ftrl(initial_accumulator_value=1e-6, beta=1.0)
 """What trains the bias of a slot that is made by hand, as upstream does it; ready models train theirs by
-`ROW_OPTIMIZER`. Making the two one would change what rows hold, and refuse older checkpoints."""
+`ROW_OPTIMIZER`. This is the one default that stays apart: Ftrl keeps other state than Adagrad, so that making
+the two one would refuse older checkpoints. A rate or a first accumulator is in no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +70,7 @@ class SlotConfig:
     bias_learning_rate: float | LearningRate | None = None
     initializer: Initializer = field(default_factory=RandomUniform)
     """The initializer of slices that set none; `optimizer`, `compressor` and `learning_rate` likewise."""
-    optimizer: Optimizer = SLOT_OPTIMIZER
+    optimizer: Optimizer = ROW_OPTIMIZER
     compressor: Compressor = field(default_factory=Fp16)
     learning_rate: float | LearningRate | None = None
     """The learning rate of slices that set none; None is the optimizer's own, with its warm-up."""

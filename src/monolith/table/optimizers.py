@@ -5,7 +5,9 @@ An optimizer here is a description. The rules that act on it are in
 row has its own optimizer, whose state lies behind the embedding in the same row;
 `STATE_FIELDS` says what lies where.
 
-Defaults are upstream's, some of them unusual (Adam's epsilon of 0.01).
+Defaults are upstream's, some of them unusual (Adam's epsilon of 0.01), but for the rate of Adagrad, where
+upstream has 0.001. Ready models, slots made by hand and a plain `Adagrad()` all begin with the same rate and
+the same first accumulator.
 """
 
 from __future__ import annotations
@@ -160,9 +162,12 @@ class Adagrad(Optimizer):
     """A rate per value that shrinks with the gradients it has seen."""
 
     kind: ClassVar[str] = "adagrad"
-    learning_rate: float = 0.001
+    learning_rate: float = 0.05
     initial_accumulator_value: float = 0.1
     weight_decay: float = 0.0
+    """L2: `weight_decay * w` is added to the gradient of a row once in each step that the row is in, whatever
+    the number of its examples. `EmbeddingOptimizer` sums gradients over the batch, so that the same decay
+    counts for less the larger the batch is; see docs/guides/tuning.md."""
     warmup_steps: int = 0
 
 
@@ -176,7 +181,7 @@ class DynamicWdAdagrad(Optimizer):
     """
 
     kind: ClassVar[str] = "dynamic_wd_adagrad"
-    learning_rate: float = 0.001
+    learning_rate: float = 0.05
     initial_accumulator_value: float = 0.1
     weight_decay: float = 0.0
     decouple_weight_decay: bool = True
@@ -416,8 +421,11 @@ _UPSTREAM_UNUSED = {
     "dynamic_wd_adagrad": {"hessian_compression_times", "dynamic_wd_temperature", "flip_direction"},
     "adam": {"use_beta1_warmup"},
 }
-# Where upstream's proto and Python defaults differ, messages follow the proto.
-_UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {"dynamic_wd_adagrad": {"decouple_weight_decay": False}}
+# Where the proto's defaults differ from ours, messages follow the proto.
+_UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adagrad": {"learning_rate": 0.001},
+    "dynamic_wd_adagrad": {"learning_rate": 0.001, "decouple_weight_decay": False},
+}
 
 
 def from_upstream(kind: str, config: Mapping[str, Any]) -> Optimizer:
