@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +84,7 @@ class HnswlibIndex:
                 file.write(made.read_bytes())
 
 
-LIBRARIES = {"faiss": FaissIndex, "hnswlib": HnswlibIndex}
+LIBRARIES: dict[str, Callable[[Ids, Floats], AnnIndex]] = {"faiss": FaissIndex, "hnswlib": HnswlibIndex}
 
 
 def chosen_library(wanted: str | None) -> str:
