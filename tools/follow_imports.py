@@ -19,7 +19,7 @@ from pathlib import Path
 from check_imports import Module, find_origin, is_type_checking, origin_of, plain_name, read_module
 
 PACKAGE = Path(__file__).parents[1] / "src" / "monolith"
-APART = ("bench", "demo", "tour")
+APART = ("bench", "demo", "experiment", "tour")
 """Commands, by their first word, that are no run."""
 ENTRANCE = "monolith.cli.main"
 """Every command comes this way."""

@@ -100,7 +100,7 @@ def click_log(examples: int) -> Ratings:
 
 def hashed(ids: Tensor, share: float, salt: str) -> Tensor:
     """Return other ids for ids: numbers below a share of how many distinct ones there are, by MD5."""
-    known, where = ids.unique(return_inverse=True)
+    known, where = torch.unique(ids, return_inverse=True)
     rows = max(round(share * len(known)), 1)
     names = (hashlib.md5(f"{salt}/{one}".encode(), usedforsecurity=False) for one in known.tolist())
     return torch.tensor([int.from_bytes(name.digest()[:8]) % rows for name in names])[where]
@@ -112,7 +112,7 @@ def with_collisions(ratings: Ratings, share: float, seed: int) -> Ratings:
 
 
 def distinct(ratings: Ratings) -> int:
-    return len(ratings.users.unique()) + len(ratings.items.unique())
+    return len(torch.unique(ratings.users)) + len(torch.unique(ratings.items))
 
 
 def aucs_by_epoch(plan: CollisionPlan, ratings: Ratings, seed: int) -> list[float]:
@@ -207,7 +207,7 @@ def draw(plan: CollisionPlan, curves: Sequence[Curve], path: Path) -> None:
     axes.set_ylabel("test AUC")
     axes.set_title(f"{plan.data}: a DeepFM, mean of {plan.seeds} seeds with standard errors")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=len(curves), frameon=False)
     try:
         figure.savefig(path)
     except ValueError as cause:

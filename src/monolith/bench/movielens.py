@@ -93,7 +93,7 @@ def parts(count: int, split: Split, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     if split == "random":
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     tenth = count // 10
-    train, valid, test = order.split([count - 2 * tenth, tenth, tenth])
+    train, valid, test = torch.split(order, [count - 2 * tenth, tenth, tenth])
     return train, valid, test
 
 
@@ -203,7 +203,7 @@ class Learner:
         """Return logits; the model learns nothing by it."""
         self._model.eval()
         with torch.no_grad():
-            found = [self._model(self._ratings.batch(part)) for part in some.split(4096)]
+            found = [self._model(self._ratings.batch(part)) for part in torch.split(some, 4096)]
         return torch.cat(found)
 
     def auc(self, some: Tensor) -> float:
@@ -212,19 +212,19 @@ class Learner:
     def train(self, some: Tensor) -> None:
         """Learn from ratings, in their order."""
         self._model.train()
-        for part in some.split(self._recipe.batch):
+        for part in torch.split(some, self._recipe.batch):
             self._rows.zero_grad()
             self._dense.zero_grad()
             batch = self._ratings.batch(part)
             loss = binary_cross_entropy_with_logits(self._model(batch), batch.labels["like"])
-            loss.backward()
+            torch.autograd.backward(loss)
             self._rows.step()
             self._dense.step()
 
     def predict_then_train(self, some: Tensor) -> Tensor:
         """Return logits of ratings, each predicted before it is learned from, batch by batch."""
         found = []
-        for part in some.split(self._recipe.batch):
+        for part in torch.split(some, self._recipe.batch):
             found.append(self.scores(part))
             self.train(part)
         return torch.cat(found)
