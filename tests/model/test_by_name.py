@@ -108,7 +108,7 @@ def test_optimizers_and_initializers_are_tables() -> None:
         ({"type": "DeepFM"}, "did you mean 'deepfm'"),
         ({"type": "xgboost"}, "there are deepfm, dcnv2"),
         ({"dim": 4}, r"model\.type is required"),
-        ({"type": "two-tower"}, "not yet a ready model.*Write a task in Python, or use one of deepfm"),
+        ({"type": "two-tower"}, "by a RetrievalTask.*Write a task in Python, or use one of deepfm"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_nearest_name(plain: dict[str, object], message: str) -> None:

@@ -188,7 +188,7 @@ def test_every_ready_model_trains_and_evaluates(
         ("hidden = [8]", 'hidden = "wide"', "model.hidden.*expected list of int"),
         ('type = "deepfm"', 'type = "deepfn"', "there is no ready model 'deepfn'; did you mean 'deepfm'"),
         ('type = "deepfm"', "", "model.type is required: one of deepfm, dcnv2"),
-        ('"deepfm"', '"two-tower"', "a two-tower model .* is not yet a ready model"),
+        ('"deepfm"', '"two-tower"', "a two-tower model is trained by a RetrievalTask"),
         ("batch_size", "batchsize", "unknown key batchsize .*the nearest known key is batch_size"),
         ('type = "Adagrad"', 'type = "Adagard"', "model.optimizer.type.*expected one of Adagrad"),
     ],

@@ -104,8 +104,9 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
         facts["evaluate with"] = evaluate_command(options, report["model_dir"])
     console = Console(highlight=False)
     console.print(f"[bold]{escape(report['task'])}[/]")
+    width = max(14, *(len(name) + 1 for name in facts))
     for name, value in facts.items():
-        console.print(f"  [cyan]{escape(name):<14}[/]{escape(value)}", soft_wrap=True)
+        console.print(f"  [cyan]{escape(name):<{width}}[/]{escape(value)}", soft_wrap=True)
 
 
 def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:

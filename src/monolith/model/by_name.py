@@ -44,7 +44,7 @@ MODELS: Mapping[str, type[ReadyModel]] = {
 """By the name that a file uses."""
 
 ELSEWHERE: Mapping[str, str] = {
-    "two-tower": "a two-tower model has a loss over the batch, and is not yet a ready model",
+    "two-tower": "a two-tower model is trained by a RetrievalTask, which says what its candidates are",
 }
 """Names that people look for, and why they are not there."""
 
