@@ -55,6 +55,7 @@ class RankWorker:
         assert self._model.sparse is not None
         self._sparse = self._model.sparse
         self._dense = self._peers.attach(self._model)
+        self._peers.begin()
         self._peers.open(Start(step=0), self)
         batches = itertools.cycle(task.batches(examples, groups.rank))
         self._lane: Lane[Batch, LookedUp] = Lane(
