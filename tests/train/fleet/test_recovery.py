@@ -78,7 +78,7 @@ def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_ba
         def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
             steps[self._worker].append(result.step)
 
-    task, lost_at = Tallied(batches=40), list[int]()
+    task = Tallied(batches=40)
     config = settings(tmp_path, save=SaveConfig(steps=10))
 
     with LosingFleet(config, num_workers=2, task=task) as fleet:
