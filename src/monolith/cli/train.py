@@ -434,7 +434,7 @@ def live_line(
 
     line = open_things.enter_context(LiveLine(f"Training {task.name}", "steps", stream))
     return lambda standing: line.show(
-        describe_standing(standing), standing.step, standing.last_step
+        describe_standing(standing), standing.step, standing.last_step, standing.data_read
     ), DRAW_EVERY
 
 
@@ -449,6 +449,8 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         evaluated=lambda: last.metrics if run.evaluate and (last := run.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
+        read=run.session.fraction_read,
+        epochs=config.epochs or 1,
     )
 
 

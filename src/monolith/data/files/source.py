@@ -21,8 +21,10 @@ from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, check_unsaid
+from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
-from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Queued, Spot, Step, Watched
+from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
+from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.handing import HandsOut
@@ -121,8 +123,9 @@ class FileSource:
         self._files: Files
         self._own_epochs = epochs
         self._paths = files if isinstance(files, Sequence) else None
+        self._bytes: BytesRead | None = None
         if isinstance(files, Sequence):
-            self._files = ListedPaths(files, epochs, shuffle)
+            self._list(files, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
         elif isinstance(files, Watch):
@@ -168,7 +171,17 @@ class FileSource:
         check_unsaid("file source", self._own_epochs, settled=bool(self._settings))
         self._own_epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
-        self._files = ListedPaths(self._paths, epochs.count, self._shuffle)
+        self._list(self._paths, epochs.count, self._shuffle)
+
+    def _list(self, paths: Sequence[str], epochs: int | None, shuffle: ShuffleConfig | None) -> None:
+        self._files = files = ListedPaths(paths, epochs, shuffle)
+        self._bytes = BytesRead(files)
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of a list of files lies before a position, by bytes; see `fraction_read`."""
+        if self._bytes is None:
+            return None
+        return self._bytes.fraction(self._checked(position, share=False), records)
 
     def size(self) -> int | None:
         """How many records a list of files has, for each time it is read; None where its format does not say
@@ -417,6 +430,8 @@ class FileSource:
     def _chunks(self, spot: Spot) -> Iterator[_Read]:
         """Yield chunks from a place on, the end of each file, and a sign whenever there is nothing yet."""
         self._reading = spot
+        if self._bytes is not None:
+            self._bytes.begin()
         while True:
             if spot.file is not None and not self._files.lost(spot):
                 reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
@@ -432,6 +447,8 @@ class FileSource:
                                 "since. Start from the beginning."
                             )
                         self._reading = spot.past(chunk)
+                        if self._bytes is not None:
+                            self._bytes.note(spot, chunk)
                         self._look_at_bad(spot, chunk)
                         yield _Read(spot, chunk)
                         spot = self._reading

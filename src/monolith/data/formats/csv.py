@@ -117,7 +117,7 @@ class CsvFormat:
                     window.move(parsed.next)
                     if not parsed.records and not bad:
                         return
-                    yield Chunk(_records(parsed, wanted), window.place, bad)
+                    yield Chunk(_records(parsed, wanted), window.place, bad, window.place)
                     window.fill(self._chunk_bytes + _READ_BYTES)
                 else:
                     window.move(parsed.next)
