@@ -66,6 +66,8 @@ def test_a_task_is_trained_and_the_report_says_what_came_of_it(
     assert "max_steps of 12 was reached" in printed
     assert "768, " in printed
     assert re.search(r"click auc +0\.\d{4}", printed)
+    assert re.search(r"loss +0\.\d{4}, the mean of the last steps", printed)
+    assert re.search(r"time +training \d+\.\ds", printed)
     assert f"{model_dir}/model.ckpt-12" in printed
     assert f"monolith evaluate {TASK} --model-dir {model_dir} --set batches=15" in printed
 
@@ -80,6 +82,10 @@ def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.Capt
     assert (first["step"], first["steps"], first["examples"]) == (3, 3, 192)
     assert first["restored_from"] is None
     assert first["stop_reason"] == "3 steps were taken"
+    assert 0 < first["loss"] < 2
+    parts = [first[f"{name}_seconds"] for name in ("start", "save", "evaluate")]
+    assert min(parts[:2]) > 0 == parts[2]
+    assert sum(parts) < first["seconds"]
     assert first["metrics"].keys() == {"click/auc", "click/log_loss", "click/calibration"}
     second = train_json(capsys, "--model-dir", model_dir, "--steps", "2")
     assert (second["step"], second["steps"]) == (5, 2)
