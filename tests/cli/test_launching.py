@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,9 +110,9 @@ def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: in
     assert report["checkpoint"] == f"{tmp_path}/m/model.ckpt-24"
     lines = said(tmp_path).splitlines()
     for index in range(each):
-        for name in (f"[ps {index}]    ", f"[worker {index}]"):
-            assert any(line.startswith(name) for line in lines), name
-    assert any("[worker 1] worker 1 ended" in line for line in lines) == (each == 2)
+        for name in (rf"\[ps {index} pid \d+\]     ", rf"\[worker {index} pid \d+\] "):
+            assert any(re.match(name, line) for line in lines), name
+    assert any(re.match(r"\[worker 1 pid \d+\] worker 1 ended", line) for line in lines) == (each == 2)
     assert not list(tmp_path.glob("monolith-*"))  # where they met
 
 

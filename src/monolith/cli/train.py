@@ -27,7 +27,7 @@ from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
-from monolith.cli.train_report import to_json, write_report
+from monolith.cli.train_report import MARK, to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_caller, guard_listener, ssl_context
@@ -35,7 +35,7 @@ from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
 from monolith.errors import ConfigError, RetryableError
 from monolith.observe import Metrics
-from monolith.observe.logs import logs_json
+from monolith.observe.logs import logs_json, name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
@@ -90,6 +90,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     }
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
         raise ConfigError(f"train: {flag} needs --model-dir")
+    if run.distributed and not environ.get(MARK):  # a launcher names its processes itself
+        name_process(f"{run.cluster.role} {run.cluster.index}")
     metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
     status = OwnStatus(run)
     with ExitStack() as open_things:
