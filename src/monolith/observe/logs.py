@@ -75,15 +75,17 @@ class _Named(logging.Formatter):
 
     def __init__(self, name: str, inner: logging.Formatter | None) -> None:
         super().__init__()
-        self._inner = inner._inner if isinstance(inner, _Named) else inner or logging.Formatter(_PLAIN)
+        if isinstance(inner, _Named):
+            inner = inner.inner
+        self.inner: logging.Formatter = inner or logging.Formatter(_PLAIN)
         self._process = {"who": name, "pid": os.getpid()}
-        self.is_json = isinstance(self._inner, JsonFormatter)
+        self.is_json = isinstance(self.inner, JsonFormatter)
         self.label = f"[{name} pid {os.getpid()}] "
 
     def format(self, record: logging.LogRecord) -> str:
         if not self.is_json:
-            return self.label + self._inner.format(record)
-        return self._inner.format(logging.makeLogRecord({**vars(record), **self._process}))
+            return self.label + self.inner.format(record)
+        return self.inner.format(logging.makeLogRecord({**vars(record), **self._process}))
 
 
 class Doublings:

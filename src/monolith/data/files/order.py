@@ -193,6 +193,7 @@ class _Backlog:
 
     def before(self, spot: Spot) -> list[Left]:
         """Return what is read of it before the file of a spot."""
+        assert spot.file is not None
         return self.left[: self._numbers[spot.round, spot.file]]
 
     def after(self, spot: Spot) -> Left | None:
