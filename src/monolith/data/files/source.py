@@ -146,7 +146,7 @@ class FileSource:
         self._reading = Spot()
         self._closed = False
         self._alone = True
-        self._empty = 0
+        self._empty: set[str | None] = set()
         self._columns_seen = columns is None
 
     @property
@@ -458,8 +458,9 @@ class FileSource:
                             )
                             break
                 if not begun and not found:
-                    self._empty += 1
-                    _log.warning("file source: %s is empty: it has no records", spot.file)
+                    if spot.file not in self._empty:
+                        _log.warning("file source: %s is empty: it has no records", spot.file)
+                    self._empty.add(spot.file)
                 yield _Read(spot)
             step = self._files.after(spot)
             while step is Step.WAIT:
@@ -475,7 +476,7 @@ class FileSource:
         """Refuse a list of files without a record in them; among others, their files may have some."""
         if self._empty and self._alone and not self._reading.good and not self._reading.bad:
             raise DataError(
-                f"file source: none of the {self._empty} files has a record; the last is {self._reading.file}"
+                f"file source: {_all_of(len(self._empty))} no record; the last is {self._reading.file}"
             )
 
     def _look_for_columns(self, path: str, records: Records) -> None:
@@ -520,6 +521,10 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
+
+
+def _all_of(files: int) -> str:
+    return "the only file has" if files == 1 else f"all {files} files have"
 
 
 def _numbers_of(spot: Spot) -> Position:
