@@ -85,6 +85,22 @@ def test_a_run_takes_a_step_for_each_batch_and_ends_with_the_data() -> None:
     assert report.checkpoint is None
 
 
+def test_a_report_has_the_loss_of_the_last_steps_and_what_the_time_went_to(tmp_path: Path) -> None:
+    watch = Watch()
+    report = Trainer(TASK, TrainConfig(model_dir=str(tmp_path), steps=5), hooks=[watch]).train()
+    assert report.loss == pytest.approx(sum(watch.losses) / 5)
+    assert 0 < report.start_seconds < report.seconds
+    assert 0 < report.save_seconds < report.seconds - report.start_seconds
+    assert report.evaluate_seconds == 0
+
+
+def test_a_run_without_a_step_was_all_start(tmp_path: Path) -> None:
+    Trainer(TASK, TrainConfig(model_dir=str(tmp_path), max_steps=1)).train()
+    report = Trainer(TASK, TrainConfig(model_dir=str(tmp_path), max_steps=1)).train()
+    assert math.isnan(report.loss)
+    assert report.start_seconds == report.seconds
+
+
 def test_the_loss_goes_down() -> None:
     watch, _ = train(replace(TASK, batches=200))
     assert sum(watch.losses[-50:]) < sum(watch.losses[:50])

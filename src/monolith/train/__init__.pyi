@@ -15,11 +15,12 @@ from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
 from monolith.train.rate_schedule import ScheduleConfig
+from monolith.train.report import TrainReport
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
-from monolith.train.trainer import LocalRun, Trainer, TrainReport
+from monolith.train.trainer import LocalRun, Trainer
 
 __all__ = [
     "METRICS",

@@ -256,6 +256,8 @@ class EvaluateHook(Hook):
         """The last evaluation of this run. Read by any thread."""
         self.evaluations = 0
         """How many there were in this run."""
+        self.seconds = 0.0
+        """How long they took together."""
         _check_metric(session.task, config)
 
     def after_create(self, run: Run) -> None:
@@ -288,6 +290,7 @@ class EvaluateHook(Hook):
             if found is None:
                 return
             self.latest, self.evaluations = found, self.evaluations + 1
+            self.seconds += found.seconds
             is_best = self.best.take(found.step, found.metrics)
             assert self.best.metric is not None
             _log.info(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Epochs, Share, Stream, read_epochs, share_out
+from monolith.data import Epochs, Share, Stream, fraction_read, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
@@ -218,6 +218,11 @@ class Session:
     @property
     def interrupted(self) -> bool:
         return self._interrupted
+
+    def fraction_read(self) -> float | None:
+        """Return which part of its data this process has trained on; None where nobody knows. From any
+        thread."""
+        return fraction_read(self.data, self._position)
 
     @property
     def in_step(self) -> bool:

@@ -194,6 +194,17 @@ def test_empty_files_have_no_records(path: Path) -> None:
         assert list(CsvFormat().chunks(str(path))) == []
 
 
+@pytest.mark.parametrize(("delimiter", "used"), [(",", ";"), (",", "\t"), ("\t", ","), (";", "|")])
+def test_a_file_with_another_delimiter_is_warned_about(
+    path: Path, delimiter: str, used: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text(f"a{used}b\n1{used}2\n")
+    read(path, CsvFormat(delimiter=delimiter))
+    (said,) = caplog.messages
+    assert f"fields seem to be separated by {used!r}, and {delimiter!r} was expected" in said
+    assert f"CsvFormat(delimiter={used!r})" in said
+
+
 def test_a_header_that_makes_no_sense_is_refused(path: Path) -> None:
     for text in ("a,a\n1,2\n", "a,,b\n1,2,3\n", '"a\n'):
         path.write_text(text)

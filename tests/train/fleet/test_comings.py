@@ -346,6 +346,36 @@ def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Pa
 # All of it
 
 
+def come_and_go_at_random(fleet: LosingFleet, chance: random.Random, *, loses: bool, steps: int) -> int:
+    """Have workers come, leave and, if so asked, be lost for so many steps of the chief, and the rest be
+    trained; return how many were lost."""
+    paced = Paced()
+    chief = fleet.train(0, [paced])
+    everybody: list[Worker] = []
+    there: dict[int, tuple[Worker, Vanish]] = {}
+    while chief.is_alive() and paced.may < steps:
+        index = chance.randrange(1, 4)
+        if index not in there or not there[index][0].is_alive():
+            vanish = Vanish(fleet, index)
+            there[index] = (fleet.train(index, [vanish]), vanish)
+            everybody.append(there[index][0])
+        elif loses and chance.random() < 0.5:
+            there[index][1].now.set()
+        else:
+            there[index][0].trainer.stop("SIGTERM")
+        paced.let(chance.randrange(1, 4))
+    paced.let(1000)
+    report = chief.report()
+    for worker in everybody:
+        worker.join(PATIENT)
+    failed = [worker.found for worker in everybody if isinstance(worker.found, Exception)]
+    lost = sum(isinstance(worker.found, Killed) for worker in everybody)
+    assert not failed
+    assert (report.finished, report.stop_reason) == (True, DATA_ENDED)
+    assert len(report.lost.workers) == lost
+    return lost
+
+
 MOMENTS = [
     *((1, "queue", True), (2, "service", False)),
     *(
@@ -372,30 +402,7 @@ def test_workers_come_leave_and_are_lost_at_random_moments(
             keeps_going=loses,
         ) as fleet,
     ):
-        paced = Paced()
-        chief = fleet.train(0, [paced])
-        everybody: list[Worker] = []
-        there: dict[int, tuple[Worker, Vanish]] = {}
-        while chief.is_alive() and paced.may < 24:
-            index = chance.randrange(1, 4)
-            if index not in there or not there[index][0].is_alive():
-                vanish = Vanish(fleet, index)
-                there[index] = (fleet.train(index, [vanish]), vanish)
-                everybody.append(there[index][0])
-            elif loses and chance.random() < 0.5:
-                there[index][1].now.set()
-            else:
-                there[index][0].trainer.stop("SIGTERM")
-            paced.let(chance.randrange(1, 4))
-        paced.let(1000)
-        report = chief.report()
-        for worker in everybody:
-            worker.join(PATIENT)
-        failed = [worker.found for worker in everybody if isinstance(worker.found, Exception)]
-        lost = sum(isinstance(worker.found, Killed) for worker in everybody)
-    assert not failed
-    assert (report.finished, report.stop_reason) == (True, DATA_ENDED)
-    assert len(report.lost.workers) == lost
+        lost = come_and_go_at_random(fleet, chance, loses=loses, steps=24)
     tally = read_model(task, tmp_path).tally
     assert tally.keys() == set(range(task.records)), "nothing is left out"
     assert max(tally.values()) <= 1 + lost

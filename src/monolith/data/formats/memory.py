@@ -77,6 +77,11 @@ class MemorySource:
         self._settle()
         return self._total
 
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the records lies before a position; see `fraction_read`."""
+        total = self.size()
+        return None if not total else (position["next"] + records) / total
+
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
         check_unsaid("memory source", self._epochs, settled=bool(self._settings))

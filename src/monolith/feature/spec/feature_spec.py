@@ -17,7 +17,7 @@ goes to JSON and back without loss: a checkpoint of a model that was made of a s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -266,19 +266,26 @@ class FeatureSpec:
         """Return the group of each example, int64, 0 for an example without; None without a `group`."""
         return replace(batch, group=self.group).groups
 
-    def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
+    def fit(
+        self,
+        stream: Iterable[RawColumns],
+        *,
+        show: bool = True,
+        fraction: Callable[[], float | None] | None = None,
+    ) -> FeatureSpec:
         """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.
 
         Args:
             stream: Read once to its end: a source or a `Pipeline`, of which `take` reads only some.
             show: Whether to say on standard error how far it has come.
+            fraction: Says which part of the stream is read; without it there is no time left to say.
 
         Raises:
             DataError: A feature to learn found no number at all.
         """
         from monolith.feature.spec.fitting import fit
 
-        return fit(self, stream, show=show)
+        return fit(self, stream, show=show, fraction=fraction)
 
     def without_labels(self) -> FeatureSpec:
         """Return the same for data that has no labels: what a server reads."""
