@@ -22,6 +22,7 @@ from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfi
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
 from monolith.table.admission_config import AdmissionConfig
+from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import TrainConfig
 from monolith.train.ranks.config import RanksConfig
 from monolith.wire.limits import Limits
@@ -29,6 +30,13 @@ from monolith.wire.limits import Limits
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
     from monolith.model.by_name import ModelConfig
+
+
+INPUTS = ("data", "kafka", "data_service", "admission", "candidates")
+"""Groups that a task takes as they are, each by a setting of its type."""
+
+TWO_TOWER = "two_tower"
+"""The type of the ready model that retrieves items, and is measured among all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +63,9 @@ class RunConfig(Checked):
     model: Mapping[str, Any] = field(default_factory=dict)
     """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
     beside a task of one's own, it needs a setting of type ModelConfig."""
+    candidates: CandidatesConfig | None = None
+    """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
+    CandidatesConfig."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)
@@ -80,9 +91,14 @@ class RunConfig(Checked):
         return service is not None and service.enabled and service.dispatcher is None and not self.job.local
 
     @property
+    def retrieves(self) -> bool:
+        """Whether the run is a file alone, with a model that retrieves."""
+        return self.job.task is None and self.model.get("type") == TWO_TOWER
+
+    @property
     def inputs(self) -> dict[str, object]:
         """What the run says of the task's data and rows, by group: for settings of the task of that type."""
-        groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}
+        groups = {name: getattr(self, name) for name in INPUTS}
         groups["features"] = self.feature_spec
         groups["model"] = self.model_config
         return {name: given for name, given in groups.items() if given is not None}
@@ -151,6 +167,17 @@ class RunConfig(Checked):
             yield Problem(
                 ("data", "model", "job.task"),
                 'a model without a task of its own reads files; say which, as in [data] path = "clicks.csv"',
+            )
+        if self.retrieves and self.candidates is None:
+            yield Problem(
+                ("candidates", "model", "job.task"),
+                "a two-tower model is measured among all items; say where they are, as in [candidates] "
+                'path = "items.csv"',
+            )
+        if self.candidates is not None and self.model and self.job.task is None and not self.retrieves:
+            yield Problem(
+                ("candidates", "model", "job.task"),
+                f'candidates are of a model with type = "{TWO_TOWER}"; this one scores what the data has',
             )
         for name in () if self.kafka is None else self.kafka.settings:
             if re.search("password|secret|token", name) and not name.endswith("location"):
