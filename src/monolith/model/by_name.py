@@ -86,13 +86,13 @@ class ModelConfig:
             raise ConfigError(f'model.type is required: one of {_known()}, as in type = "deepfm"')
         chosen = cls(type=kind)
         given = {name: value for name, value in plain.items() if name != "type"}
-        whole = dataclasses.make_dataclass("Run", [("model", _settings_of(MODELS[kind]))])
+        whole = dataclasses.make_dataclass("Run", [("model", model_settings(kind))])
         read: Any = config_from_mapping(whole, {"model": given}, source)
         return dataclasses.replace(chosen, settings={name: getattr(read.model, name) for name in given})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads back."""
-        shadow = _settings_of(MODELS[self.type])
+        shadow = model_settings(self.type)
         plain = to_dict(shadow(**self.settings))
         return {"type": self.type, **{name: plain[name] for name in self.settings}}
 
@@ -107,8 +107,13 @@ class ModelConfig:
         return model
 
 
-def _settings_of(model: type[NamedModel]) -> Any:
-    """Return a dataclass with the settings of a model, as its constructor has them."""
+def model_settings(kind: str) -> Any:
+    """Return a dataclass with the settings of a ready model, as the constructor of its class has them.
+
+    Args:
+        kind: One of `MODELS`.
+    """
+    model = MODELS[kind]
     hints = typing.get_type_hints(model.__init__)
     fields: list[Any] = []
     for parameter in inspect.signature(model).parameters.values():
