@@ -152,8 +152,8 @@ class RunConfig(Checked):
             self.feature_spec  # noqa: B018
         except ConfigError as error:
             yield Problem(("features", "labels", "examples"), str(error))
-        if self.distributed and self.cluster.mode == "sync" and self.cluster.num_ps:
-            yield from self._problems_of_served_ranks()
+        if self.distributed and self.cluster.mode == "sync":
+            yield from self._problems_of_ranks()
         try:
             self.model_config  # noqa: B018
         except ConfigError as error:
@@ -185,17 +185,23 @@ class RunConfig(Checked):
                     ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"
                 )
 
-    def _problems_of_served_ranks(self) -> Iterator[Problem]:
-        """Yield what does not go together with ranks whose rows are on servers."""
+    def _problems_of_ranks(self) -> Iterator[Problem]:
+        """Yield what does not go together with ranks, or with ranks whose rows are on servers."""
         ranks = ("cluster.mode", "cluster.num_ps")
+        if self.dense != DenseConfig():
+            yield Problem(
+                ("dense", *ranks),
+                "every rank has all of the weights and averages their gradients in each step; nothing is "
+                "fetched or pushed. Leave dense out, or set cluster.mode to async",
+            )
         if self.failover.recovery == "keep_going":
             yield Problem(
                 ("failover.recovery", *ranks),
-                "ranks go on from one step or not at all: one that kept its weights while a server went back "
+                "ranks go on from one step or not at all: one that kept its weights while others went back "
                 "to the last checkpoint would train rows that its weights do not fit. Set it to exact, or "
                 "cluster.mode to async",
             )
-        if self.discovery.kind == "mpi":
+        if self.cluster.num_ps and self.discovery.kind == "mpi":
             yield Problem(
                 ("discovery.kind", *ranks),
                 "the ranks of mpirun meet in a folder that the parameter servers, which mpirun did not "
