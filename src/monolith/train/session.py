@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -360,6 +360,10 @@ class Session:
             self.drain()
             self._peers.refresh()
             yield
+
+    def looking(self) -> AbstractContextManager[None]:
+        """Have every row within reach, in a block of `standing_still`, to evaluate the model."""
+        return self._peers.looking()
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
