@@ -124,6 +124,9 @@ def test_a_file_trains_evaluates_and_embeds_without_python(
     to = tmp_path / "items.parquet"
     assert main(["embeddings", "--config", config, "--to", str(to), "--quiet"]) == 0
     assert {one.as_py() for one in pq.read_table(to)["id"]} == {f"item {n}".encode() for n in range(50)}
+    to = tmp_path / "scores.csv"
+    assert main(["predict", "--config", config, "--columns", "user,item", "--to", str(to), "--quiet"]) == 0
+    assert to.read_text().splitlines()[0] == "prediction,user,item"
 
 
 def test_the_file_is_what_a_python_user_would_write(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ class AllToAllStore(RankStore):
         )
 
     def lookup(self, ids: TableIds) -> Tensor:
+        self._check_open()  # before anybody is called
         if self._call_in is None:
             return self._exchange(self._lookups, ids)
         self._call_in(self._number)
@@ -96,7 +97,6 @@ class AllToAllStore(RankStore):
         self._exchange(self._looks, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
 
     def _exchange(self, line: RankLine, ids: TableIds) -> Tensor:
-        self._check_open()
         spread, came = line.exchange(lambda: line.spreader.lookup(ids))
         found = self.inner.lookup(joined_ids(came))
         widths = list(self.tables.values())

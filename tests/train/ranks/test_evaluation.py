@@ -17,6 +17,7 @@ from monolith.checkpoint import named_checkpoint
 from monolith.data import Stream
 from monolith.errors import MonolithError
 from monolith.feature import Batch
+from monolith.store import AllToAllStore
 from monolith.train import EvaluateConfig, Mode, Outputs, SaveConfig, TrainConfig, Trainer
 
 EVALUATED = quiet(
@@ -94,3 +95,14 @@ def test_when_an_evaluation_fails_the_others_hear_why(tmp_path: Path) -> None:
 
     with pytest.raises(MonolithError, match="nothing is held back"):
         train_ranks([Broken()] * 2, replace(EVALUATED, model_dir=str(tmp_path)))
+
+
+def test_when_a_rank_fails_while_another_evaluates_all_hear_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: AllToAllStore) -> None:  # noqa: ARG001
+        raise MonolithError("no memory")
+
+    monkeypatch.setattr(AllToAllStore, "answer_look", fail)
+    with pytest.raises(MonolithError, match=r"rank [12] cannot go on: MonolithError: no memory"):
+        train_ranks([Steady()] * 3, replace(EVALUATED, model_dir=str(tmp_path)))
