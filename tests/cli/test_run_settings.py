@@ -68,6 +68,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "labels": ("run/config.py",),
     "examples": ("feature/spec/*.py", "data/spec_batches.py"),
     "model": ("run/config.py",),
+    "candidates": ("run/config_task.py",),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
     "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),
     "admission": ("store/local.py",),
@@ -366,6 +367,7 @@ def test_all_problems_are_listed_at_once(write: Any) -> None:
         assert text in said
 
 
+RANKS = ["--cluster.mode", "sync", "--cluster.num-workers", "2", "--model_dir", "m"]
 SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir", "m"]
 
 
@@ -375,6 +377,10 @@ SERVED_RANKS = ["--cluster.mode", "sync", "--cluster.num-ps", "1", "--model_dir"
         ([*SERVED_RANKS, "--cluster.num-redundant-ps", "1"], "and take no spare"),
         ([*SERVED_RANKS, "--cluster.max-workers", "3"], "so none can come later"),
         ([*SERVED_RANKS, "--failover.recovery", "keep_going"], "ranks go on from one step or not at all"),
+        ([*SERVED_RANKS, "--dense.prefetch"], "nothing is fetched or pushed. Leave dense out"),
+        ([*RANKS, "--cluster.max-workers", "3"], "so none can come later"),
+        ([*RANKS, "--failover.recovery", "keep_going"], "ranks go on from one step or not at all"),
+        ([*RANKS, "--dense.max-staleness", "2"], "nothing is fetched or pushed. Leave dense out"),
         ([*SERVED_RANKS, "--discovery.kind", "mpi"], "name a registry that both reach"),
         (["--log_step_count_steps", "3"], "log lines are counted in time"),
         (["--mode", "eval"], "job.mode: 'eval' is not training; use `monolith evaluate`"),

@@ -13,6 +13,8 @@ import pytest
 from docs.test_examples import EXAMPLES, RATINGS, run
 from services import warm
 
+from monolith.cli.main import main
+
 INTER = "recbole/dataset_example/ml-100k/ml-100k.inter"
 
 
@@ -55,3 +57,25 @@ def test_movielens_by_config(tmp_path: Path) -> None:
     assert RATINGS is not None
     (tmp_path / "ml-100k.inter").write_bytes(zipfile.ZipFile(RATINGS).read(INTER))
     assert movielens(tmp_path, timeout=1200)["like/auc"] > 0.775  # 0.783
+
+
+def test_two_tower_by_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("two_tower.py", "--write", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for command, flags in (
+        ("train", []),
+        ("evaluate", ["--checkpoint", "best"]),
+        ("embeddings", ["--checkpoint", "best", "--to", "items.parquet"]),
+    ):
+        words = [command, "--config", str(EXAMPLES / "two_tower.toml"), *flags, "--quiet", "--json"]
+        assert main(words) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    trained, evaluated, embedded = said
+    assert trained["best"]["metric"] == "recall@10"
+    assert evaluated["metrics"]["recall@10"] == trained["best"]["value"] > 0.2  # by chance 0.026
+    assert {"recall@50", "ndcg@10", "hit_rate@10", "mrr"} < set(evaluated["metrics"])
+    assert embedded["items"] == 400
+    assert (tmp_path / "items.parquet").is_file()

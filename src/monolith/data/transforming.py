@@ -57,7 +57,7 @@ class _Snapshot:
     """What the transform remembers; None for one that remembers nothing."""
 
 
-class TransformedByContent(Passing):
+class TransformedByContent(Passing[Source]):
     """Transforms that look at nothing but what is in a record."""
 
     def __init__(self, source: Source, transforms: Sequence[Transform]) -> None:

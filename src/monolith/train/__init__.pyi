@@ -1,6 +1,7 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.candidates import Candidates
+from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.evaluation_log import Evaluation
@@ -27,6 +28,7 @@ __all__ = [
     "AlertConfig",
     "Alone",
     "Candidates",
+    "CandidatesConfig",
     "EvaluateConfig",
     "Evaluation",
     "ExpiryConfig",

@@ -318,7 +318,7 @@ class EvaluateHook(Hook):
                 if session.interrupted:
                     return
 
-        with session.model.evaluating():
+        with session.looking(), session.model.evaluating():
             values = measured(session.task, until_interrupted())
         if session.interrupted:
             return None

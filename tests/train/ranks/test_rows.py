@@ -16,9 +16,9 @@ import pytest
 import torch
 from store.fleets import wait_until
 from store.ranks import connected
-from torch import nn
 from train.fleets import SOON, Tallied, TalliedFiles, read_model, run_fleet, serving
 from train.rank_runs import quiet, train_ranks
+from train.ranks.given import Steady
 
 from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
@@ -30,18 +30,6 @@ from monolith.train.ranks.rows import RowsOnServers
 
 PLAIN = quiet(TrainConfig(), prefetch=0, async_push=False)
 SAVING = quiet(TrainConfig(), save=SaveConfig(steps=3), keep=KeepConfig(full_every=2))
-
-
-@dataclass(frozen=True)
-class Steady(Tallied):
-    """Whose weights begin alike on every thread that makes a model, though all share one random generator."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
-        return model
 
 
 @dataclass(frozen=True)
