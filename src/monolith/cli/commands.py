@@ -20,6 +20,7 @@ from monolith.bench.options import (
     BenchTableOptions,
     BenchTrainOptions,
     ExperimentCollisionsOptions,
+    ExperimentDefaultsOptions,
     ExperimentMovielensOptions,
 )
 from monolith.cli.options.checkpoint import (
@@ -94,6 +95,7 @@ COMMANDS = {
     "bench sync": Command(BenchSyncOptions, "monolith.bench.sync"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
+    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith.bench.defaults"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith.bench.quality"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
