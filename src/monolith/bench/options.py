@@ -269,3 +269,16 @@ class ExperimentDefaultsOptions:
     """How many times each is done; the error is that of their mean."""
     json: bool = False
     """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentRetrievalOptions:
+    """Measure a two-tower model on MovieLens-100k, by its negatives and its correction."""
+
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
