@@ -40,7 +40,7 @@ from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
 from monolith.tensors import RaggedTensor
-from monolith.train import Task, TrainConfig, Trainer
+from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.keeping import newest_checkpoint
 
 PREDICTION = "prediction"
@@ -54,7 +54,11 @@ def evaluate(options: EvaluateOptions) -> int:
     checkpoint, step = settled(config)
     with ReadingBar(options, "Evaluating") as shown:
         found = Trainer(task, config).evaluate(
-            steps=options.steps, checkpoint=checkpoint, advance=shown.advance, on_open=shown.open
+            steps=options.steps,
+            checkpoint=checkpoint,
+            data=Mode.PREDICT if options.part == "predict" else Mode.EVALUATE,
+            advance=shown.advance,
+            on_open=shown.open,
         )
     examples = int(found.pop("examples"))
     if options.json:

@@ -1,4 +1,4 @@
-"""The compiled core. Arrays go in and out as numpy views; nothing here knows torch.
+"""The compiled core. Arrays go in and out as numpy views, tensors of a batch as they are; torch is not known.
 
 What the classes do is said by the rooms that wrap them, `monolith.table` above all.
 """
@@ -17,6 +17,7 @@ from monolith.native._core import (
     ExampleParser,
     FilterSplitMeta,
     FrameHeader,
+    IdPacker,
     LayoutBatch,
     Layouts,
     OptimizerSpec,
@@ -47,7 +48,6 @@ from monolith.native._core import (
     hash_integers,
     hash_strings,
     masked_crc32c,
-    pack_ids,
     pack_numbers,
     ranking_metrics,
     read_number_cells,
@@ -72,6 +72,7 @@ __all__ = [
     "ExampleParser",
     "FilterSplitMeta",
     "FrameHeader",
+    "IdPacker",
     "LayoutBatch",
     "Layouts",
     "OptimizerSpec",
@@ -102,7 +103,6 @@ __all__ = [
     "hash_integers",
     "hash_strings",
     "masked_crc32c",
-    "pack_ids",
     "pack_numbers",
     "ranking_metrics",
     "read_number_cells",

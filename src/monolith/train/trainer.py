@@ -297,6 +297,7 @@ class Trainer:
         *,
         steps: int | None = None,
         checkpoint: str | None = None,
+        data: Mode = Mode.EVALUATE,
         advance: Callable[[int], object] | None = None,
         on_open: OnOpen | None = None,
     ) -> dict[str, float]:
@@ -308,13 +309,14 @@ class Trainer:
         Args:
             steps: Batches to look at; by default all there are.
             checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
+            data: Whose data to measure on: that of Mode.PREDICT is often a test, and needs labels for it.
             advance: Told the examples of each batch that is done.
             on_open: Given the data before it is read.
 
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
-        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open), advance)
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open, data), advance)
 
     def predict(
         self,
@@ -417,11 +419,16 @@ class Trainer:
         return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
 
     def _outputs(
-        self, mode: Mode, steps: int | None, checkpoint: str | None, on_open: OnOpen | None = None
+        self,
+        mode: Mode,
+        steps: int | None,
+        checkpoint: str | None,
+        on_open: OnOpen | None = None,
+        data: Mode | None = None,
     ) -> Iterator[tuple[Batch, Outputs]]:
         with self._restored(mode, checkpoint) as (model, own, prefix):
             heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
-            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
+            yield from outputs_of(model, mode, own, steps, data=data, on_open=on_open, heads=heads)
 
     @contextlib.contextmanager
     def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:

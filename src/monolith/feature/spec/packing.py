@@ -8,6 +8,7 @@ by feature, which finds out what it was and makes the same of the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from monolith import native
-from monolith.feature.spec.kinds import AnyFeature, BucketFeature, FloatFeature, IdFeature
+from monolith.feature.spec.kinds import BucketFeature, FloatFeature, IdFeature
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
@@ -43,81 +44,71 @@ class PackedIds:
         return RaggedTensor(self.ids[begin:end], splits - begin, validate=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the core reads one feature, by what its column holds; None where it cannot hold that."""
-
-    column: str
-    of_texts: native.RawKind | None
-    of_ints: native.RawKind | None
-    of_floats: native.RawKind | None
-    boundaries: Any
-    rounded: Any
-    """The boundaries as a column of floats would have them: one written as a number is that number."""
-    separator: str | None
-    slot: int | None
+_Plan = tuple[
+    native.RawKind | None,
+    native.RawKind | None,
+    native.RawKind | None,
+    Sequence[float],
+    Sequence[float],
+    str | None,
+    int | None,
+]
+"""How the core reads a feature, as `native.IdPacker` has it: as which kind a column of texts, of whole
+numbers and of numbers, each None where it cannot hold that; boundaries of the last two; separator, slot."""
 
 
-def _plan_of(name: str, one: AnyFeature, slot: int | None) -> _Plan:
+def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
     kinds = native.RawKind
     if isinstance(one, BucketFeature):
         exact = np.array(one.boundaries, dtype=np.float64)
+        # As a column of floats would have them: one written as a number is that number.
         rounded = exact.astype(np.float32).astype(np.float64)
-        column, buckets = one.column or name, (kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS)
-        return _Plan(column, None, *buckets, exact, rounded, one.separator, slot)
-    assert isinstance(one, IdFeature)
+        boundaries = (exact.tolist(), rounded.tolist())
+        return (None, kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS, *boundaries, one.separator, slot)
     is_text = one.kind == "string"
     of_texts, of_ints = (kinds.HASHED, None) if is_text else (kinds.WHOLE_TEXTS, kinds.INTS)
-    return _Plan(one.column or name, of_texts, of_ints, None, None, None, one.separator, slot)
+    return (of_texts, of_ints, None, (), (), one.separator, slot)
 
 
 class Packer:
     """Packs the plain features of one spec. Safe from any thread."""
 
     def __init__(self, spec: FeatureSpec) -> None:
-        self._plans: list[_Plan] = []
+        self._columns: dict[str, str] = {}
         self._floats: dict[str, FloatFeature] = {}
-        names = []
+        plans: list[_Plan] = []
         for name, one in spec.features.items():
             is_bucket = isinstance(one, BucketFeature) and one.boundaries is not None
             if is_bucket or (isinstance(one, IdFeature) and one.weights is None):
-                names.append(name)
-                self._plans.append(_plan_of(name, one, spec.slots.get(name)))
+                assert isinstance(one, IdFeature | BucketFeature)
+                self._columns[name] = one.column or name
+                plans.append(_plan_of(one, spec.slots.get(name)))
             elif isinstance(one, FloatFeature) and one.width == 1:
                 self._floats[name] = one
-        self._names = tuple(names)
+        self._names = tuple(self._columns)
+        self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None where something is odd."""
-        if not self._plans:
+        if not self._names:
             return None
         columns = records.columns
-        features: list[Any] = []
+        read: list[tuple[object, object | None, object]] = []
         rows: list[int] = []
-        for plan in self._plans:
-            raw = columns.get(plan.column)
+        for column in self._columns.values():
+            raw = columns.get(column)
             if raw is None:
                 return None
-            splits = raw.row_splits.numpy()
-            values = raw.values
-            texts, ints, floats = None, None, None
+            values, splits = raw.values, raw.row_splits
             if isinstance(values, RaggedTensor):
-                kind, boundaries = plan.of_texts, None
-                texts = (values.flat_values.numpy(), values.row_splits.numpy())
-            elif values.dtype is torch.int64:
-                kind, boundaries = plan.of_ints, plan.boundaries
-                ints = values.numpy()
+                read.append((values.flat_values, values.row_splits, splits))
             else:
-                kind, boundaries = plan.of_floats, plan.rounded
-                floats = values.numpy()
-            if kind is None:
-                return None
-            features.append((kind, texts, ints, floats, splits, boundaries, plan.separator, plan.slot))
-            rows.append(len(splits) - 1)
-        ids, cells, fine = native.pack_ids(features)
-        if not fine:
+                read.append((values, None, splits))
+            rows.append(splits.numel() - 1)
+        packed = self._packer.pack(read)
+        if packed is None:
             return None
-        return PackedIds(self._names, torch.from_numpy(ids), torch.from_numpy(cells), tuple(rows))
+        return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), tuple(rows))
 
     def floats(self, records: RawColumns) -> dict[str, Tensor] | None:
         """Return the numbers of all plain features, before they are scaled; None where something is odd."""
