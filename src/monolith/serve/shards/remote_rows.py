@@ -36,7 +36,7 @@ from monolith.serve.rows import FoundRows
 from monolith.serve.servable import Servable
 from monolith.serve.shards.config import ShardsConfig
 from monolith.serve.shards.latencies import HedgeBudget
-from monolith.serve.shards.legs import Floats, Leg, Minder
+from monolith.serve.shards.legs import NEVER, Floats, Leg, Minder
 from monolith.serve.shards.replicas import Replica, ReplicaMap, ShardLine, WantedRows
 from monolith.store import TableIds
 from monolith.store.routes import Routes
@@ -380,12 +380,17 @@ class RemoteRows:
     # Hedging
 
     def _begin_hedge(self, leg: Leg) -> None:
+        """Ask another replica that is up, if not too many requests are raced already; or, after the longest
+        wait that there is, any other."""
         with leg.lock:
             line = leg.line
             if line is None or leg.done or self._closed:
                 return
-            replica = leg.shard.choose(leg.tried | {line.replica}, only_up=True)
-            if replica is None or not (line.replica.state != "up" or self._budget.spend()):
+            longest = leg.sent_at + self._config.hedge_most.total_seconds()
+            patient = time.monotonic() < longest
+            replica = leg.shard.choose(leg.tried | {line.replica}, only_up=patient)
+            if replica is None or (patient and line.replica.state == "up" and not self._budget.spend()):
+                leg.hedge_at = longest if patient else NEVER
                 return
             self.counts.hedged += 1
             leg.tried |= {line.replica, replica}
