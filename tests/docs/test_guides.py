@@ -117,6 +117,13 @@ def check_tuning(names: dict[str, Any]) -> None:
     assert rows["user"][1].optimizer.weight_decay == 1.0
 
 
+def check_serving(names: dict[str, Any]) -> None:
+    clicks = names["clicks"].tolist()
+    assert len(set(clicks)) == 3
+    assert all(0 < click < 1 for click in clicks)
+    assert names["said"] == "row 0 of 1: features.price: column 'price' is [nan]"
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -126,6 +133,7 @@ CLAIMS = {
     "evaluation.md": check_evaluation,
     "README.md": check_readme,
     "retrieval.md": check_retrieval,
+    "serving.md": check_serving,
     "table.md": check_table,
     "models.md": check_models,
     "training.md": check_training,

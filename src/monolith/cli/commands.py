@@ -47,6 +47,7 @@ from monolith.cli.options.data_files import (
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cli.options.embeddings import EmbeddingsOptions
+from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
@@ -85,6 +86,7 @@ COMMANDS = {
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
+    "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),

@@ -18,6 +18,7 @@ from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
 from monolith.run.examples import ExamplesConfig
+from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
@@ -66,6 +67,7 @@ class RunConfig(Checked):
     candidates: CandidatesConfig | None = None
     """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
     CandidatesConfig."""
+    export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

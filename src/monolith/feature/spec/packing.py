@@ -8,9 +8,9 @@ by feature, which finds out what it was and makes the same of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,25 @@ class PackedIds:
         splits = self.splits[first : first + self.rows[place] + 1]
         begin, end = int(splits[0]), int(splits[-1])
         return RaggedTensor(self.ids[begin:end], splits - begin, validate=False)
+
+
+class RawCells(NamedTuple):
+    """A column as the core takes it: contiguous tensors on the CPU."""
+
+    values: Tensor
+    """Bytes of texts, whole numbers or numbers: uint8, int64 or float32."""
+    texts: Tensor | None
+    """Where each text begins; None of numbers."""
+    splits: Tensor
+    """Where each row begins."""
+
+    @classmethod
+    def of(cls, raw: RaggedTensor) -> RawCells:
+        """Return a column of records in this form."""
+        values = raw.values
+        if isinstance(values, RaggedTensor):
+            return cls(values.flat_values, values.row_splits, raw.row_splits)
+        return cls(values, None, raw.row_splits)
 
 
 _Plan = tuple[
@@ -87,41 +106,52 @@ class Packer:
                 self._floats[name] = one
         self._names = tuple(self._columns)
         self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
+        self.packs_all = len(plans) + len(self._floats) == len(spec.features)
+        """Whether all features are plain."""
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None where something is odd."""
-        if not self._names:
-            return None
-        columns = records.columns
-        read: list[tuple[object, object | None, object]] = []
-        rows: list[int] = []
+        columns: dict[str, RawCells] = {}
         for column in self._columns.values():
-            raw = columns.get(column)
+            raw = records.columns.get(column)
             if raw is None:
                 return None
-            values, splits = raw.values, raw.row_splits
-            if isinstance(values, RaggedTensor):
-                read.append((values.flat_values, values.row_splits, splits))
-            else:
-                read.append((values, None, splits))
-            rows.append(splits.numel() - 1)
+            columns[column] = RawCells.of(raw)
+        return self.ids_of(columns)
+
+    def ids_of(self, columns: Mapping[str, RawCells]) -> PackedIds | None:
+        """Return the same of columns in the core's form, which may be more than are needed."""
+        if not self._names:
+            return None
+        read = [columns[column] for column in self._columns.values()]
         packed = self._packer.pack(read)
         if packed is None:
             return None
-        return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), tuple(rows))
+        rows = tuple(one.splits.numel() - 1 for one in read)
+        return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), rows)
 
     def floats(self, records: RawColumns) -> dict[str, Tensor] | None:
         """Return the numbers of all plain features, before they are scaled; None where something is odd."""
         if not self._floats:
             return None
-        columns: list[Any] = []
+        columns: dict[str, RawCells] = {}
         for name, one in self._floats.items():
             raw = records.columns.get(one.column or name)
-            if raw is None or raw.dtype is torch.uint8 or raw.nrows != records.size:
+            if raw is None or raw.nrows != records.size:
                 return None
-            values, rows = raw.flat_values.contiguous().numpy(), raw.row_splits.contiguous().numpy()
-            columns.append((values, None, rows) if raw.dtype is torch.int64 else (None, values, rows))
-        out = torch.empty((len(columns), records.size))
-        if not native.pack_numbers(columns, records.size, out.numpy()):
+            columns[one.column or name] = RawCells.of(raw)
+        return self.floats_of(columns, records.size)
+
+    def floats_of(self, columns: Mapping[str, RawCells], size: int) -> dict[str, Tensor] | None:
+        """Return the same of columns in the core's form, of so many rows each."""
+        given: list[Any] = []
+        for name, one in self._floats.items():
+            cells = columns[one.column or name]
+            if cells.texts is not None:
+                return None
+            values, rows = cells.values.contiguous().numpy(), cells.splits.contiguous().numpy()
+            given.append((values, None, rows) if cells.values.dtype is torch.int64 else (None, values, rows))
+        out = torch.empty((len(given), size))
+        if not native.pack_numbers(given, size, out.numpy()):
             return None
         return dict(zip(self._floats, out.unsqueeze(2).unbind(0), strict=True))
