@@ -325,7 +325,7 @@ def test_a_chief_that_is_lost_comes_back_to_workers_that_went_on(tmp_path: Path,
 def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Path) -> None:
     with (
         handed_out("queue", tmp_path / "data", batches=21) as task,
-        LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task) as fleet,
+        LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task, loses_servers=True) as fleet,
     ):
         stays, leaves = Steps(), Steps(2, lambda: left.trainer.stop("SIGTERM"))
         left, other = fleet.train(1, [leaves]), fleet.train(2, [stays])
