@@ -113,7 +113,7 @@ class Finding:
         return f"{self.path}:{self.line}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # to hash all of its nodes would take long
 class Module:
     """One file of the package, parsed, with the room it stands in."""
 
