@@ -108,8 +108,13 @@ def test_one_worker_trains_the_same_bits_on_servers_as_alone(tmp_path: Path) -> 
     assert fleet.rows == alone.rows
 
 
-@pytest.mark.parametrize("full_every", [1, 3])
-@pytest.mark.parametrize("servers", [(2, 2), (2, 3), (3, 1)])
+NOW = [((2, 2), 3), ((2, 3), 1), ((3, 1), 3)]
+SOAKED = [((2, 2), 1), ((2, 3), 3), ((3, 1), 1)]
+
+
+@pytest.mark.parametrize(
+    ("servers", "full_every"), [*NOW, *(pytest.param(*one, marks=pytest.mark.soak) for one in SOAKED)]
+)
 def test_a_run_that_is_started_again_goes_on_with_any_number_of_servers(
     tmp_path: Path, servers: tuple[int, int], full_every: int
 ) -> None:
