@@ -102,7 +102,7 @@ def said(tmp_path: Path) -> str:
 # Whole runs
 
 
-@pytest.mark.parametrize(("each", "fresh"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("each", "fresh"), [(2, False), pytest.param(1, True, marks=pytest.mark.soak)])
 def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: int, fresh: bool) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[task]\nbatches = 24\n[train]\nseed = 3\n")

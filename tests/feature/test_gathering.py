@@ -314,7 +314,7 @@ def batches(draw: Any) -> FeatureIds:
     return FeatureIds.pack(features, shared=shared, batch_size=size)
 
 
-@settings(max_examples=tries(25), deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 9), threads=st.sampled_from([1, 3]))
 def test_any_batch_is_gathered_as_feature_by_feature(batch: FeatureIds, seed: int, threads: int) -> None:
     found = Gatherer(PLAN, native.Workers(threads)).read(batch)

@@ -325,7 +325,7 @@ options = st.fixed_dictionaries(
 )
 PARTS = [b'"', b",", b"\n", b"\r", b"\r\n", b"a", b"1", b"2.5", b"|", b'""', b" ", b"\xc3", b"x,y\n"]
 same_folder = settings(
-    max_examples=tries(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=tries(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

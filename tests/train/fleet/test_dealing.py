@@ -250,7 +250,8 @@ def test_what_everybody_was_dealt_is_known_where_server_0_is_now(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     task = make_task(batches=36)
-    with LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task) as fleet:
+    config = elastic(tmp_path)
+    with LosingFleet(config, num_workers=2, max_workers=3, task=task, loses_servers=True) as fleet:
         stays = Steps()
         left = fleet.train(1, [Steps(2, lambda: left.trainer.stop("SIGTERM"))])
         other = fleet.train(2, [stays])

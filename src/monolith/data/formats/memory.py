@@ -131,7 +131,8 @@ class MemorySource:
         if self._settings:
             return
         share = self._share.settle()
-        self._records = self._records.take(torch.arange(share.worker, len(self._records), share.workers))
+        size = len(self._records)
+        self._records = self._records.take(torch.arange(min(share.worker, size), size, share.workers))
         size, epochs = len(self._records), self._epochs
         self._total = None if epochs is None and size else size * (epochs or 1)
         self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}
