@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from serve.served_tasks import SPEC, Predicted, columns, exported, predictions, 
 
 from monolith.data import MemorySource
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
+from monolith.run.export_config import ExportConfig
+from monolith.run.servables import how_to_export
 from monolith.serve import FoundRows, Predictor
 from monolith.serve.servable.versions import remove_versions
 from monolith.store import TableIds
@@ -247,6 +250,24 @@ def test_rows_may_come_from_somebody_else(root):
 
     with Predictor(str(root), rows=Nothing(), show=False) as predictor:
         assert predictor.predict(columns(2), deadline=7.0).missing == ("ps_1",)
+
+
+def test_a_compiled_dense_half_is_run_only_where_there_is_one(root):
+    with pytest.raises(ConfigError, match="nothing compiled in it; export it with --compile"):
+        Predictor(str(root), compiled=True, show=False)
+
+
+@pytest.mark.soak  # a C++ compiler takes its time
+def test_a_compiled_dense_half_says_the_same_but_for_rounding(config, predictor, tmp_path):
+    how = replace(how_to_export(ExportConfig(), config), compiled=True)
+    exported(config, tmp_path, how=how)
+    raw = columns(5, seed=9)
+    with Predictor(str(tmp_path), compiled=True, show=False) as compiled:
+        found = compiled.predict(raw).outputs["click"]
+        assert torch.allclose(found, predictor.predict(raw).outputs["click"], atol=1e-5)
+        weights = compiled._runner._graph.weights
+        compiled.swap_weights({name: torch.zeros_like(one) for name, one in weights.items()})
+        assert compiled.predict(raw).outputs["click"].tolist() == [0.5] * 5
 
 
 def test_an_entry_without_its_servers_is_refused(config, tmp_path):

@@ -24,6 +24,7 @@ from monolith import filesystem, native
 from monolith.errors import ConfigError, CorruptFileError, FileMissingError, RequestError
 from monolith.feature import Batch, Gatherer
 from monolith.observe import Progress, progress
+from monolith.serve.compiled import CompiledDense
 from monolith.serve.dense import DenseGraph
 from monolith.serve.own_module import ModuleRunner, make_module
 from monolith.serve.raw import RawTensors, RequestReader
@@ -37,6 +38,7 @@ from monolith.table import FrozenTable
 from monolith.tensors.files import FileRecord, read_tensors
 
 GRAPH = "dense/graph.pt2"
+COMPILED = "dense/compiled.pt2"
 WEIGHTS = "dense/weights.safetensors"
 
 
@@ -69,6 +71,8 @@ class Predictor:
         rows: Who answers rows; by default the tables of the folder, mapped.
         threads: That share large batches, the caller counted; by default as many as torch uses.
         allow_module: Whether a servable whose dense half is Python code may be imported and run.
+        compiled: Whether to run what was compiled beside the graph (`monolith export --compile`): faster on
+            few rows, equal to the trainer but for rounding, and code of whoever compiled it.
         verify: Whether every byte of the tables is checked; sizes, and all smaller files, always are.
         show: Whether to say on standard error how far loading has come.
 
@@ -85,9 +89,11 @@ class Predictor:
         rows: RowSource | None = None,
         threads: int | None = None,
         allow_module: bool = False,
+        compiled: bool = False,
         verify: bool = False,
         show: bool = True,
     ) -> None:
+        self._compiled = compiled
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
             held = opened.enter_context(hold_version(folder))
@@ -275,7 +281,13 @@ class Predictor:
             return ModuleRunner(make_module(dense.factory, dense.arguments), weights, rows, dense.labels)
         path = filesystem.join(folder, GRAPH)
         ordered = {name: weights[name] for name in dense.weights}
-        graph = DenseGraph(filesystem.read_bytes(path), ordered, path)
+        graph: DenseGraph | CompiledDense
+        if self._compiled:
+            if COMPILED not in files:
+                raise ConfigError(f"{folder} has nothing compiled in it; export it with --compile")
+            graph = CompiledDense(filesystem.join(folder, COMPILED), ordered)
+        else:
+            graph = DenseGraph(filesystem.read_bytes(path), ordered, path)
         workers = native.Workers(self._threads)
         gatherers = [
             Gatherer(collection.plan(rows.tables), workers) for collection in held.servable.collections
@@ -288,7 +300,7 @@ class GraphRunner:
 
     def __init__(
         self,
-        graph: DenseGraph,
+        graph: DenseGraph | CompiledDense,
         gatherers: Sequence[Gatherer],
         rows: RowSource,
         floats: Sequence[str],

@@ -49,6 +49,9 @@ class ExportOptions:
     as_module: bool = False
     """Serve the model as the Python code that it is, where no graph can hold it. The server must have that
     code, and allow it."""
+    compile: bool = False
+    """Also compile the dense half with AOTInductor, for machines like this one: Predictor(compiled=True) runs
+    it. Needs a C++ compiler."""
     no_warm_up: bool = False
     """Draw no warm-up requests from the task's evaluation data."""
     threads: int | None = None

@@ -29,9 +29,10 @@ from monolith.errors import ConfigError, CorruptFileError, ExportError
 from monolith.feature import FeatureSpec
 from monolith.model import EmbeddingCollection
 from monolith.observe import Progress
+from monolith.serve.compiled import compile_graph
 from monolith.serve.exporting.tables import Advance, ExpiredRows, TableCodings, export_table, saved_history
 from monolith.serve.exporting.tracing import Predict, TracedDense, collections_of, trace_dense
-from monolith.serve.predictor import GRAPH, WEIGHTS
+from monolith.serve.predictor import COMPILED, GRAPH, WEIGHTS
 from monolith.serve.raw import RequestReader
 from monolith.serve.servable.manifest import (
     Servable,
@@ -87,6 +88,8 @@ class ExportHow:
     missing_rows: Literal["refuse", "default"] = "refuse"
     """Whether an entry may answer with zeros for the rows of servers that do not."""
     as_module: bool = False
+    compiled: bool = False
+    """Whether a package of AOTInductor is put beside the graph, for machines like this one."""
     keep: int | None = None
     """How many versions stay; None removes none."""
     evicts: bool = False
@@ -99,6 +102,8 @@ class ExportHow:
             raise ConfigError(f"shards must be from 0 to {_MOST_SHARDS}, got {self.shards}")
         if self.keep is not None and self.keep < 1:
             raise ConfigError(f"keep must be at least 1, got {self.keep}")
+        if self.as_module and self.compiled:
+            raise ConfigError("a Python module is not compiled: leave compiled or as_module out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,6 +334,9 @@ class Exporter:
         )
         if traced is not None:
             files[GRAPH] = _write(new.folder, GRAPH, traced.graph)
+            if self._how.compiled:
+                package = compile_graph(traced.graph, weights, traced.example)
+                files[COMPILED] = _write(new.folder, COMPILED, package)
         return dense, files
 
     def _signature(self, dense: ServableDense) -> Signature:
@@ -363,6 +371,7 @@ class Exporter:
             "missing_rows": how.missing_rows,
             "evicts": [how.evicts, how.max_share],
             "module": how.as_module,
+            "compiled": how.compiled,
             "heads": list(saved.heads),
             "features": None if self._model.spec is None else self._model.spec.to_json(),
         }

@@ -52,6 +52,8 @@ class TracedDense:
     """Parameters and buffers by name, in the order of the graph's inputs."""
     outputs: tuple[str, ...]
     """Heads, in the order of the graph's outputs."""
+    example: tuple[Sequence[Tensor], Sequence[Tensor]]
+    """Tensors of rows and floats that it may be run with."""
 
 
 def collections_of(module: nn.Module) -> list[EmbeddingCollection]:
@@ -106,7 +108,7 @@ def trace_dense(
         raise ExportError(
             f"{type(module).__name__} cannot be exported as a graph: {cause.reason}. {INSTEAD}"
         ) from cause
-    traced = TracedDense(graph, weights, half.heads)
+    traced = TracedDense(graph, weights, half.heads, (rows, numbers))
     _compare(half, traced)
     return traced
 
