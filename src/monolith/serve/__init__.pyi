@@ -1,0 +1,3 @@
+"""Serving: what a checkpoint becomes to be asked, and what answers."""
+
+__all__: list[str] = []
