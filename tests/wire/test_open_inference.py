@@ -13,9 +13,7 @@ PROTO = Path(__file__).parents[2] / "proto/open_inference.proto"
 def fields_of(message):
     return {
         (message.full_name, one.name): (one.number, one.type, one.is_repeated) for one in message.fields
-    } | {
-        key: value for nested in message.nested_types for key, value in fields_of(nested).items()
-    }
+    } | {key: value for nested in message.nested_types for key, value in fields_of(nested).items()}
 
 
 def test_what_is_read_is_what_the_proto_file_says():

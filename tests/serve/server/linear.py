@@ -1,4 +1,4 @@
-"""A small real model to serve: a linear function of texts, whole numbers, floats and lists; and a catalog of it."""
+"""A small real model to serve, a linear function of texts, numbers and lists; and a catalog of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LinearAnswer:
 
 @dataclass
 class LinearModel:
-    """score = bias + len(user) + item + price + 10 * tags; a user "bad" is refused, "slow" waits for `gate`."""
+    """score = bias + len(user) + item + price + 10 * tags; "bad" is refused, "slow" waits for `gate`."""
 
     name: str = "linear"
     version: str = "1"
@@ -56,7 +56,7 @@ class LinearModel:
     def about(self) -> Mapping[str, Any]:
         return {"step": int(self.version) * 100, "watermark": 1.5e9}
 
-    def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> LinearAnswer:
+    def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
         assert not self.closed, "asked after it was closed"
         users = columns["user"]
         rows = len(users)

@@ -95,9 +95,7 @@ def test_requests_that_come_meanwhile_are_answered_together_each_with_its_rows()
 
 def test_no_more_rows_than_allowed_are_answered_together_and_a_larger_request_alone():
     model = LinearModel()
-    answers = ask_behind_a_slow_one(
-        batcher(model, max_rows=3), model, ["a"], ["a", "b"], ["a"] * 5, ["a"]
-    )
+    answers = ask_behind_a_slow_one(batcher(model, max_rows=3), model, ["a"], ["a", "b"], ["a"] * 5, ["a"])
     assert answers == {"slow": [4], 0: [1], 1: [1, 1], 2: [1] * 5, 3: [1]}
     assert sorted(model.batches) == [1, 1, 3, 5]
 
@@ -139,7 +137,7 @@ def test_a_bad_row_of_one_caller_fails_nobody_else():
 def test_a_server_that_is_gone_is_not_asked_once_for_each():
     asked = []
 
-    def predict(values, *, deadline=None):
+    def predict(values, *, deadline=None):  # noqa: ARG001
         asked.append(len(values["user"]))
         if len(asked) > 1:
             raise UnavailableError("shard 3 is gone")

@@ -163,7 +163,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_changes_nothing(monkeypatch):
     repository = Repo(catalog)
     repository.refresh()
 
-    def gone(folder):
+    def gone(folder):  # noqa: ARG001
         raise OSError("stale handle")
 
     monkeypatch.setattr(catalog, "versions", gone)

@@ -117,9 +117,7 @@ def test_lists_of_any_length_are_items_and_where_rows_begin():
 def test_rows_that_begin_nowhere_are_refused(splits):
     items = listed_tensor("tags", "BYTES", [3], ["a", "b", "c"])
     with pytest.raises(RequestError, match="row_splits"):
-        columns_of(
-            [items, listed_tensor("tags.row_splits", "INT64", [len(splits)], splits)], SIGNATURE
-        )
+        columns_of([items, listed_tensor("tags.row_splits", "INT64", [len(splits)], splits)], SIGNATURE)
 
 
 @pytest.mark.parametrize(

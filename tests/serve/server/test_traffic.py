@@ -25,7 +25,9 @@ def test_a_route_is_a_name_and_targets_with_weights():
     )
 
 
-@pytest.mark.parametrize("text", ["", "ads", "ads=", "=ads", "ads=a b", "ads=ads:x", "ads=ads:1.2.3", "ads=ads:0"])
+@pytest.mark.parametrize(
+    "text", ["", "ads", "ads=", "=ads", "ads=a b", "ads=ads:x", "ads=ads:1.2.3", "ads=ads:0"]
+)
 def test_what_is_no_route_is_refused(text):
     with pytest.raises(ConfigError, match="route"):
         Route.parse(text)
