@@ -48,6 +48,7 @@ from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
+from monolith.cli.options.serve import AskOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
@@ -83,6 +84,7 @@ COMMANDS = {
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
+    "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),
