@@ -52,6 +52,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   ├── BarrierAlreadyPlacedError  somebody else holds the workers back
     │   └── ProfilerBusyError   the process is being profiled for somebody else
     ├── ModelDirLockedError     another process writes to this model_dir; names it
+    ├── ExportError             a model or checkpoint cannot become a servable           (also ValueError)
     ├── SaveError               state is of a kind that a checkpoint cannot hold         (also ValueError)
     └── RestoreError            saved state does not fit what it is restored into    (also ValueError)
 
@@ -309,6 +310,10 @@ class ModelDirLockedError(MonolithError):
         super().__init__(message)
         self.pid = pid
         self.host = host
+
+
+class ExportError(MonolithError, ValueError):
+    """A model or a checkpoint cannot be made into a servable; what was there before is as it was."""
 
 
 class SaveError(MonolithError, ValueError):

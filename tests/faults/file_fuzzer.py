@@ -38,7 +38,16 @@ from monolith.data import Records
 from monolith.data.formats import FORMATS
 from monolith.errors import MonolithError
 from monolith.store.dense import dump_dense, read_dense
-from monolith.table import Rows, Segment, SlidingFilter, SlotThresholds, TableConfig
+from monolith.table import (
+    FrozenSegment,
+    FrozenTable,
+    Rows,
+    Segment,
+    SlidingFilter,
+    SlotThresholds,
+    TableConfig,
+    write_frozen_table,
+)
 from monolith.table.shard_files import Description, RowLayout, ShardReader, inspect, write_shard
 from monolith.tensors import RaggedTensor
 
@@ -68,6 +77,7 @@ def honest_files(folder: Path) -> dict[str, tuple[bytes, Read]]:
     made["tf_example in gzip"] = gzip.compress(example, mtime=0), read_example
     made["tf_example in zlib"] = zlib.compress(example), read_example
     made["shard"] = _shard(folder), _read_shard
+    made["frozen table"] = _frozen(folder), _read_frozen
     module = nn.Linear(2, 3)
     dense = bytes(dump_dense(dict(module.named_parameters()), torch.optim.Adam(module.parameters()), 3))
     made["dense"] = dense, lambda path: read_dense(path.read_bytes())
@@ -122,6 +132,20 @@ def _read_shard(path: Path) -> int:
     inspect(str(path), verify=True)
     with ShardReader(str(path)) as reader:
         return sum(len(rows.ids) for rows in reader)
+
+
+def _frozen(folder: Path) -> bytes:
+    segments = [FrozenSegment(2), FrozenSegment(1, "fp16"), FrozenSegment(3, "int8")]
+    rows = torch.arange(20), torch.rand(20, 6)
+    write_frozen_table(str(folder / "honest.rows"), segments, [(rows[0].numpy(), rows[1].numpy())], rows=20)
+    return (folder / "honest.rows").read_bytes()
+
+
+def _read_frozen(path: Path) -> int:
+    table = FrozenTable(str(path))
+    table.lookup(torch.arange(-10, 30))
+    table.verify()
+    return table.rows
 
 
 def fuzz_files(seconds: float, seed: int, folder: Path, *, first: int = 0) -> Counter[str]:

@@ -17,7 +17,8 @@ them; `EmbeddingOptimizer` does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -57,6 +58,10 @@ class PreparedBatch:
     keys: TableIds
     rows: Tensor
     event_time: int
+
+
+StandIn = Callable[[Input | PreparedBatch], Mapping[str, Any]]
+"""Given what a model reads, returns what `EmbeddingCollection.forward` would."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +142,7 @@ class EmbeddingCollection(nn.Module):
         self._watchers: list[Watcher] = []
         self._held: _Held | None = None
         self._said_twice = False
+        self._stand_in: StandIn | None = None
 
     @property
     def store(self) -> Store:
@@ -170,6 +176,11 @@ class EmbeddingCollection(nn.Module):
     def features(self) -> tuple[str, ...]:
         """The features it reads, sorted. A batch may have more; one that it lacks reads as zeros."""
         return tuple(feature.name for feature in self._gatherer.plan.features)
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """The same features with whose rows each reads, and how it combines them."""
+        return self._gatherer.plan.features
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...] | list[tuple[int, ...]]]:
@@ -215,11 +226,25 @@ class EmbeddingCollection(nn.Module):
         """
         self._held = None if prepared is None else _Held.of(_ids(batch), prepared, otherwise)
 
+    @contextmanager
+    def replaced(self, stand_in: StandIn) -> Iterator[None]:
+        """Let `stand_in` say what `forward` returns while a block runs, and no row is looked up.
+
+        It is for who traces the rest of a model: rows without end are no part of a graph.
+        """
+        before, self._stand_in = self._stand_in, stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = before
+
     def forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         """Return a tensor for each layout, of shape (examples, ...); for NONE a list with one per slice.
 
         In training mode, with gradients on, an attached `EmbeddingOptimizer` will update the rows.
         """
+        if self._stand_in is not None:
+            return dict(self._stand_in(batch))
         if torch.compiler.is_compiling():  # rows without end are no part of a graph
             found: dict[str, Any] = torch.compiler.disable(self._forward)(batch)  # type: ignore[no-untyped-call]
             return found

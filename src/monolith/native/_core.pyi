@@ -566,6 +566,107 @@ class TableGroup:
     def apply_gradients(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_shards: int, gradients: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], rates: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], step: int, times: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], dedup: bool, latest: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, counts: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """Step every table once, with its ids of all shards in shard order."""
 
+class FrozenDamageError(ValueError):
+    """A file makes no sense: (path, offset, reason)."""
+
+class FrozenCoding(enum.Enum):
+    """How a segment's values are kept."""
+
+    FP32 = 0
+
+    FP16 = 1
+
+    INT8 = 2
+
+class FrozenTable:
+    """Rows in a mapped file. Never changes. Thread-safe."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        """Maps the file; `path` is for messages."""
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def checked_bytes(self) -> int:
+        """What `verify` can check, from 0 on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def segments(self) -> list[tuple[int, FrozenCoding]]:
+        """(dim, coding) of each."""
+
+    @property
+    def largest_error(self) -> float: ...
+
+    @property
+    def mean_error(self) -> float: ...
+
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+        """Copy one row per id into `out`; an id without a row reads as zeros."""
+
+    def verify(self, start: int, size: int) -> None:
+        """Check bytes, in whole MiB, against their checksums."""
+
+    def prefault(self, start: int, size: int) -> None:
+        """Bring bytes of the file into memory."""
+
+class FrozenGroup:
+    """One call for many frozen tables. Thread-safe."""
+
+    def __init__(self, tables: Sequence[FrozenTable], workers: Workers | None = None) -> None:
+        """Keeps the tables alive."""
+
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_batches: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Copy one row per id into `out`; sizes[batch * tables + table] says whose ids are whose.
+        """
+
+class FrozenWriter:
+    """Rows into the bytes of a file, in order. Not thread-safe."""
+
+    def __init__(self, segments: Sequence[tuple[int, FrozenCoding]], name: str, max_rows: int) -> None: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Of the file so far."""
+
+    @property
+    def crc(self) -> int:
+        """Of the file so far."""
+
+    @property
+    def largest_error(self) -> float: ...
+
+    @property
+    def mean_error(self) -> float: ...
+
+    def begin(self) -> bytes:
+        """What the file begins with."""
+
+    def add(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Write row_bytes bytes for each id to `out`."""
+
+    def finish(self) -> NDArray[numpy.uint8]:
+        """All that follows the rows."""
+
 class Pooling(enum.Enum):
     """How the rows of one cell become one."""
 

@@ -1,3 +1,5 @@
 """Serving: what a checkpoint becomes to be asked, and what answers."""
 
-__all__: list[str] = []
+from monolith.serve.dense import DenseGraph
+
+__all__ = ["DenseGraph"]

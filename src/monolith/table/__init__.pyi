@@ -41,6 +41,14 @@ from monolith.table.entry_dumps import (
 )
 from monolith.table.event_clock import EventClock
 from monolith.table.expiry import Expiry
+from monolith.table.frozen_table import (
+    FrozenInfo,
+    FrozenSegment,
+    FrozenTable,
+    FrozenTables,
+    TableIdsLike,
+    write_frozen_table,
+)
 from monolith.table.initializers import (
     INITIALIZERS,
     BatchSoftmaxInit,
@@ -118,6 +126,10 @@ __all__ = [
     "FixedR8",
     "Fp16",
     "Fp32",
+    "FrozenInfo",
+    "FrozenSegment",
+    "FrozenTable",
+    "FrozenTables",
     "Ftrl",
     "FusedRows",
     "GroupAdagrad",
@@ -151,6 +163,7 @@ __all__ = [
     "Table",
     "TableConfig",
     "TableCut",
+    "TableIdsLike",
     "TableStats",
     "TouchedKeySet",
     "Zeros",
@@ -177,4 +190,5 @@ __all__ = [
     "tfrecord",
     "validate_sharded",
     "warmup",
+    "write_frozen_table",
 ]

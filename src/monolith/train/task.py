@@ -98,9 +98,10 @@ class Task(ABC):
             FeatureError: It gave something else; says what, and where the model is written.
         """
         heads = list(batch.labels) or ["prediction"]
+        size = batch.ids.batch_size  # and not len(batch): an export leaves it open
         returns = f"task {self.name!r}: forward of {type(model).__name__} ({_written_at(model)}) returns"
         wanted = (
-            f"Return logits of shape ({len(batch)},), or ({len(batch)}, {len(heads)}) with a column for each "
+            f"Return logits of shape ({size},), or ({size}, {len(heads)}) with a column for each "
             f"label ({', '.join(heads)}), or a dict of them by label; or override outputs()."
         )
         if isinstance(given, Mapping):
@@ -118,7 +119,7 @@ class Task(ABC):
                 raise FeatureError(f"{returns} {len(columns)} columns for {len(heads)} labels. {wanted}")
             by_head = dict(zip(heads, columns, strict=True))
         for head, logits in by_head.items():
-            if not isinstance(logits, Tensor) or logits.shape != (len(batch),):
+            if not isinstance(logits, Tensor) or logits.shape != (size,):
                 found = (
                     f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
                 )

@@ -1,0 +1,29 @@
+"""What a servable is asked with, and what it answers: names, types and shapes, as the Open Inference Protocol
+has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Datatype = Literal["BYTES", "INT64", "FP32"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One input or output."""
+
+    name: str
+    datatype: Datatype
+    shape: tuple[int, ...]
+    """-1 where any size goes; the first is the number of rows."""
+    optional: bool = False
+    """Whether a request may leave it out: its cells are then empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """All inputs and outputs, in order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]

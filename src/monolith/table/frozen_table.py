@@ -1,0 +1,386 @@
+"""Frozen tables: rows that are written once, mapped, and only read.
+
+    write_frozen_table("item.rows", [FrozenSegment(17)], chunks, rows=10_000_000, name="item")
+    FrozenTable("item.rows").lookup(ids)
+
+What a server needs of a table is its rows, as they were at one moment. They are in one file
+with an index from id to row, which is mapped read-only: opening takes no time however large
+it is, and all processes and threads of a machine that serve the same file share its memory.
+Values are floats, halves, or bytes with a scale for each row and segment; what that costs is
+measured while the file is written. Format and lookups are in `native/src/frozen_*`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith import filesystem, native
+from monolith.errors import CorruptFileError, FilesystemError, TableArgumentError, TableClosedError
+from monolith.observe import Progress
+from monolith.table import arguments
+from monolith.table.parallel import in_parallel
+
+Coding = Literal["fp32", "fp16", "int8"]
+
+_CODINGS = {
+    "fp32": native.FrozenCoding.FP32,
+    "fp16": native.FrozenCoding.FP16,
+    "int8": native.FrozenCoding.INT8,
+}
+_CODING_NAMES: dict[native.FrozenCoding, Coding] = {
+    native.FrozenCoding.FP32: "fp32",
+    native.FrozenCoding.FP16: "fp16",
+    native.FrozenCoding.INT8: "int8",
+}
+_PIECE_BYTES = 32 << 20
+"""What one thread checks or reads before it says how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSegment:
+    """Values of a row that are coded alike."""
+
+    dim: int
+    coding: Coding = "fp32"
+    """`int8` has one float32 scale for each row and segment: its largest value is 127 steps."""
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise TableArgumentError(f"a segment needs a dim of at least 1, got {self.dim}")
+        if self.coding not in _CODINGS:
+            raise TableArgumentError(f"a segment is coded as {', '.join(_CODINGS)}, got {self.coding!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenInfo:
+    """One file of rows, and what their coding cost."""
+
+    path: str
+    name: str
+    rows: int
+    bytes: int
+    dim: int
+    segments: tuple[FrozenSegment, ...]
+    largest_error: float
+    """Of a value as it will be read, against the one that was given."""
+    mean_error: float
+    crc: int
+    """CRC-32C of the whole file."""
+
+
+class TableIdsLike(Protocol):
+    """Ids of all tables of a call in one tensor, as `store.TableIds` has them."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int64: batch after batch and, within a batch, table after table, sorted by name."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """int64 of shape (batches * tables,): how many ids each table has in each batch."""
+
+
+def write_frozen_table(
+    path: str,
+    segments: Sequence[FrozenSegment],
+    chunks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]],
+    *,
+    rows: int,
+    name: str = "",
+) -> FrozenInfo:
+    """Write rows to a file that appears under its name when it is complete.
+
+    Rows leave as they come. Memory holds 8 bytes for each and, at the end, about 18 more for the index.
+
+    Args:
+        segments: What a row is made of, from its first value on.
+        chunks: Ids of shape (n,) and their values of shape (n, dim): no id twice, all values finite. One that
+            is too large for a half becomes the largest one.
+        rows: At most so many will come.
+        name: Of the table, for people.
+
+    Raises:
+        TableArgumentError: What came does not fit. Nothing was put in place.
+        FilesystemError: The disk is full, or cannot be written. Nothing was put in place.
+    """
+    with arguments.core_errors():
+        writer = native.FrozenWriter([(each.dim, _CODINGS[each.coding]) for each in segments], name, rows)
+    with filesystem.atomic_write(path) as file:
+        file.write(writer.begin())
+        for ids, values in chunks:
+            _check_chunk(ids, values, writer.dim)
+            coded = np.empty(len(ids) * writer.row_bytes, np.uint8)
+            with _names_file(path):
+                writer.add(ids, values, coded)
+            file.write(coded.data)
+        with _names_file(path):
+            tail = writer.finish()
+        file.write(tail.data)
+    return FrozenInfo(
+        path=path,
+        name=name,
+        rows=writer.rows,
+        bytes=writer.size,
+        dim=writer.dim,
+        segments=tuple(segments),
+        largest_error=writer.largest_error,
+        mean_error=writer.mean_error,
+        crc=writer.crc,
+    )
+
+
+class FrozenTable:
+    """The rows of one file, mapped. Thread-safe.
+
+    Header, sizes and the checksums of both are always checked, so that a file that is foreign, cut or
+    unfinished is refused; a row number that makes no sense is, when it is met. A file is never changed in
+    place: to replace one, write another under its name, or delete it. Who has it mapped keeps what it had.
+
+    Args:
+        path: On a local disk.
+        verify: Whether to read all bytes and compare their checksums.
+        progress: Advanced by bytes that are verified.
+
+    Raises:
+        FileMissingError: There is no such file.
+        CorruptFileError: Which file makes no sense, where and why.
+    """
+
+    def __init__(self, path: str, *, verify: bool = False, progress: Progress | None = None) -> None:
+        if filesystem.is_remote(path):
+            raise FilesystemError(
+                f"cannot map {path}: rows are served from a local disk. Copy it there first."
+            )
+        with filesystem.open_read(path) as file, frozen_errors():
+            try:
+                core = native.FrozenTable(file.fileno(), path)
+            except OSError as cause:
+                raise FilesystemError(f"cannot map {path}: {cause.strerror}") from cause
+        self._path = path
+        self._core: native.FrozenTable | None = core
+        self._dim, self._rows, self._bytes = core.dim, core.rows, core.bytes
+        self._segments = tuple(FrozenSegment(dim, _CODING_NAMES[coding]) for dim, coding in core.segments)
+        if verify:
+            self.verify(progress)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def name(self) -> str:
+        return self.core.name
+
+    @property
+    def dim(self) -> int:
+        return self._dim
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+        return self._bytes
+
+    @property
+    def segments(self) -> tuple[FrozenSegment, ...]:
+        return self._segments
+
+    @property
+    def largest_error(self) -> float:
+        """As in `FrozenInfo`."""
+        return self.core.largest_error
+
+    @property
+    def mean_error(self) -> float:
+        """As in `FrozenInfo`."""
+        return self.core.mean_error
+
+    @property
+    def core(self) -> native.FrozenTable:
+        """The compiled table, for calls over many tables."""
+        core = self._core
+        if core is None:
+            raise TableClosedError(f"the table in {self._path} was closed")
+        return core
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """Return one row per id, in the order given; zeros for an id without one.
+
+        Args:
+            ids: int64 of shape (n,).
+
+        Returns:
+            float32 of shape (n, dim).
+        """
+        core = self.core
+        keys = arguments.id_array(ids)
+        answer, values = arguments.out_array(None, len(keys), self._dim)
+        with frozen_errors():
+            core.lookup(keys, values)
+        return answer
+
+    def verify(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
+        """Compare all bytes with their checksums.
+
+        Raises:
+            CorruptFileError: Which file, and the first byte of the MiB that differs.
+        """
+        core = self.core
+        with frozen_errors():
+            _by_pieces(core.verify, core.checked_bytes, progress, threads)
+
+    def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
+        """Bring the whole file into memory, so that no lookup waits for the disk.
+
+        The system may take memory back that it needs for something else.
+
+        Args:
+            progress: Advanced by bytes.
+            threads: As many as there are processors by default.
+        """
+        _by_pieces(self.core.prefault, self._bytes, progress, threads)
+
+    def close(self) -> None:
+        """Let go of the file, once calls under way and groups that hold it have. Again does nothing."""
+        self._core = None
+
+
+class FrozenTables:
+    """Frozen tables by name, and one native call for all of them. Thread-safe.
+
+    Args:
+        tables: Closed by `close`.
+        threads: That share large calls, the caller's counted; as many as there are processors by default.
+            Those of a few thousand ids are answered by the caller's thread alone.
+    """
+
+    def __init__(self, tables: Mapping[str, FrozenTable], *, threads: int | None = None) -> None:
+        self._members = {name: tables[name] for name in sorted(tables)}
+        self._widths = {name: table.dim for name, table in self._members.items()}
+        self._dims = np.array(list(self._widths.values()), np.int64)
+        count = _processors() if threads is None else threads
+        if count < 1:
+            raise TableArgumentError(f"threads must be at least 1, got {threads}")
+        self._group: native.FrozenGroup | None = native.FrozenGroup(
+            [table.core for table in self._members.values()], native.Workers(count) if count > 1 else None
+        )
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        """Table to the width of its rows, sorted by name."""
+        return MappingProxyType(self._widths)
+
+    @property
+    def members(self) -> Mapping[str, FrozenTable]:
+        """The tables, sorted by name."""
+        return MappingProxyType(self._members)
+
+    @property
+    def rows(self) -> int:
+        """Of all tables together."""
+        return sum(table.rows for table in self._members.values())
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(table.bytes for table in self._members.values())
+
+    def lookup(self, ids: TableIdsLike) -> Tensor:
+        """Return the rows of all ids.
+
+        Returns:
+            float32, flat: one row per id, each as wide as its table. Zeros for an id without a row.
+        """
+        group = self._group
+        if group is None:
+            raise TableClosedError("these tables were closed")
+        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
+        batches = len(sizes) // max(1, len(self._dims)) or 1
+        with frozen_errors():
+            floats = int(native.fused_offsets(self._dims, sizes, batches, len(keys))[-1][-1])
+            rows = torch.empty(floats, dtype=torch.float32)
+            group.lookup(keys, sizes, batches, rows.numpy())
+        return rows
+
+    def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
+        """As `FrozenTable.prefault`, for all tables."""
+        for table in self._members.values():
+            table.prefault(progress, threads=threads)
+
+    def close(self) -> None:
+        """Close all tables. Again does nothing."""
+        self._group = None
+        for table in self._members.values():
+            table.close()
+
+
+@contextmanager
+def frozen_errors() -> Iterator[None]:
+    """Let what the core says of a file or of arguments be an error of ours."""
+    try:
+        yield
+    except native.FrozenDamageError as damage:
+        path, offset, reason = damage.args
+        raise CorruptFileError(path, offset, reason) from None
+    except ValueError as cause:
+        raise TableArgumentError(str(cause)) from cause
+
+
+@contextmanager
+def _names_file(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as cause:
+        raise TableArgumentError(f"cannot write {path}: {cause}") from cause
+
+
+def _check_chunk(ids: NDArray[np.int64], values: NDArray[np.float32], dim: int) -> None:
+    if (
+        ids.dtype != np.int64
+        or values.dtype != np.float32
+        or ids.ndim != 1
+        or values.shape != (len(ids), dim)
+        or not ids.flags.c_contiguous
+        or not values.flags.c_contiguous
+    ):
+        raise TableArgumentError(
+            f"a chunk is int64 ids of shape (n,) and float32 values of shape (n, {dim}), contiguous; got "
+            f"{ids.dtype} {ids.shape} and {values.dtype} {values.shape}"
+        )
+
+
+class _OnBytes(Protocol):
+    def __call__(self, start: int, size: int) -> None: ...
+
+
+def _by_pieces(work: _OnBytes, total: int, progress: Progress | None, threads: int | None) -> None:
+    def one(number: int, _: object) -> None:
+        start = number * _PIECE_BYTES
+        size = min(_PIECE_BYTES, total - start)
+        work(start, size)
+        if progress is not None:
+            progress.advance(size)
+
+    pieces = range(math.ceil(total / _PIECE_BYTES))
+    in_parallel(one, pieces, _processors() if threads is None else threads)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
