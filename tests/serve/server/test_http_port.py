@@ -286,7 +286,7 @@ def read_all(made):
 @pytest.fixture(scope="module")
 def strict():
     """A server with narrow limits."""
-    limits = ServeLimits(request_bytes=10_000, rows=100, read_timeout=timedelta(seconds=0.3), connections=20)
+    limits = ServeLimits(request_bytes=10_000, rows=100, read_timeout=timedelta(seconds=1), connections=20)
     with serving(one_model(), limits=limits) as server:
         yield server
 
