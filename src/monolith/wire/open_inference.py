@@ -49,6 +49,37 @@ def message_types() -> Any:
     )
 
 
+@cache
+def packed_infer_type() -> Any:
+    """Return `ModelInferRequest` with its parts left as bytes: `parameters`, `inputs` and `outputs`.
+
+    Requests of one caller differ in their raw contents alone. Whoever has seen such inputs before need not
+    read their names, types and shapes again.
+    """
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+    )
+
+    whole = message_types().ModelInferRequest.DESCRIPTOR
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="packed_infer_request.proto", package="monolith", syntax="proto3"
+    )
+    message = file.message_type.add(name="PackedInferRequest")
+    for field in whole.fields:
+        message.field.add(
+            name=field.name,
+            number=field.number,
+            type=kinds.TYPE_BYTES if field.message_type else field.type,
+            label=kinds.LABEL_REPEATED if field.is_repeated else kinds.LABEL_OPTIONAL,
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("monolith.PackedInferRequest"))
+
+
 def service_methods() -> dict[str, tuple[Any, Any]]:
     """Return for every method of the service the classes of its request and its answer."""
     types = message_types()

@@ -106,6 +106,31 @@ def test_raw_contents_and_typed_ones_are_the_same(client):
     assert scores(client.ModelInfer(raw)) == scores(client.ModelInfer(typed)) == [11.5, -17.75]
 
 
+def test_requests_like_an_earlier_one_are_read_by_what_was_learned_of_it(served, client):
+    types = message_types()
+
+    def ask(users, items, datatype="INT64", model_version="1"):
+        message = types.ModelInferRequest(model_name="linear", model_version=model_version)
+        message.inputs.add(name="user", datatype="BYTES", shape=[len(users)])
+        message.inputs.add(name="item", datatype=datatype, shape=[len(items)])
+        message.raw_input_contents.append(b"".join(len(u).to_bytes(4, "little") + u for u in users))
+        message.raw_input_contents.append(np.array(items, datatype.lower()).tobytes())
+        return client.ModelInfer(message)
+
+    for turn in range(3):
+        assert scores(ask([b"a", b"bb"], [10 * turn, 7])) == [1 + 10 * turn, 9]
+        assert scores(ask([b"a"], [turn])) == [1 + turn]
+        assert scores(ask([b"a"], [turn], "INT32")) == [1 + turn]  # is converted, and so read anew each time
+        assert scores(ask([b"a"], [turn], model_version="2")) == [101 + turn]
+    with served.inference.repository.held("linear", "1") as held:
+        assert len(held.plans) >= 2
+    torn = types.ModelInferRequest(model_name="linear", raw_input_contents=[b"\1\0\0\0a", b"\0" * 7])
+    torn.inputs.add(name="user", datatype="BYTES", shape=[1])
+    torn.inputs.add(name="item", datatype="INT64", shape=[1])
+    code, text = refusal(client.ModelInfer, torn)
+    assert (code, "takes 8 bytes, got 7" in text) == (Code.INVALID_ARGUMENT, True)
+
+
 def infer(*inputs, raw=(), **fields):
     """A request with inputs (name, datatype, shape, field, values)."""
     message = message_types().ModelInferRequest(model_name="linear", raw_input_contents=raw, **fields)

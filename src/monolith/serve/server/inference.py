@@ -27,15 +27,19 @@ from monolith.serve.server.batching import FoundOutputs, RequestBatcher
 from monolith.serve.server.config import ServeConfig, ServedFolder, Target
 from monolith.serve.server.observing import AccessLog, ServeMetrics
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
-from monolith.serve.server.requests import InferReply, InferRequest, Parameter
+from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
 from monolith.serve.server.served import Catalog, ServedModel, ServedSignature
-from monolith.serve.server.tensors import Columns, columns_of, output_tensor
+from monolith.serve.server.tensors import Columns, ColumnsPlan, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
 
 _log = logging.getLogger(__name__)
 
 SHADOWS_WAITING = 64
 """Requests that may wait for shadows; more are dropped, and counted."""
+PLANS = 256
+"""Kinds of requests to a version whose names, types and shapes are remembered."""
+PLAN_BYTES = 64 << 10
+"""The longest description of inputs that is."""
 CODES: Mapping[type[BaseException], str] = {
     UnknownModelError: "not_found",
     RequestTooLargeError: "too_large",
@@ -221,7 +225,12 @@ class Inference:
         return reply, columns.rows
 
     def _columns(self, request: InferRequest, held: LoadedVersion) -> Columns:
-        columns = columns_of(request.tensors, held.model.signature)
+        given = request.tensors
+        columns = (
+            _packed_columns(given, held)
+            if isinstance(given, PackedInputs)
+            else columns_of(given, held.model.signature)
+        )
         if columns.rows > self._limits.rows:
             raise RequestTooLargeError(
                 f"the request has {columns.rows} rows; the most are {self._limits.rows}. Send several."
@@ -262,6 +271,22 @@ class Inference:
         finally:
             with self._lock:
                 self._shadows_waiting -= 1
+
+
+def _packed_columns(given: PackedInputs, held: LoadedVersion) -> Columns:
+    """Return the columns of a request, by a plan where one like it was seen before."""
+    plan = held.plans.get(given.key)
+    if plan is not None:
+        columns = plan.columns(given.contents)
+        if columns is not None:
+            return columns
+    tensors = given.read()
+    columns = columns_of(tensors, held.model.signature)
+    if plan is None and sum(map(len, given.key)) <= PLAN_BYTES and (made := ColumnsPlan.of(tensors, columns)):
+        if len(held.plans) >= PLANS:
+            held.plans.clear()
+        held.plans[given.key] = made
+    return columns
 
 
 def _reply(request: InferRequest, name: str, held: LoadedVersion, found: FoundOutputs) -> InferReply:

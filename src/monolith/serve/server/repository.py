@@ -20,6 +20,7 @@ from monolith.errors import MonolithError, UnavailableError, UnknownModelError
 from monolith.serve.server.batching import RequestBatcher
 from monolith.serve.server.config import ServedFolder
 from monolith.serve.server.served import Catalog, ServedModel
+from monolith.serve.server.tensors import ColumnsPlan
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class LoadedVersion:
     def __init__(self, model: ServedModel, batcher: RequestBatcher) -> None:
         self.model = model
         self.batcher = batcher
+        self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
+        """By what requests say of their inputs; for those that were seen before."""
         self._lock = threading.Lock()  # guards the two below
         self._holders = 1  # the repository
         self._retired = False

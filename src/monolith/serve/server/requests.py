@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from monolith.serve.server.tensors import WireTensor
 
 Parameter = bool | int | float | str
+
+
+@dataclass(slots=True)
+class PackedInputs:
+    """The inputs of a request, not read yet."""
+
+    key: tuple[bytes, ...]
+    """Their names, types and shapes, as they came."""
+    contents: Sequence[bytes]
+    """Their values, one after another in each."""
+    read: Callable[[], Sequence[WireTensor]]
+    """Reads all of it; raises a RequestError where it makes no sense."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,7 +30,7 @@ class InferRequest:
     version: str = ""
     """Empty for the one that the server chooses."""
     id: str = ""
-    tensors: Sequence[WireTensor]
+    tensors: Sequence[WireTensor] | PackedInputs
     outputs: Sequence[str] = ()
     """Names of those that are wanted; none for all."""
     timeout: float | None = None

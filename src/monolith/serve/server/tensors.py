@@ -155,6 +155,60 @@ def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Col
     return Columns(values, rows, tuple(layout))
 
 
+class ColumnsPlan:
+    """Makes columns of raw contents whose names, types and shapes were checked before."""
+
+    __slots__ = ("_layout", "_parts", "_rows")
+
+    def __init__(
+        self, parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]], columns: Columns
+    ) -> None:
+        self._parts = parts
+        self._rows = columns.rows
+        self._layout = columns.layout
+
+    @classmethod
+    def of(cls, tensors: Sequence[WireTensor], columns: Columns) -> ColumnsPlan | None:
+        """Return the plan that makes these columns of the contents of these tensors.
+
+        None where more is done with values than to read them: lists of any length, other types.
+        """
+        parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]] = []
+        for tensor in tensors:
+            column = columns.values.get(tensor.name)
+            if tensor.name + SPLITS in columns.values or column is None:
+                return None
+            if isinstance(column, list):
+                if column is not tensor.values:
+                    return None
+                parts.append((tensor.name, None, len(column), None))
+                continue
+            assert not isinstance(tensor.values, list)
+            if column.dtype != tensor.values.dtype:
+                return None
+            shape = column.shape if column.ndim == 2 else None
+            parts.append((tensor.name, column.dtype, tensor.values.nbytes, shape))
+        return cls(parts, columns)
+
+    def columns(self, contents: Sequence[bytes]) -> Columns | None:
+        """Return the columns; None where contents have another length than those of the plan.
+
+        Raises:
+            RequestError: Texts do not lie as they should.
+        """
+        values: dict[str, Any] = {}
+        for (name, dtype, size, shape), raw in zip(self._parts, contents, strict=True):
+            if dtype is None:
+                values[name] = _read_texts(name, size, raw)
+            elif len(raw) != size:
+                return None
+            elif shape is None:
+                values[name] = np.frombuffer(raw, dtype)
+            else:
+                values[name] = np.frombuffer(raw, dtype).reshape(shape)
+        return Columns(values, self._rows, self._layout)
+
+
 def merged(parts: Sequence[Columns]) -> dict[str, Any]:
     """Return the rows of all parts, which have one layout, one after another."""
     first = parts[0].values
