@@ -3,7 +3,7 @@
 Runs in a process of its own, so that the server does not wait for its client, and speaks as little Python as
 it can: what is sent is made once, and of an answer only its status is read.
 
-    python -m monolith.bench.serve_load http 127.0.0.1:8000 8 2.0 < request
+    python -c COMMAND http 127.0.0.1:8000 8 2.0 < request
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+COMMAND = "import sys; from monolith.bench.serve_load import main; sys.exit(main(sys.argv[1:]))"
 GRPC_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadSeen:
     """What the callers saw."""
 
     requests: int
@@ -33,7 +34,7 @@ class LoadReport:
 
 
 def main(words: list[str]) -> int:
-    """Ask with what standard input holds, and print a `LoadReport` as JSON."""
+    """Ask with what standard input holds, and print a `LoadSeen` as JSON."""
     kind, address, connections, seconds = words
     request = sys.stdin.buffer.read()
     report = load(kind, address, request, int(connections), float(seconds))
@@ -41,7 +42,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def load(kind: str, address: str, request: bytes, connections: int, seconds: float) -> LoadReport:
+def load(kind: str, address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
     """Ask as often as `connections` callers can, and return what they saw.
 
     Args:
@@ -102,7 +103,7 @@ class _Caller(asyncio.Protocol):
         self._transport.close()
 
 
-async def _load_http(address: str, request: bytes, connections: int, seconds: float) -> LoadReport:
+async def _load_http(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     seen: list[float] = []
@@ -121,7 +122,7 @@ async def _load_http(address: str, request: bytes, connections: int, seconds: fl
     return _report(seen, len(failed), time.perf_counter() - begun)
 
 
-async def _load_grpc(address: str, request: bytes, connections: int, seconds: float) -> LoadReport:
+async def _load_grpc(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
     import grpc  # type: ignore[import-untyped]
 
     seen: list[float] = []
@@ -145,9 +146,9 @@ async def _load_grpc(address: str, request: bytes, connections: int, seconds: fl
     return _report(seen, failed, time.perf_counter() - begun)
 
 
-def _report(seen: list[float], failed: int, seconds: float) -> LoadReport:
+def _report(seen: list[float], failed: int, seconds: float) -> LoadSeen:
     ordered = sorted(seen)
-    return LoadReport(
+    return LoadSeen(
         requests=len(seen),
         failed=failed,
         seconds=seconds,
@@ -167,7 +168,3 @@ def _loop_factory() -> Any:
 
         return uvloop.new_event_loop
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -60,6 +60,14 @@ def load_reading(
     options: EvaluateOptions | PredictOptions | EmbeddingsOptions,
 ) -> tuple[Task, TrainConfig]:
     """Return what to read, and from where: not from the checkpoint that the training started from."""
+    task, run = load_reading_run(options)
+    return task, run.train
+
+
+def load_reading_run(
+    options: EvaluateOptions | PredictOptions | EmbeddingsOptions,
+) -> tuple[Task, RunConfig]:
+    """Return what to read, and the run that trained it."""
     if not isinstance(options, EmbeddingsOptions) and options.steps is not None and options.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {options.steps}")
     code: dict[str, Any] = {
@@ -75,7 +83,7 @@ def load_reading(
     task = _task(options, run)
     if not run.train.model_dir:
         raise ConfigError("needs --model-dir: the folder with the checkpoints of the training")
-    return with_learned_features(task, run, trains=False, say=say), run.train
+    return with_learned_features(task, run, trains=False, say=say), run
 
 
 def say(line: str) -> None:

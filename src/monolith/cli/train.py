@@ -64,6 +64,7 @@ from monolith.train.hooks import (
 from monolith.train.hooks.control.controller import ACTION_FILE
 from monolith.train.hooks.reports.live_line import describe_standing, gauge_standing, log_standing
 from monolith.train.hooks.reports.profiling import FIRST_STEP, WINDOW_STEPS
+from monolith.train.hooks.saving.listeners import SaveListener
 
 DRAW_EVERY = timedelta(seconds=0.2)
 GAUGE_EVERY = timedelta(seconds=1)
@@ -276,10 +277,16 @@ def train(
                 status.watch_worker(local),
             ]
 
+        listeners: list[SaveListener] = []
+        if chief and run.export.when_saving:
+            from monolith.run.servables import exports_when_saving
+
+            exports = exports_when_saving(task, config, run.export, metrics=metrics, say=say)
+            listeners = open_things.enter_context(exports)
         signals = open_things.enter_context(StopSignals(stopper, say))
 
         def attempt(peers: Peers | None = None) -> TrainReport:
-            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers)
+            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers, listeners=listeners)
             stopper.use(trainer)
             return trainer.train()
 

@@ -18,6 +18,7 @@ from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
 from monolith.run.examples import ExamplesConfig
+from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
@@ -55,6 +56,7 @@ class RunConfig(Checked):
     model: Mapping[str, Any] = field(default_factory=dict)
     """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
     beside a task of one's own, it needs a setting of type ModelConfig."""
+    export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

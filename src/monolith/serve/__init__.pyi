@@ -1,5 +1,17 @@
 """Serving: what a checkpoint becomes to be asked, and what answers."""
 
 from monolith.serve.dense import DenseGraph
+from monolith.serve.predictor import Prediction, Predictor
+from monolith.serve.rows import FoundRows, MappedRows, RowSource
+from monolith.serve.signature import Signature, TensorSpec
 
-__all__ = ["DenseGraph"]
+__all__ = [
+    "DenseGraph",
+    "FoundRows",
+    "MappedRows",
+    "Prediction",
+    "Predictor",
+    "RowSource",
+    "Signature",
+    "TensorSpec",
+]

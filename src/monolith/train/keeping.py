@@ -38,6 +38,7 @@ from monolith.train.hooks import (
     SaveHook,
     SaveMemory,
 )
+from monolith.train.hooks.saving.listeners import SaveListener
 from monolith.train.peers import LastCheckpoint
 from monolith.train.session import Session
 
@@ -126,13 +127,18 @@ class Keeper:
         self._positions[step] = self._session.position
         return moment
 
-    def hooks(self, metrics: Metrics) -> list[Hook]:
-        """Return the hooks that save, in order."""
+    def hooks(self, metrics: Metrics, listeners: Sequence[SaveListener] = ()) -> list[Hook]:
+        """Return the hooks that save, in order.
+
+        Args:
+            listeners: Told of each checkpoint with rows.
+        """
         config = self._config
         memory = SaveMemory()
         save = SaveHook(
             self,
             replace(config.save, asynchronous=config.saves_beside),
+            listeners=listeners,
             memory=memory,
             resumed=lambda: self._session.resumed,
             together=self._session.together,

@@ -17,7 +17,7 @@ candidates, whose vectors are computed once for each evaluation.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
 import torch
@@ -57,6 +57,11 @@ class RetrievalTask(Task):
         if self._candidates is not None:
             measures = self._ranked(model, batch, self._candidates)
         return Outputs(picked.loss, {head: picked.scores}, measures)
+
+    def predictions(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Score each user with the item of its own example, and with no other."""
+        scores: Tensor = _two_tower(model)(batch)
+        return {next(iter(batch.labels), "prediction"): scores}
 
     def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
         """Return nothing: what is measured is `measures`."""

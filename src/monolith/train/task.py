@@ -91,6 +91,10 @@ class Task(ABC):
         loss = torch.stack(losses).sum() if losses else torch.tensor(float("nan"))
         return Outputs(loss, {head: torch.sigmoid(logit) for head, logit in by_head.items()})
 
+    def predictions(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return what a model says of a batch, without its loss: what is served."""
+        return self.outputs(model, batch).predictions
+
     def _by_head(self, model: nn.Module, given: Any, batch: Batch) -> dict[str, Tensor]:
         """Return what a model gave by label, each of shape (examples,).
 

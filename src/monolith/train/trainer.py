@@ -30,6 +30,7 @@ from monolith.checkpoint import (
     CustomRestore,
     ModelDirLock,
     Restored,
+    RestoreOptions,
     Saver,
     StatePart,
     go_back,
@@ -60,6 +61,7 @@ from monolith.train.hooks import (
 from monolith.train.hooks.control.barrier import Barrier
 from monolith.train.hooks.installed import installed_hooks
 from monolith.train.hooks.reports.trackers import sink_openers
+from monolith.train.hooks.saving.listeners import SaveListener
 from monolith.train.keeping import Keeper, newest_checkpoint
 from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_end, write_run_manifest
@@ -184,6 +186,7 @@ class Trainer:
             for those that look at its session or ask it to save.
         metrics: Where counters of the run go.
         peers: Whom to train with; None trains in this process alone. They serve one run.
+        listeners: Told of each checkpoint that this process saves.
         clock: Unix seconds.
     """
 
@@ -195,9 +198,11 @@ class Trainer:
         hooks: Sequence[Hook] | Callable[[LocalRun], Sequence[Hook]] = (),
         metrics: Metrics | None = None,
         peers: Peers | None = None,
+        listeners: Sequence[SaveListener] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.task = task
+        self._listeners = tuple(listeners)
         self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
         self._accelerator = accelerator_of(self.config.accelerator)
@@ -375,6 +380,24 @@ class Trainer:
         for batch, outputs in self._outputs(Mode.PREDICT, steps, checkpoint, on_open):
             yield batch, outputs.predictions
 
+    @contextlib.contextmanager
+    def without_rows(self) -> Iterator[tuple[nn.Module, Callable[[str], None]]]:
+        """Have the model in eval mode on the CPU, with no rows, and what loads weights into it.
+
+        That is called with the prefix of a checkpoint, as often as one likes, from any thread. Torch's random
+        numbers are the caller's again afterwards.
+        """
+        config = self.config
+        with OwnRandom(config.seed).drawn():
+            model = Model(self.task, Mode.PREDICT, seed=config.seed, accelerator=accelerator_of("cpu"))
+
+        def restore(prefix: str) -> None:
+            parts = [*model.features_parts(), model.dense_part()]
+            Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
+
+        with contextlib.closing(model):
+            yield model.module, restore
+
     def embed(
         self,
         *,
@@ -482,14 +505,16 @@ class Trainer:
         with own.drawn():
             model = Model(self.task, mode, seed=config.seed, accelerator=self._accelerator)
         with contextlib.closing(model):
-            custom = CustomRestore(alias_map=config.restore.alias_map, auto_alias=config.restore.auto_alias)
-            options = replace(
-                config.restore.options(config.model_dir), optimizer_state="reset", custom=custom
-            )
             parts = [*model.features_parts(), *model.parts()]
-            restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, options)
+            restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())
             _log.info("reading %s: step %d", prefix, restored.step)
             yield model, own, prefix
+
+    def _reading_options(self) -> RestoreOptions:
+        """Return how a checkpoint is restored by who only reads it."""
+        restore = self.config.restore
+        custom = CustomRestore(alias_map=restore.alias_map, auto_alias=restore.auto_alias)
+        return replace(restore.options(self.config.model_dir), optimizer_state="reset", custom=custom)
 
     def _own_hooks(self, run: LocalRun, keeper: Keeper | None, began: float) -> list[Hook]:
         config = self.config
@@ -500,7 +525,7 @@ class Trainer:
             hooks.append(TideStoppingHook(config.tide, clock=self._clock))
         kept: list[Hook] = []
         if keeper is not None:
-            kept = keeper.hooks(self._metrics)
+            kept = keeper.hooks(self._metrics, self._listeners)
             run.save = keeper.save
         hooks.append(_PeersHook(run.session, keeper))
         hooks = [*self._asked_hooks(run, hooks), *hooks]

@@ -96,7 +96,7 @@ def trace_dense(
         raise ExportError(
             f"torch.export cannot trace {type(module).__name__}: {_first_lines(cause)}. {INSTEAD}"
         ) from cause
-    program.example_inputs = None  # type: ignore[assignment]  # they would be pickled
+    program.example_inputs = None  # they would be pickled
     file = io.BytesIO()
     torch.export.save(program, file)
     graph = file.getvalue()
@@ -162,9 +162,8 @@ class DenseHalf(nn.Module):
             raise ExportError("the model has no EmbeddingCollection, so there is nothing to look up")
         size: Any = rows[0].shape[0]  # not known while tracing
         labels = {head: torch.full((size,), math.nan) for head in self._labels}
-        batch = _StandInBatch(
-            _StandInIds(size), dict(zip(self._floats, floats, strict=True)), labels, group=self._group
-        )
+        ids: Any = _StandInIds(size)
+        batch = _StandInBatch(ids, dict(zip(self._floats, floats, strict=True)), labels, group=self._group)
         given = iter(rows)
         with ExitStack() as replaced:
             for collection in self._collections:

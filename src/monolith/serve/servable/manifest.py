@@ -154,10 +154,10 @@ class ServableDense:
     """Float features in order -> their width."""
     outputs: tuple[str, ...]
     """Heads, in the order in which a graph returns them."""
+    labels: tuple[str, ...] = ()
+    """What it was trained on: a batch for a Python module has them, as NaN."""
     torch: str
     """The version of torch that it was exported with."""
-    compiled: bool = False
-    """Whether an AOTInductor package is beside the graph, for machines like the one that made it."""
     factory: str | None = None
     """package.module:function that returns the module and what runs it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -3,8 +3,8 @@
 Tables, filters, exports and barriers each have something to do when a checkpoint is cut or is
 safe on disk. They listen; the save hook decides when, and what an error of theirs means.
 
-Library only: a run saves rows, weights and positions as parts of one checkpoint and needs no listener. Give
-those of your own to a `SaveHook` that you make.
+A run saves rows, weights and positions as parts of one checkpoint and needs no listener for them. Give those
+of your own to a `Trainer`, or to a `SaveHook` that you make.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""The options of `monolith export`, apart from what runs it: reading them must not load torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from monolith.cli.options.train import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """Make a servable of a checkpoint: what `monolith serve` and `monolith.serve.Predictor` read.
+
+    RUN is the model_dir of a training, and the task is the one that it was trained with, as its manifest
+    says; name another with --task or --config. An export that was killed goes on where it was, and one that
+    is there already is left as it is.
+    """
+
+    run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
+    """The model_dir of the training; by default train.model_dir of the config."""
+    to: str | None = None
+    """The folder that the version is written to, on a disk of this machine; by default export.dir of the
+    config, or exported_models in the model_dir."""
+    task: str | None = None
+    """The task: package.module:Name or path/to/file.py:Name; by default the one that RUN was trained with."""
+    config: Path | None = None
+    """The config file that it was trained with."""
+    set: Settings = ()
+    """A setting of the task, as key=value; may be given several times."""
+    checkpoint: str | None = None
+    """The checkpoint to export, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
+    files, or best; by default the newest."""
+    version: str | None = None
+    """The name of the version; by default the step of the checkpoint."""
+    coding: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """How the numbers of rows are written: fp32, fp16 or int8 for all tables, or item=int8 for one; may be
+    given several times. The error that it makes is printed."""
+    shards: int | None = None
+    """Spread rows over so many serving servers; 0 keeps them with the rest."""
+    missing_rows: str | None = None
+    """What an entry does where a serving server does not answer: refuse, or default, which reads its rows as
+    zeros and says so in the answer."""
+    keep: int | None = None
+    """Remove all but the newest so many versions, but for those that a server holds; by default none go."""
+    as_module: bool = False
+    """Serve the model as the Python code that it is, where no graph can hold it. The server must have that
+    code, and allow it."""
+    no_warm_up: bool = False
+    """Draw no warm-up requests from the task's evaluation data."""
+    threads: int | None = None
+    """Threads of torch's own operations; by default as many as there are cores."""
+    quiet: bool = False
+    """Show no progress."""
+    json: bool = False
+    """Say what was exported as one JSON object on standard output."""

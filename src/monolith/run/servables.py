@@ -1,0 +1,272 @@
+"""Servables of a task: what `monolith export` writes, and a run when it saves.
+
+Serving knows nothing of tasks, and training nothing of servables; they meet here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from monolith import filesystem
+from monolith.checkpoint import Saver
+from monolith.checkpoint.offline.reading import complete_names
+from monolith.data import keep_columns, known_size
+from monolith.errors import ConfigError, ExportError, MonolithError
+from monolith.feature import Batch, FeatureSpec
+from monolith.model import ReadyModel
+from monolith.observe import Metrics
+from monolith.observe.progress import describe_bytes
+from monolith.run.export_config import EXPORTED, ExportConfig
+from monolith.serve.exporting import ExportedServable, Exporter, ExportHow, ExportModel, TableCodings
+from monolith.serve.raw import RequestReader
+from monolith.serve.servable.manifest import read_servable
+from monolith.serve.servable.versions import ENTRY, list_versions, remove_versions
+from monolith.serve.warm_up import draw_requests
+from monolith.train import Mode, Task, TrainConfig, Trainer
+from monolith.train.hooks.saving.listeners import SaveListener
+
+_log = logging.getLogger(__name__)
+
+STATE_FILE = "ExportSaverListenerState"
+"""In each folder of versions: which directory is of which step, as upstream writes it."""
+
+
+def how_to_export(export: ExportConfig, train: TrainConfig, *, as_module: bool = False) -> ExportHow:
+    """Return what a run's config says of its exports; retention is the caller's."""
+    return ExportHow(
+        codings=TableCodings(default=export.coding, tables=export.codings),
+        shards=export.shards,
+        missing_rows=export.missing_rows,
+        as_module=as_module,
+        evicts=train.keep.evict or train.evict_every_steps is not None,
+        max_share=train.expiry.max_share,
+    )
+
+
+def export_folder(export: ExportConfig, train: TrainConfig) -> str:
+    """Return the folder of versions."""
+    return export.dir or filesystem.join(train.model_dir, EXPORTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sample:
+    """What the first batch of a task's data says."""
+
+    floats: Mapping[str, int] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    requests: Sequence[Mapping[str, Any]] = ()
+
+
+@contextmanager
+def task_exporter(
+    task: Task,
+    config: TrainConfig,
+    how: ExportHow,
+    *,
+    factory: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    warm_up: bool = True,
+    say: Callable[[str], object] = _log.info,
+) -> Iterator[Exporter]:
+    """Have what exports the checkpoints of a task.
+
+    Args:
+        factory, arguments: What makes its model where it is served as a Python module.
+        warm_up: Whether requests to warm a server up are drawn from the task's evaluation data.
+        say: Told what could not be had, in a line.
+
+    Raises:
+        ExportError: The model cannot be exported; says why, and what to do.
+    """
+    with Trainer(task, config).without_rows() as (module, restore):
+        spec = _spec_of(module)
+        sample = _sample_of(task, module, spec, say) if warm_up or spec is None else _Sample()
+        model = ExportModel(
+            name=task.name,
+            module=module,
+            outputs=task.predictions,
+            spec=spec,
+            floats=sample.floats,
+            heads=sample.labels if spec is None else tuple(spec.labels),
+            factory=factory,
+            arguments=arguments or {},
+            requests=sample.requests if warm_up else (),
+        )
+        yield Exporter(model, how, restore)
+
+
+def _spec_of(module: nn.Module) -> FeatureSpec | None:
+    specs = (getattr(part, "spec", None) for part in module.modules())
+    return next((spec for spec in specs if isinstance(spec, FeatureSpec)), None)
+
+
+def _sample_of(
+    task: Task, module: nn.Module, spec: FeatureSpec | None, say: Callable[[str], object]
+) -> _Sample:
+    """Look at the first batch of the evaluation data, where that has an end: a live stream may have none."""
+    floats = dict(module.floats.widths) if isinstance(module, ReadyModel) else {}
+    try:
+        batch = _first_batch(task, spec)
+    except MonolithError as error:
+        say(f"no warm-up requests: the evaluation data cannot be read: {error}")
+        batch = None
+    if batch is None:
+        return _Sample(floats=floats)
+    floats = {name: tensor.shape[1] for name, tensor in batch.floats.items()}
+    ids = [] if spec is not None else _features_of(module)
+    requests = draw_requests(batch, RequestReader(spec, ids, floats).inputs, raw=spec is not None)
+    return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests)
+
+
+def _first_batch(task: Task, spec: FeatureSpec | None) -> Batch | None:
+    with closing(task.dataset(Mode.EVALUATE)) as data:
+        if known_size(data) is None:
+            return None
+        if spec is not None:
+            keep_columns(data, [name for name in spec.inputs if name not in spec.optional])
+        return next(iter(data), None)
+
+
+def _features_of(module: nn.Module) -> list[str]:
+    from monolith.serve.exporting.tracing import collections_of
+
+    return list(dict.fromkeys(name for one in collections_of(module) for name in one.features))
+
+
+# When a run saves
+
+
+class ExportListener(SaveListener):
+    """Exports each checkpoint that is saved. What goes wrong is logged and counted; training goes on.
+
+    Args:
+        root: The folder of versions.
+        keep: How many stay; None keeps those whose checkpoints are there.
+    """
+
+    def __init__(
+        self,
+        exporter: Exporter,
+        model_dir: str,
+        root: str,
+        *,
+        shards: int = 0,
+        keep: int | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._exporter = exporter
+        self._model_dir = model_dir
+        self._keep = keep
+        self._root = root
+        self._roots = (
+            [filesystem.join(root, part) for part in (ENTRY, *(f"ps_{n}" for n in range(shards)))]
+            if shards
+            else [root]
+        )
+        metrics = Metrics() if metrics is None else metrics
+        self._failed = metrics.counter("export_models_failed", "Checkpoints that could not be exported")
+        self._latest = metrics.gauge("export_models_latest_version", "Step of the newest servable")
+        self.newest: ExportedServable | None = None
+        """What was exported last."""
+
+    def after_save(self, step: int) -> bool | None:
+        try:
+            self._export(step)
+        except Exception as error:
+            self._failed.inc()
+            unexpected = None if isinstance(error, MonolithError) else error
+            _log.error(
+                "the checkpoint of step %d is saved, and could not be exported to %s: %s. Training goes on; "
+                "export it by hand with `monolith export`.",
+                step,
+                self._root,
+                error,
+                exc_info=unexpected,
+            )
+        return None
+
+    def _export(self, step: int) -> None:
+        prefix = Saver(self._model_dir).names.prefix(step)
+        made = self._exporter.export(prefix, self._root)
+        self.newest = made
+        removed, held = self._retain()
+        write_states(self._roots)
+        self._latest.set(step)
+        _log.info(
+            "exported step %d to %s: %s rows, %s%s%s",
+            step,
+            made.folder,
+            f"{made.servable.rows:,}",
+            describe_bytes(made.bytes),
+            f"; removed {', '.join(removed)}" if removed else "",
+            f"; kept {', '.join(held)}, which a server holds" if held else "",
+        )
+
+    def _retain(self) -> tuple[list[str], list[str]]:
+        versions = list_versions(self._roots[0])
+        if self._keep is not None:
+            return remove_versions(self._roots, versions[: -self._keep])
+        there = set(complete_names(self._model_dir))
+        return remove_versions(
+            self._roots, [one for one in versions if self._is_ours_without_checkpoint(one, there)]
+        )
+
+    def _is_ours_without_checkpoint(self, version: str, there: set[str]) -> bool:
+        try:
+            servable = read_servable(filesystem.join(self._roots[0], version))
+        except MonolithError:
+            return False
+        ours = servable.run == filesystem.parent(Saver(self._model_dir).names.prefix(0))
+        return ours and servable.checkpoint not in there
+
+
+def write_states(roots: Sequence[str]) -> None:
+    """Write into each folder of versions which of them is of which step; always of what is there."""
+    for root in roots:
+        entries = []
+        for version in list_versions(root):
+            folder = filesystem.join(root, version)
+            step = read_servable(folder).step
+            entries.append(f"entries {{\n  export_dir: {json.dumps(folder)}\n  global_step: {step}\n}}\n")
+        with filesystem.atomic_write(filesystem.join(root, STATE_FILE)) as file:
+            file.write("".join(entries).encode())
+
+
+@contextmanager
+def exports_when_saving(
+    task: Task,
+    config: TrainConfig,
+    export: ExportConfig,
+    *,
+    metrics: Metrics | None = None,
+    say: Callable[[str], object] = _log.info,
+) -> Iterator[list[SaveListener]]:
+    """Have the listener that exports what a run saves, if that is asked for.
+
+    Raises:
+        ConfigError: Nothing is saved.
+        ExportError: The model cannot be exported. Better said before the training than after it.
+    """
+    if not export.when_saving:
+        yield []
+        return
+    if not config.model_dir:
+        raise ConfigError("export.when_saving: nothing is saved without a model_dir; set --model-dir")
+    root = export_folder(export, config)
+    if filesystem.is_remote(root):
+        raise ExportError(
+            f"cannot export to {root}: a servable is written to a disk of this machine; set export.dir"
+        )
+    with task_exporter(task, config, how_to_export(export, config), say=say) as exporter:
+        yield [
+            ExportListener(
+                exporter, config.model_dir, root, shards=export.shards, keep=export.keep, metrics=metrics
+            )
+        ]

@@ -1,0 +1,176 @@
+"""A dense half that is a Python module: for models that no graph can hold.
+
+Its servable names a function that makes the module, and what to call it with. To serve it is to import and
+run that code, so whoever serves it must say that this is allowed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from monolith.errors import ConfigError, RestoreError, ServingTableError
+from monolith.feature import Batch
+from monolith.model import EmbeddingCollection
+from monolith.serve.rows import RowSource
+from monolith.store import TableIds
+from monolith.table import SlotThresholds, TableConfig, TableStats
+
+
+class OwnModule(NamedTuple):
+    """What a factory returns."""
+
+    module: nn.Module
+    outputs: Callable[[nn.Module, Batch], Mapping[str, Tensor]]
+    """Runs the module on a batch; returns predictions by head."""
+
+
+def make_module(factory: str, arguments: Mapping[str, Any]) -> OwnModule:
+    """Call what a servable names.
+
+    Args:
+        factory: package.module:function.
+
+    Raises:
+        ConfigError: There is no such function, or it fails.
+    """
+    where, _, name = factory.partition(":")
+    try:
+        found = getattr(importlib.import_module(where), name)
+    except (ImportError, AttributeError, ValueError) as cause:
+        raise ConfigError(
+            f"the servable is made by {factory}, which cannot be imported here: {cause}. Install the package "
+            "that it was trained with, or start in its folder."
+        ) from cause
+    made: OwnModule = found(**arguments)
+    return made
+
+
+class ModuleRunner:
+    """Runs a Python module over rows for serving. Thread-safe where the module is, in eval mode."""
+
+    def __init__(
+        self, own: OwnModule, weights: Mapping[str, Tensor], rows: RowSource, labels: Sequence[str]
+    ) -> None:
+        self._module, self._outputs = own
+        self._labels = tuple(labels)
+        self._store = ServedRows(rows)
+        for part in self._module.modules():
+            if isinstance(part, EmbeddingCollection):
+                part.bind(self._make_store)
+        self._tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        self._module.eval()
+        self.swap(weights)
+
+    def _make_store(
+        self,
+        configs: Mapping[str, TableConfig],
+        /,
+        *,
+        thresholds: Mapping[str, SlotThresholds] | None,
+        threads: int | None,
+    ) -> ServedRows:
+        del configs, thresholds, threads  # the collection compares tables
+        return self._store
+
+    def swap(self, weights: Mapping[str, Tensor]) -> None:
+        """Compute with these from now on.
+
+        Raises:
+            RestoreError: Names or shapes are others.
+        """
+        for name, tensor in self._tensors.items():
+            if name not in weights or weights[name].shape != tensor.shape:
+                raise RestoreError(
+                    f"the weights do not fit the module: {name!r} is missing, or of another shape"
+                )
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(weights[name])
+
+    def run(self, batch: Batch, deadline: float | None) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+        """Return predictions by head, and the shards whose rows are missing."""
+        if self._labels and not batch.labels:
+            unknown = torch.full((len(batch),), math.nan)
+            batch = replace(batch, labels=dict.fromkeys(self._labels, unknown))
+        with self._store.asked(deadline) as missing, torch.no_grad():
+            found = self._outputs(self._module, batch)
+        return found, tuple(dict.fromkeys(missing))
+
+
+class _Asked(threading.local):
+    deadline: float | None = None
+    missing: list[str] | None = None
+
+
+class ServedRows:
+    """Rows for serving, as a `Store` of which only `lookup` works."""
+
+    delay_compensated = False
+
+    def __init__(self, rows: RowSource) -> None:
+        self._rows = rows
+        self._asked = _Asked()
+
+    def asked(self, deadline: float | None) -> _Asking:
+        """Let lookups of this thread end by a deadline, and tell what was missing."""
+        return _Asking(self._asked, deadline)
+
+    @property
+    def tables(self) -> Mapping[str, int]:
+        return self._rows.tables
+
+    def lookup(self, ids: TableIds) -> Tensor:
+        found = self._rows.lookup(ids, deadline=self._asked.deadline)
+        if self._asked.missing is not None:
+            self._asked.missing += found.missing
+        return found.rows
+
+    def apply_gradients(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to be trained."""
+        raise ServingTableError("rows for serving cannot be trained")
+
+    def attach_dense(self, *_: Any) -> NoReturn:
+        """Refuse to be trained."""
+        raise ServingTableError("rows for serving cannot be trained")
+
+    def push_dense(self) -> None:
+        """Do nothing: nothing is trained."""
+
+    def pull_dense(self) -> None:
+        """Do nothing: nothing is trained."""
+
+    def count_expired(self, now: int) -> dict[str, int]:  # noqa: ARG002
+        return {}
+
+    def evict(self, *_: Any, **__: Any) -> dict[str, int]:
+        return {}
+
+    def stats(self) -> dict[str, TableStats]:
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: who made the rows closes them."""
+
+
+class _Asking:
+    """One request of one thread."""
+
+    def __init__(self, asked: _Asked, deadline: float | None) -> None:
+        self._asked = asked
+        self._deadline = deadline
+
+    def __enter__(self) -> list[str]:
+        missing: list[str] = []
+        self._asked.deadline, self._asked.missing = self._deadline, missing
+        return missing
+
+    def __exit__(self, *_: object) -> None:
+        self._asked.deadline = self._asked.missing = None

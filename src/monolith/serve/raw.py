@@ -1,0 +1,348 @@
+"""Raw columns of a request, as a client has them, become what a model reads.
+
+A column is one of
+
+    a list or tuple             a text, bytes, a number, None or a list of these for each row
+    a numpy array or tensor     of shape (rows,) or (rows, k): numbers
+    a RaggedTensor              one row of values for each row
+    NAME and NAME.row_splits    all values in one, and int64 of shape (rows + 1,): where each row begins
+
+Whatever is wrong with one is a `RequestError` that names the column, and the row where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.data import Records
+from monolith.data.records import empty_rows
+from monolith.errors import DataError, MonolithError, RequestError
+from monolith.feature import Batch, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.serve.signature import Datatype, TensorSpec
+from monolith.tensors import RaggedTensor
+
+RawTensors = Mapping[str, Any]
+"""Columns by name."""
+
+SPLITS = ".row_splits"
+"""Behind the name of a column: where its rows begin."""
+
+_DATATYPES: Mapping[torch.dtype, Datatype] = {
+    torch.uint8: "BYTES",
+    torch.int64: "INT64",
+    torch.float32: "FP32",
+}
+_DTYPES = {datatype: dtype for dtype, datatype in _DATATYPES.items()}
+_KEPT_SIZES = 256
+"""Batch sizes whose row splits are made once."""
+
+
+class RequestReader:
+    """Makes batches of requests. Safe from any thread.
+
+    Args:
+        spec: How raw columns are read; None where the model reads ids by the names of its features.
+        ids: Features of ids that the model reads, where there is no spec.
+        floats: Its float features -> their width, where there is no spec.
+    """
+
+    def __init__(
+        self, spec: FeatureSpec | None, ids: Iterable[str] = (), floats: Mapping[str, int] | None = None
+    ) -> None:
+        self._splits: dict[int, Tensor] = {}
+        self._floats = dict(floats or {})
+        self._ids = tuple(ids)
+        if spec is None:
+            self._reader = None
+            self.inputs = tuple(
+                [TensorSpec(name=name, datatype="INT64", shape=(-1, -1)) for name in self._ids]
+                + [
+                    TensorSpec(name=name, datatype="FP32", shape=(-1, width))
+                    for name, width in self._floats.items()
+                ]
+            )
+            self._passed_over: frozenset[str] = frozenset()
+        else:
+            serving = spec.only(spec.features)  # without labels, and event time where nothing reads it
+            self._reader = serving.reader
+            self.inputs = _inputs_of(serving)
+            self._passed_over = frozenset(spec.columns.keys() - serving.inputs.keys())
+        self._dtypes = {one.name: _DTYPES[one.datatype] for one in self.inputs}
+        self._names = self._dtypes.keys()
+        self._required = [one.name for one in self.inputs if not one.optional]
+
+    def batch(self, columns: RawTensors) -> Batch:
+        """Return what the model reads of a request.
+
+        Raises:
+            RequestError: A column is unknown, missing, of another type or length, or has a bad value.
+        """
+        made, size = self._columns(columns)
+        if self._reader is None:
+            return self._plain(made, size)
+        try:
+            reading = self._reader.read(Records(size, made))
+        except DataError as cause:
+            raise RequestError(str(cause)) from cause
+        if reading.bad:
+            row = min(reading.bad)
+            raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
+        return reading.batch()
+
+    def _columns(self, columns: RawTensors) -> tuple[dict[str, RaggedTensor], int]:
+        made: dict[str, RaggedTensor] = {}
+        size: int | None = None
+        first = ""
+        for name, given in columns.items():
+            if name not in self._names:
+                self._check_unknown(name, columns)
+                continue
+            column = to_column(name, given, columns.get(name + SPLITS), self._even)
+            rows = column.nrows
+            if not len(column.values) and column.dtype is not self._dtypes[name]:
+                column = empty_rows(self._dtypes[name], rows)  # nothing in it says of what type it is
+            if size is None:
+                size, first = rows, name
+            elif rows != size:
+                raise RequestError(f"column {name!r} has {rows} rows, and {first!r} has {size}")
+            made[name] = column
+        for name in self._required:
+            if name not in made:
+                raise RequestError(
+                    f"column {name!r} is missing; the model reads {', '.join(self._required)}, and the "
+                    f"request has {', '.join(made) or 'none'}"
+                )
+        return made, 0 if size is None else size
+
+    def _check_unknown(self, name: str, columns: RawTensors) -> None:
+        owner = name.removesuffix(SPLITS)
+        if name in self._passed_over or (owner != name and owner in columns):
+            return
+        near = get_close_matches(name, self._names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(sorted(self._names))}"
+        raise RequestError(f"the model reads no column {name!r}; {hint}")
+
+    def _plain(self, columns: Mapping[str, RaggedTensor], size: int) -> Batch:
+        for name in self._ids:
+            if columns[name].dtype is not torch.int64:
+                raise RequestError(f"column {name!r} must hold ids, which are whole numbers")
+        floats = {}
+        for name, width in self._floats.items():
+            column = columns[name]
+            if column.dtype is torch.uint8:
+                raise RequestError(f"column {name!r} must hold numbers, and has texts")
+            lengths = column.row_lengths()
+            if bool((lengths != width).any()):
+                row = int((lengths != width).nonzero()[0])
+                raise RequestError(
+                    f"column {name!r}: row {row} has {int(lengths[row])} numbers instead of {width}"
+                )
+            numbers = column.flat_values.to(torch.float32).view(size, width)
+            if not bool(numbers.isfinite().all()):
+                row = int((~numbers.isfinite()).any(1).nonzero()[0])
+                raise RequestError(f"column {name!r}: row {row} is {numbers[row].tolist()}")
+            floats[name] = numbers
+        ids = FeatureIds.pack({name: columns[name] for name in self._ids}, batch_size=size)
+        return Batch(ids, floats)
+
+    def _even(self, rows: int, each: int) -> Tensor:
+        """Return the row splits of `rows` rows with `each` values."""
+        if each != 1 or rows > _KEPT_SIZES:
+            return torch.arange(rows + 1) * each
+        found = self._splits.get(rows)
+        if found is None:
+            found = self._splits[rows] = torch.arange(rows + 1)
+        return found
+
+
+def _inputs_of(spec: FeatureSpec) -> tuple[TensorSpec, ...]:
+    lists = {
+        one.column or name
+        for name, one in spec.features.items()
+        if isinstance(one, SequenceFeature) and one.separator is None
+    }
+    widths = {
+        one.column or name: one.width
+        for name, one in spec.features.items()
+        if isinstance(one, FloatFeature) and one.separator is None
+    }
+    found = []
+    for column, dtype in spec.inputs.items():
+        width = widths.get(column, 1)
+        shape = (-1, -1) if column in lists else (-1,) if width == 1 else (-1, width)
+        found.append(
+            TensorSpec(name=column, datatype=_DATATYPES[dtype], shape=shape, optional=column in spec.optional)
+        )
+    return tuple(found)
+
+
+# One column
+
+
+def to_column(name: str, given: Any, splits: Any, even: Callable[[int, int], Tensor]) -> RaggedTensor:
+    """Return a column as records have it.
+
+    Args:
+        splits: Where its rows begin, where that is said apart.
+        even: Returns the row splits of rows that all have as many values.
+
+    Raises:
+        RequestError: It is none; says why.
+    """
+    try:
+        values, rows = _values(name, given, even, flat=splits is not None)
+        if splits is None:
+            return RaggedTensor(values, rows, validate=False) if rows is not None else _ragged(given)
+        return RaggedTensor(values, _checked_splits(name, splits, len(values)), validate=False)
+    except RequestError:
+        raise
+    except (MonolithError, TypeError, ValueError, OverflowError) as cause:
+        raise RequestError(f"column {name!r} cannot be read: {cause}") from cause
+
+
+def _ragged(given: RaggedTensor) -> RaggedTensor:
+    dtype = given.dtype
+    if dtype in (torch.int64, torch.float32) or (dtype is torch.uint8 and given.ragged_rank == 2):
+        return given
+    return given.with_flat_values(_number_tensor(given.flat_values))
+
+
+def _values(
+    name: str, given: Any, even: Callable[[int, int], Tensor], *, flat: bool
+) -> tuple[Tensor | RaggedTensor, Tensor | None]:
+    """Return all values of a column, and its row splits; none where it is ragged and has them itself."""
+    if isinstance(given, RaggedTensor):
+        return given.values, None
+    if isinstance(given, np.ndarray):
+        if given.dtype == object or given.dtype.kind in "SU":
+            given = given.tolist()
+        else:
+            given = torch.from_numpy(_native(given))
+    if isinstance(given, Tensor):
+        if given.ndim not in (1, 2) or (flat and given.ndim != 1):
+            wanted = "(values,)" if flat else "(rows,) or (rows, k)"
+            raise RequestError(f"column {name!r} must have shape {wanted}, got {tuple(given.shape)}")
+        each = 1 if given.ndim == 1 else given.shape[1]
+        return _number_tensor(given.detach().cpu().reshape(-1)), even(len(given), each)
+    if not isinstance(given, list | tuple):
+        raise RequestError(
+            f"column {name!r} must be a list with a value for each row, an array or a tensor, got "
+            f"{type(given).__name__}"
+        )
+    return _of_list(name, given, even)
+
+
+def _of_list(
+    name: str, given: Sequence[Any], even: Callable[[int, int], Tensor]
+) -> tuple[Tensor | RaggedTensor, Tensor]:
+    kinds = set(map(type, given))
+    if kinds <= _SCALARS:
+        return _flat(name, given, kinds, None), even(len(given), 1)
+    lists = [
+        [] if one is None else list(one) if isinstance(one, list | tuple | np.ndarray) else [one]
+        for one in given
+    ]
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    values = [value for one in lists for value in one]
+    rows = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum(lengths, out=rows[1:])
+    return _flat(name, values, set(map(type, values)), rows), torch.from_numpy(rows)
+
+
+_SCALARS = {str, bytes, int, float}
+
+
+def _flat(
+    name: str, values: Sequence[Any], kinds: set[type], rows: NDArray[np.int64] | None
+) -> Tensor | RaggedTensor:
+    """Return values of one type as a tensor, or texts as rows of bytes."""
+    if kinds <= {int}:
+        return torch.from_numpy(np.array(values, dtype=np.int64)) if _fits(values) else _signed(values)
+    if kinds <= {float} or kinds == {int, float}:
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+    if kinds <= {str, bytes}:
+        texts = [one.encode("utf-8", "surrogateescape") if type(one) is str else one for one in values]
+        splits = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=splits[1:])
+        joined = np.frombuffer(bytearray(b"".join(texts)), np.uint8)
+        return RaggedTensor(torch.from_numpy(joined), torch.from_numpy(splits), validate=False)
+    return _odd(name, values, rows)
+
+
+def _odd(name: str, values: Sequence[Any], rows: NDArray[np.int64] | None) -> Tensor | RaggedTensor:
+    """Take in what is not quite a Python number or text; name the row of what is none."""
+    plain: list[Any] = []
+    for number, given in enumerate(values):
+        value = given.item() if isinstance(given, np.generic) or _is_scalar(given) else given
+        if isinstance(value, bool):
+            value = int(value)
+        elif isinstance(value, bytearray | memoryview):
+            value = bytes(value)
+        if type(value) not in _SCALARS:
+            row = number if rows is None else int(np.searchsorted(rows, number, side="right")) - 1
+            raise RequestError(
+                f"column {name!r}: row {row} has {value!r:.40}, a {type(value).__name__}: values are texts, "
+                "bytes or numbers"
+            )
+        plain.append(value)
+    kinds = set(map(type, plain))
+    if kinds & {str, bytes} and kinds & {int, float}:
+        is_text = isinstance(plain[0], str | bytes)
+        other = next(n for n, one in enumerate(plain) if isinstance(one, str | bytes) is not is_text)
+        row = other if rows is None else int(np.searchsorted(rows, other, side="right")) - 1
+        raise RequestError(
+            f"column {name!r}: row {row} has {plain[other]!r:.40}, and the rows before have "
+            f"{'texts' if is_text else 'numbers'}"
+        )
+    return _flat(name, plain, kinds, rows)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
+def _fits(values: Sequence[int]) -> bool:
+    return not values or (max(values) < 1 << 63 and min(values) >= -(1 << 63))
+
+
+def _signed(values: Sequence[int]) -> Tensor:
+    """Return ids of which some are unsigned, as int64 of the same bits."""
+    if max(values) >= 1 << 64 or min(values) < -(1 << 63):
+        raise ValueError("a number does not fit into 64 bits")
+    return torch.tensor([one - (1 << 64) if one >= 1 << 63 else one for one in values], dtype=torch.int64)
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    if not array.flags.c_contiguous or not array.flags.writeable or not array.dtype.isnative:
+        return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    return array
+
+
+def _number_tensor(values: Tensor) -> Tensor:
+    if values.dtype in (torch.int64, torch.float32):
+        return values
+    if values.dtype is torch.uint64:
+        return values.view(torch.int64)
+    if values.dtype.is_complex:
+        raise ValueError(f"its numbers are {str(values.dtype).removeprefix('torch.')}")
+    return values.to(torch.float32 if values.dtype.is_floating_point else torch.int64)
+
+
+def _checked_splits(name: str, given: Any, values: int) -> Tensor:
+    splits = torch.as_tensor(given)
+    if splits.dtype is not torch.int64 or splits.ndim != 1 or not len(splits):
+        raise RequestError(f"column {name + SPLITS!r} must be int64 of shape (rows + 1,)")
+    rises = bool((splits[1:] >= splits[:-1]).all())
+    if int(splits[0]) != 0 or int(splits[-1]) != values or not rises:
+        raise RequestError(
+            f"column {name + SPLITS!r} must rise from 0 to the {values} values of {name!r}, got "
+            f"{splits.tolist()[:8]}{' ...' if len(splits) > 8 else ''}"
+        )
+    return splits

@@ -1,0 +1,287 @@
+"""A checkpoint, whoever wrote it, becomes a servable; killed in between, the export goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.small_runs import ITEM, USER, chain
+from checkpoint.small_servers import Servers
+from serve.served_tasks import Predicted, Served, columns, exported, predictions, trained
+from train.fleets import run_fleet
+from train.rank_runs import train_ranks
+from train.tasks import Clicks
+
+from monolith.checkpoint import read_chain
+from monolith.checkpoint.offline.reading import SavedTables
+from monolith.errors import ConfigError, ExportError, FileMissingError
+from monolith.run.export_config import ExportConfig
+from monolith.run.servables import how_to_export, task_exporter
+from monolith.serve import Predictor
+from monolith.serve.exporting import exporter as exporting
+from monolith.serve.exporting.tables import ExpiredRows, export_table, saved_history
+from monolith.serve.servable.manifest import ServableTable, read_servable
+from monolith.serve.servable.versions import HeldVersion, list_versions
+from monolith.table import Expiry, FrozenTable, TableConfig
+from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig, Trainer
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    return trained(tmp_path_factory.mktemp("run"))
+
+
+# Tables
+
+
+def frozen(
+    prefix: str, config: TableConfig, path: Path, **how: Any
+) -> tuple[dict[int, list[float]], ServableTable]:
+    """Export one table; return its rows by id, and what is said of it."""
+    saved = saved_history(SavedTables(read_chain(prefix)), config)
+    made, _ = export_table(saved, config, str(path), "t", **{"coding": "fp32", **how})
+    asked = torch.arange(-50, 50)
+    rows = FrozenTable(str(path)).lookup(asked)
+    there = {key: row for key, row in zip(asked.tolist(), rows.tolist(), strict=True) if any(row)}
+    assert len(there) == made.rows
+    return there, made
+
+
+def values(state: dict[int, tuple[Any, ...]]) -> dict[int, list[float]]:
+    return {key: row[1] for key, row in state.items()}
+
+
+def test_the_newest_rows_of_a_chain_of_increments_are_exported(tmp_path):
+    _, prefixes, states = chain(tmp_path / "run")
+    for number, (prefix, state) in enumerate(zip(prefixes, states, strict=True)):
+        for config in (ITEM, USER):
+            found, _ = frozen(prefix, config, tmp_path / f"{config.name}-{number}")
+            assert found == values(state["rows"][config.name])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_servers_are_exported_as_those_of_one_process(tmp_path, count):
+    servers = Servers(tmp_path / "run", count)
+    servers.train(*range(-20, 20))
+    servers.save(1)
+    servers.train(*range(5), time=2)
+    servers.remove("item", 7, -8)
+    prefix = servers.save(2)
+    found, _ = frozen(prefix, ITEM, tmp_path / "item")
+    assert found == values(servers.content()["item"])
+
+
+def test_rows_are_spread_by_their_id_as_an_unsigned_number(tmp_path):
+    run, prefixes, _ = chain(tmp_path / "run")
+    parts = [frozen(prefixes[-1], ITEM, tmp_path / f"{k}", share=(k, 3))[0] for k in range(3)]
+    for number, part in enumerate(parts):
+        assert {key % (1 << 64) % 3 for key in part} == {number}
+    assert {**parts[0], **parts[1], **parts[2]} == values(run.state()["rows"]["item"])
+
+
+def test_a_coding_says_what_it_costs(tmp_path):
+    _, prefixes, _ = chain(tmp_path / "run")
+    exact, plain = frozen(prefixes[-1], ITEM, tmp_path / "a")
+    near, half = frozen(prefixes[-1], ITEM, tmp_path / "b", coding="fp16")
+    assert (plain.largest_error, plain.mean_error) == (0.0, 0.0)
+    off = max(abs(x - y) for key in exact for x, y in zip(exact[key], near[key], strict=True))
+    assert half.largest_error == pytest.approx(off)
+    assert half.coding == "fp16"
+
+
+def test_expired_rows_are_left_out_only_where_they_are_dropped_in_training(tmp_path):
+    _, prefixes, states = chain(tmp_path / "run")
+    expiring = replace(ITEM, expiry=Expiry(default=timedelta(seconds=4)))
+    rows = states[-1]["rows"]["item"]
+    kept, made = frozen(prefixes[-1], expiring, tmp_path / "a")
+    assert (len(kept), made.expired) == (len(rows), 0)
+    kept, made = frozen(prefixes[-1], expiring, tmp_path / "b", expired=ExpiredRows(now=7))
+    assert kept == {key: row[1] for key, row in rows.items() if 7 - row[0] < 4}
+    assert made.expired == len(rows) - len(kept) > 0
+    kept, made = frozen(prefixes[-1], expiring, tmp_path / "c", expired=ExpiredRows(now=7, max_share=0.1))
+    assert (len(kept), made.expired) == (len(rows), 0)  # so many at once look like a wrong clock
+    kept, made = frozen(prefixes[-1], ITEM, tmp_path / "d", expired=ExpiredRows(now=7))
+    assert (len(kept), made.expired) == (len(rows), 0)  # these live for ever
+
+
+def test_a_table_of_another_width_is_refused(tmp_path):
+    _, prefixes, _ = chain(tmp_path / "run")
+    with pytest.raises(
+        ExportError, match="table 'user': the checkpoint has 2 floats per row, the model reads 3"
+    ):
+        frozen(prefixes[-1], replace(ITEM, name="user"), tmp_path / "a")
+
+
+def test_a_table_that_the_checkpoint_knows_by_an_old_name_is_found(tmp_path):
+    _, prefixes, states = chain(tmp_path / "run")
+    renamed = replace(ITEM, name="goods", extra_restore_names=("item",))
+    assert frozen(prefixes[-1], renamed, tmp_path / "a")[0] == values(states[-1]["rows"]["item"])
+
+
+# Of one process, of servers, of ranks
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(path.name.split("-")[1].split(".")[0]) for path in folder.glob("model.ckpt-*.manifest"))
+
+
+def same_as_trainer(folder: Path, task: Task, root: Path) -> int:
+    """Export the newest checkpoint of a run, compare it with the trainer, and return its rows."""
+    config = TrainConfig(model_dir=str(folder), summary_every_steps=None)
+    made = exported(config, root, step=newest_step(folder), task=task)
+    with Predictor(str(root), show=False) as predictor:
+        for batch, wanted in Trainer(task, config).predict(steps=2):
+            found = predictor.predict_batch(batch).outputs
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[head], wanted[head]) for head in wanted)
+    return made.servable.rows
+
+
+TASK = Clicks(batches=8, batch_size=16)
+
+
+def test_a_checkpoint_of_increments_is_served_as_the_trainer_predicts(tmp_path):
+    trained(tmp_path / "run", TASK, steps=8, keep=KeepConfig(full_every=10))
+    assert same_as_trainer(tmp_path / "run", TASK, tmp_path / "to") > 50
+
+
+def test_a_checkpoint_of_servers_is_served_as_the_trainer_predicts(tmp_path):
+    run_fleet(TASK, tmp_path / "run", num_ps=2, num_workers=1)
+    assert same_as_trainer(tmp_path / "run", TASK, tmp_path / "to") > 50
+
+
+def test_a_checkpoint_of_ranks_is_served_as_the_trainer_predicts(tmp_path):
+    config = TrainConfig(
+        model_dir=str(tmp_path / "run"), summary_every_steps=None, steps=4, save=SaveConfig(steps=4)
+    )
+    train_ranks([replace(TASK, seed=rank) for rank in range(2)], config)
+    assert same_as_trainer(tmp_path / "run", TASK, tmp_path / "to") > 50
+
+
+# The folder
+
+
+def test_a_version_has_all_that_there_is_to_know(config, tmp_path):
+    made = exported(config, tmp_path, coding="fp16", codings={"user": "int8"})
+    folder = Path(made.folder)
+    assert folder == tmp_path / "6"
+    servable = read_servable(str(folder))
+    assert servable == made.servable
+    assert (servable.model, servable.version, servable.step) == ("served", "6", 6)
+    assert servable.checkpoint == "model.ckpt-6"
+    assert {name: one.coding for name, one in servable.tables.items()} == {
+        "item": "fp16",
+        "tags": "fp16",
+        "user": "int8",
+    }
+    assert 0 < servable.tables["user"].largest_error < 0.01
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert files == {*servable.files, "servable.json", ".held"}
+    assert servable.bytes == made.bytes
+    requests = json.loads((folder / "warmup.json").read_text())["requests"]
+    assert [one["inputs"][0]["shape"] for one in requests] == [[1], [32], [1], [30]]
+
+
+def test_a_sharded_servable_has_an_entry_and_its_servers_rows(config, tmp_path):
+    made = exported(config, tmp_path, shards=2, missing_rows="default")
+    whole = exported(config, tmp_path / "whole").servable
+    assert made.folder == str(tmp_path / "entry" / "6")
+    assert (made.servable.part, made.servable.shards, made.servable.missing_rows) == ("entry", 2, "default")
+    assert made.servable.rows == whole.rows
+    assert not any(name.endswith(".rows") for name in made.servable.files)
+    parts = [read_servable(str(tmp_path / f"ps_{n}" / "6")) for n in range(2)]
+    assert [one.part for one in parts] == ["ps_0", "ps_1"]
+    assert sum(one.rows for one in parts) == whole.rows
+    assert all(one.dense is None and one.tables.keys() == whole.tables.keys() for one in parts)
+    assert made.bytes == made.servable.bytes + sum(one.bytes for one in parts)
+
+
+def test_the_same_export_again_leaves_what_is_there(config, tmp_path):
+    first = exported(config, tmp_path)
+    changed = Path(first.folder, "servable.json").stat().st_mtime_ns
+    again = exported(config, tmp_path)
+    assert again.was_there
+    assert Path(again.folder, "servable.json").stat().st_mtime_ns == changed
+    with pytest.raises(ExportError, match=r"is there already.*--version"):
+        exported(config, tmp_path, coding="int8")
+
+
+def test_a_killed_export_goes_on_with_the_tables_that_are_complete(config, tmp_path, monkeypatch):
+    written: list[str] = []
+    real = exporting.export_table
+
+    def dies_at_the_second(*args: Any, **how: Any) -> Any:
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        written.append(args[1].name)
+        return real(*args, **how)
+
+    monkeypatch.setattr(exporting, "export_table", dies_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        exported(config, tmp_path)
+    assert list_versions(str(tmp_path)) == []
+
+    def counts(*args: Any, **how: Any) -> Any:
+        written.append(args[1].name)
+        return real(*args, **how)
+
+    monkeypatch.setattr(exporting, "export_table", counts)
+    exported(config, tmp_path)
+    assert written == ["item", "tags", "user"]
+    assert [path.name for path in tmp_path.iterdir()] == ["6"]
+    (wanted,) = predictions(config, Predicted(rows=3))
+    with Predictor(str(tmp_path), show=False) as predictor:
+        assert torch.equal(predictor.predict(columns(3, seed=9)).outputs["click"], wanted["click"])
+
+
+def test_a_killed_sharded_export_goes_on_with_the_parts_that_are_in_place(config, tmp_path, monkeypatch):
+    real = exporting.export_table
+
+    def dies_at_ps_1(*args: Any, share: tuple[int, int], **how: Any) -> Any:
+        if share[0] == 1:
+            raise KeyboardInterrupt
+        return real(*args, share=share, **how)
+
+    monkeypatch.setattr(exporting, "export_table", dies_at_ps_1)
+    with pytest.raises(KeyboardInterrupt):
+        exported(config, tmp_path, shards=2)
+    with pytest.raises(FileMissingError):
+        Predictor(str(tmp_path), show=False)  # there is no entry yet
+    monkeypatch.undo()
+    first = (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns
+    exported(config, tmp_path, shards=2)
+    assert (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns == first
+    assert list_versions(str(tmp_path / "entry")) == list_versions(str(tmp_path / "ps_1")) == ["6"]
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_only_the_newest_versions_stay_and_those_that_are_held(config, tmp_path, shards):
+    how = replace(how_to_export(ExportConfig(shards=shards), config), keep=1)
+    part = tmp_path / "ps_0" if shards else tmp_path
+    exported(config, tmp_path, step=3, how=how)
+    with HeldVersion(str(part / "3")):
+        assert exported(config, tmp_path, step=6, how=how).held == ("3",)
+    assert exported(config, tmp_path, step=6, how=how).removed == ("3",)
+    assert list_versions(str(part)) == ["6"]
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(config, tmp_path):
+    with pytest.raises(FileMissingError):
+        exported(config, tmp_path, step=5)
+
+
+def test_a_coding_of_an_unknown_table_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match="no table 'goods'; there are item, tags, user"):
+        exported(config, tmp_path, codings={"goods": "int8"})
+
+
+def test_training_and_its_random_numbers_notice_nothing(config):
+    before = torch.random.get_rng_state()
+    with task_exporter(Served(), config, how_to_export(ExportConfig(), config)):
+        pass
+    assert torch.equal(torch.random.get_rng_state(), before)
