@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,7 @@ def run(options: BenchServeOptions) -> int:
 
 
 def quick(options: BenchServeOptions) -> BenchServeOptions:
-    from dataclasses import replace
-
-    return replace(options, rows=2_600, batches=(1, 4), connections=(1, 2), seconds=0.1, hidden=(8,))
+    return replace(options, rows=2_600, batches=(2,), connections=(2,), seconds=0.1, hidden=(8,))
 
 
 # The predictor alone

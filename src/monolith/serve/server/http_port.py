@@ -72,6 +72,7 @@ class HttpPort:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             date_header=False,
