@@ -117,6 +117,13 @@ def check_tuning(names: dict[str, Any]) -> None:
     assert rows["user"][1].optimizer.weight_decay == 1.0
 
 
+def check_serving(names: dict[str, Any]) -> None:
+    assert len(names["clicks"]) == 2
+    assert names["clicks"][0] > names["clicks"][1]  # u0004 likes drama, u0001 does not like westerns
+    assert names["answer"]["parameters"]["step"] > 0
+    assert names["status"] == 0
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -125,6 +132,7 @@ CLAIMS = {
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "README.md": check_readme,
+    "serving.md": check_serving,
     "retrieval.md": check_retrieval,
     "table.md": check_table,
     "models.md": check_models,
