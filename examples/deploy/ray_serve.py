@@ -1,7 +1,7 @@
 """A model behind Ray Serve: `python ray_serve.py SERVABLES`, after `pip install 'ray[serve]'`.
 
 Ray Serve chooses the machines, starts and scales replicas and routes requests. Each replica maps the tables
-of the newest version, so replicas of one machine share their memory. Rows go in as JSON, predictions come out:
+of the newest version, so replicas of one machine share their memory. Rows go in, predictions come out:
 
     curl -d '[{"user": "ann", "price": 3.5}]' http://127.0.0.1:8000/
 """
