@@ -35,6 +35,8 @@ LATENCY_BUCKETS = (
 )
 REFUSALS_PER_SECOND = 10
 
+Add = Callable[[float], None]
+
 
 class ServeMetrics:
     """The numbers of a server."""
@@ -54,6 +56,9 @@ class ServeMetrics:
         self._batch_requests = metrics.histogram(
             "serve_batch_requests", "Requests answered together", ("model",), ROW_BUCKETS[:10]
         )
+        self._answered: dict[tuple[str, str, str], tuple[Add, Add, Add]] = {}
+        self._batched: dict[str, tuple[Add, Add]] = {}
+        """Series of what is counted for every request, by what they are of."""
         self._in_flight = metrics.gauge("serve_in_flight", "Requests that are being answered")
         self._missing = metrics.counter(
             "serve_missing_shards", "Answers with rows of a shard read as zeros", ("shard",)
@@ -71,14 +76,30 @@ class ServeMetrics:
     def answered(
         self, *, model: str, version: str, transport: str, code: str, rows: int = 0, seconds: float = 0.0
     ) -> None:
-        self._requests.inc(model=model, version=version, transport=transport, code=code)
-        if code == "ok":
-            self._seconds.observe(seconds, model=model)
-            self._rows.inc(rows, model=model, version=version)
+        if code != "ok":
+            self._requests.inc(model=model, version=version, transport=transport, code=code)
+            return
+        key = (model, version, transport)
+        series = self._answered.get(key)
+        if series is None:
+            series = self._answered[key] = (
+                self._requests.series(model=model, version=version, transport=transport, code=code),
+                self._seconds.series(model=model),
+                self._rows.series(model=model, version=version),
+            )
+        series[0](1.0)
+        series[1](seconds)
+        series[2](rows)
 
     def batched(self, model: str, requests: int, rows: int) -> None:
-        self._batch_requests.observe(requests, model=model)
-        self._batch_rows.observe(rows, model=model)
+        series = self._batched.get(model)
+        if series is None:
+            series = self._batched[model] = (
+                self._batch_requests.series(model=model),
+                self._batch_rows.series(model=model),
+            )
+        series[0](requests)
+        series[1](rows)
 
     def in_flight(self, count: int) -> None:
         self._in_flight.set(count)
