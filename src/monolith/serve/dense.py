@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor
 
 from monolith.errors import CorruptFileError, RestoreError
@@ -128,30 +129,31 @@ class DenseGraph:
                 f"{name}: torch {torch.__version__} cannot read this graph: {cause}. Export it again with "
                 "the version that serves it."
             ) from cause
-        module = program.graph_module
-        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        graph_of = program.graph_module.graph
         constants = [
             program.constants[spec.target]
             for spec in program.graph_signature.input_specs
             if spec.target is not None and spec.target in program.constants
         ]
-        self._first = len(constants)  # lifted constants come before what the user gives
-        for node in reversed(module.graph.nodes):
+        for node in reversed(graph_of.nodes):
             if node.op == "call_function" and not node.users and "_assert" in str(node.target):
-                module.graph.erase_node(node)  # inputs are made here, and need no look in every call
-        module.graph.eliminate_dead_code()
-        module.recompile()
+                graph_of.erase_node(node)  # inputs are made here, and need no look in every call
+        graph_of.eliminate_dead_code()
+        places = [node for node in graph_of.nodes if node.op == "placeholder"]
+        fixed = len(constants) + len(weights)  # lifted constants come before what the user gives
+        self._ahead = _Ahead(graph_of, places[:fixed])
+        self._run = torch.fx.GraphModule(program.graph_module, self._ahead.rest).forward
         self._names = tuple(weights)
-        self._shapes = [tuple(one.meta["val"].shape) for one in places[self._first :][: len(weights)]]
-        self._run = module.forward
+        self._shapes = [tuple(one.meta["val"].shape) for one in places[len(constants) : fixed]]
         self._constants = constants
-        self._weights: tuple[Tensor, ...] = ()
+        self._given: dict[str, Tensor] = {}
+        self._values: tuple[Any, ...] = ()
         self.swap(weights)
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """What it computes with at the moment. Not to be written to."""
-        return dict(zip(self._names, self._weights[self._first :], strict=True))
+        return dict(self._given)
 
     def swap(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these from the next call on.
@@ -168,9 +170,48 @@ class DenseGraph:
                     f"the weights do not fit the graph: {name!r} has shape {tuple(weights[name].shape)} "
                     f"instead of {shape}"
                 )
-        self._weights = (*self._constants, *(weights[name] for name in self._names))
+        with torch.no_grad():
+            self._values = self._ahead.values([*self._constants, *(weights[name] for name in self._names)])
+        self._given = {name: weights[name] for name in self._names}
 
     def __call__(self, rows: Sequence[Tensor], floats: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return predictions, a tensor for each head."""
-        found: Sequence[Tensor] = self._run(*self._weights, *rows, *floats)
+        found: Sequence[Tensor] = self._run(*self._values, *rows, *floats)
         return found
+
+
+class _Ahead:
+    """What a graph computes of weights alone, done once for all calls: transposed and normalised kernels.
+
+    Args:
+        fixed: The inputs that stay from call to call.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, fixed: Sequence[torch.fx.Node]) -> None:
+        self._fixed = list(fixed)
+        known = set(fixed)
+        self._steps: list[torch.fx.Node] = []
+        for node in graph.nodes:
+            inputs = node.all_input_nodes
+            draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node.op == "call_function" and inputs and known.issuperset(inputs) and not draws:
+                self._steps.append(node)
+                known.add(node)
+        self._handed = [
+            node for node in (*self._fixed, *self._steps) if any(user not in known for user in node.users)
+        ]
+        self.rest = torch.fx.Graph()
+        """The rest of the graph: over the values that are computed ahead, and the other inputs."""
+        copies = {node: self.rest.placeholder(node.name) for node in self._handed}
+        for node in graph.nodes:
+            if node not in known:
+                copies[node] = self.rest.node_copy(node, copies.__getitem__)
+
+    def values(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return what the rest of the graph takes first."""
+        found: dict[torch.fx.Node, Any] = dict(zip(self._fixed, given, strict=True))
+        for node in self._steps:
+            args = torch.fx.map_arg(node.args, found.__getitem__)
+            named = torch.fx.map_arg(node.kwargs, found.__getitem__)
+            found[node] = node.target(*args, **named)  # type: ignore[operator]
+        return tuple(found[node] for node in self._handed)

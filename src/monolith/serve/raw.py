@@ -25,6 +25,7 @@ from monolith.data import Records
 from monolith.data.records import empty_rows
 from monolith.errors import DataError, MonolithError, RequestError
 from monolith.feature import Batch, FeatureIds, FeatureSpec, FloatFeature, SequenceFeature
+from monolith.feature.spec.packing import RawCells
 from monolith.serve.signature import Datatype, TensorSpec
 from monolith.tensors import RaggedTensor
 
@@ -59,6 +60,7 @@ class RequestReader:
         self._splits: dict[int, Tensor] = {}
         self._floats = dict(floats or {})
         self._ids = tuple(ids)
+        self._packs = False
         if spec is None:
             self._reader = None
             self.inputs = tuple(
@@ -72,6 +74,7 @@ class RequestReader:
         else:
             serving = spec.only(spec.features)  # without labels, and event time where nothing reads it
             self._reader = serving.reader
+            self._packs = self._reader.packs_all
             self.inputs = _inputs_of(serving)
             self._passed_over = frozenset(spec.columns.keys() - serving.inputs.keys())
         self._dtypes = {one.name: _DTYPES[one.datatype] for one in self.inputs}
@@ -84,6 +87,8 @@ class RequestReader:
         Raises:
             RequestError: A column is unknown, missing, of another type or length, or has a bad value.
         """
+        if self._packs and (packed := self._packed(columns)) is not None:
+            return packed
         made, size = self._columns(columns)
         if self._reader is None:
             return self._plain(made, size)
@@ -95,6 +100,30 @@ class RequestReader:
             row = min(reading.bad)
             raise RequestError(f"row {row} of {size}: {reading.bad[row]}")
         return reading.batch()
+
+    def _packed(self, columns: RawTensors) -> Batch | None:
+        """Return a batch where all columns have one plain value for each row; None leaves it to others."""
+        cells: dict[str, RawCells] = {}
+        size, splits = -1, self._even(0, 1).numpy()
+        for name in self._names:
+            given = columns.get(name)
+            if type(given) not in _FORMS:
+                return None
+            if len(given) != size:
+                if size >= 0:
+                    return None
+                size = len(given)
+                splits = self._even(size, 1).numpy()
+            made = _cells(given, splits)
+            if made is None:
+                return None
+            cells[name] = made
+        if not size or (
+            len(columns) > len(cells) and not self._passed_over.issuperset(columns.keys() - cells)
+        ):
+            return None
+        assert self._reader is not None
+        return self._reader.pack(cells, size)
 
     def _columns(self, columns: RawTensors) -> tuple[dict[str, RaggedTensor], int]:
         made: dict[str, RaggedTensor] = {}
@@ -184,6 +213,38 @@ def _inputs_of(spec: FeatureSpec) -> tuple[TensorSpec, ...]:
 
 
 # One column
+
+_FORMS = (list, tuple, np.ndarray)
+
+
+def _cells(given: Any, splits: NDArray[np.int64]) -> RawCells | None:
+    """Return a column with one plain value for each row as the core takes it; None where it is another."""
+    kind = type(given)
+    if kind is np.ndarray:
+        if given.ndim != 1 or not given.flags.c_contiguous:
+            return None
+        if given.dtype == np.int64:
+            return RawCells(splits, ints=given)
+        return RawCells(splits, floats=given) if given.dtype == np.float32 else None
+    if kind is not list and kind is not tuple:
+        return None
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return RawCells(splits, ints=np.array(given, dtype=np.int64)) if _fits(given) else None
+    if kinds == {float}:
+        return RawCells(splits, floats=np.array(given, dtype=np.float32))
+    if kinds == {str}:
+        joined = "".join(given)
+        if not joined.isascii():
+            return None
+        data = joined.encode()
+    elif kinds == {bytes}:
+        data = b"".join(given)
+    else:
+        return None
+    begins = np.zeros(len(given) + 1, np.int64)
+    np.fromiter(map(len, given), np.int64, len(given)).cumsum(out=begins[1:])
+    return RawCells(splits, texts=(np.frombuffer(data, np.uint8), begins))
 
 
 def to_column(name: str, given: Any, splits: Any, even: Callable[[int, int], Tensor]) -> RaggedTensor:

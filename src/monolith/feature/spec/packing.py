@@ -8,11 +8,13 @@ by feature, which finds out what it was and makes the same of the rest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
@@ -41,6 +43,26 @@ class PackedIds:
         splits = self.splits[first : first + self.rows[place] + 1]
         begin, end = int(splits[0]), int(splits[-1])
         return RaggedTensor(self.ids[begin:end], splits - begin, validate=False)
+
+
+class RawCells(NamedTuple):
+    """A column as the core takes it: one of texts, whole numbers and numbers, and where each row begins."""
+
+    splits: NDArray[np.int64]
+    texts: tuple[NDArray[np.uint8], NDArray[np.int64]] | None = None
+    """Their bytes, and where each text begins."""
+    ints: NDArray[np.int64] | None = None
+    floats: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, raw: RaggedTensor) -> RawCells:
+        """Return a column of records in this form."""
+        values, splits = raw.values, raw.row_splits.contiguous().numpy()
+        if isinstance(values, RaggedTensor):
+            texts = values.flat_values.contiguous().numpy(), values.row_splits.contiguous().numpy()
+            return cls(splits, texts=texts)
+        numbers = values.contiguous().numpy()
+        return cls(splits, ints=numbers) if values.dtype is torch.int64 else cls(splits, floats=numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +108,31 @@ class Packer:
             elif isinstance(one, FloatFeature) and one.width == 1:
                 self._floats[name] = one
         self._names = tuple(names)
+        self.packs_all = len(self._plans) + len(self._floats) == len(spec.features)
+        """Whether all features are plain."""
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None where something is odd."""
+        columns = records.columns
+        wanted = {plan.column for plan in self._plans}
+        if not wanted <= columns.keys():
+            return None
+        return self.ids_of({name: RawCells.of(columns[name]) for name in wanted})
+
+    def ids_of(self, columns: Mapping[str, RawCells]) -> PackedIds | None:
+        """Return the same of columns in the core's form, which may have more than are needed."""
         if not self._plans:
             return None
-        columns = records.columns
         features: list[Any] = []
         rows: list[int] = []
         for plan in self._plans:
-            raw = columns.get(plan.column)
-            if raw is None:
-                return None
-            splits = raw.row_splits.numpy()
-            values = raw.values
-            texts, ints, floats = None, None, None
-            if isinstance(values, RaggedTensor):
+            splits, texts, ints, floats = columns[plan.column]
+            if texts is not None:
                 kind, boundaries = plan.of_texts, None
-                texts = (values.flat_values.numpy(), values.row_splits.numpy())
-            elif values.dtype is torch.int64:
+            elif ints is not None:
                 kind, boundaries = plan.of_ints, plan.boundaries
-                ints = values.numpy()
             else:
                 kind, boundaries = plan.of_floats, plan.rounded
-                floats = values.numpy()
             if kind is None:
                 return None
             features.append((kind, texts, ints, floats, splits, boundaries, plan.separator, plan.slot))
@@ -123,14 +146,23 @@ class Packer:
         """Return the numbers of all plain features, before they are scaled; None where something is odd."""
         if not self._floats:
             return None
-        columns: list[Any] = []
+        columns: dict[str, RawCells] = {}
         for name, one in self._floats.items():
             raw = records.columns.get(one.column or name)
             if raw is None or raw.dtype is torch.uint8 or raw.nrows != records.size:
                 return None
-            values, rows = raw.flat_values.contiguous().numpy(), raw.row_splits.contiguous().numpy()
-            columns.append((values, None, rows) if raw.dtype is torch.int64 else (None, values, rows))
-        out = torch.empty((len(columns), records.size))
-        if not native.pack_numbers(columns, records.size, out.numpy()):
+            columns[one.column or name] = RawCells.of(raw)
+        return self.floats_of(columns, records.size)
+
+    def floats_of(self, columns: Mapping[str, RawCells], size: int) -> dict[str, Tensor] | None:
+        """Return the same of columns in the core's form, of so many rows each."""
+        given: list[Any] = []
+        for name, one in self._floats.items():
+            splits, texts, ints, floats = columns[one.column or name]
+            if texts is not None:
+                return None
+            given.append((ints, floats, splits))
+        out = torch.empty((len(given), size))
+        if not native.pack_numbers(given, size, out.numpy()):
             return None
         return dict(zip(self._floats, out.unsqueeze(2).unbind(0), strict=True))

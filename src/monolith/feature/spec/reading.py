@@ -26,7 +26,7 @@ from monolith.feature.spec.kinds import (
     Label,
     SequenceFeature,
 )
-from monolith.feature.spec.packing import PackedIds, Packer
+from monolith.feature.spec.packing import PackedIds, Packer, RawCells
 from monolith.table.arguments import MAX_EVENT_TIME, wrong_second
 from monolith.tensors import RaggedTensor, ranges
 
@@ -143,6 +143,27 @@ class RawReader:
             record = min(reading.bad)
             raise DataError(f"features: record {record} of {records.size} is bad: {reading.bad[record]}")
         return reading.batch()
+
+    @property
+    def packs_all(self) -> bool:
+        """Whether `pack` may work: all features are plain."""
+        return self._unlearned is None and self._packer.packs_all and not self._spec.labels
+
+    def pack(self, columns: Mapping[str, RawCells], size: int) -> Batch | None:
+        """Return a batch of columns in the core's form, by two calls into it; None where something is odd.
+
+        Args:
+            columns: All that the spec reads, and perhaps more.
+            size: Rows of each of them.
+        """
+        floats = self._packer.floats_of(columns, size)
+        packed = self._packer.ids_of(columns)
+        if floats is None or packed is None:
+            return None
+        features = self._spec.features
+        scaled = {name: _scaled(features[name], one) for name, one in floats.items()}  # type: ignore[arg-type]
+        ids = FeatureIds(packed.names, packed.ids, packed.splits, size)
+        return Batch(ids, scaled, group=self._spec.group)
 
     def read(self, records: RawColumns) -> Reading:
         """Return what comes of some records, bad ones named; a column that is not there reads as empty.
