@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from monolith import filesystem, native
 from monolith.bench.options import BenchServeOptions
-from monolith.feature import Batch
+from monolith.feature import Batch, FeatureSpec, IdFeature
 from monolith.model import DeepFM
 from monolith.serve.exporting import trace_dense
 from monolith.serve.predictor import GRAPH, WEIGHTS
+from monolith.serve.raw import RequestReader
 from monolith.serve.servable.manifest import (
     Servable,
     ServableCollection,
@@ -42,8 +43,8 @@ def names_of(features: int) -> tuple[str, ...]:
 
 def write_deepfm(root: Path, options: BenchServeOptions) -> None:
     """Write the one version of the model: a table for each feature, with ids from 0 on."""
-    names = names_of(options.features)
-    model = DeepFM(names, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
+    spec = FeatureSpec(features={name: IdFeature() for name in names_of(options.features)})
+    model = DeepFM(spec, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
     traced = trace_dense(model, _predictions, heads=(HEAD,))
     filesystem.make_dirs(str(root))
     with NewVersion(str(root), "1", "bench") as new:
@@ -64,8 +65,9 @@ def write_deepfm(root: Path, options: BenchServeOptions) -> None:
             watermark=None,
             created=time.time(),
             digest="bench",
+            features=spec.to_dict(),
             signature=Signature(
-                inputs=tuple(TensorSpec(name=name, datatype="INT64", shape=(-1, -1)) for name in names),
+                inputs=RequestReader(spec).inputs,
                 outputs=(TensorSpec(name=HEAD, datatype="FP32", shape=(-1,)),),
             ),
             collections=(ServableCollection.of(model.embeddings.inputs, model.embeddings.layouts),),
