@@ -13,8 +13,11 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from monolith.bench.grpc_caller import GrpcCaller
 
 COMMAND = "import sys; from monolith.bench.serve_load import main; sys.exit(main(sys.argv[1:]))"
 GRPC_METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -54,7 +57,7 @@ def load(kind: str, address: str, request: bytes, connections: int, seconds: flo
         return runner.run(ask(address, request, connections, seconds))
 
 
-class _Caller(asyncio.Protocol):
+class HttpCaller(asyncio.Protocol):
     """One connection over HTTP: asks, and asks again when the answer is whole."""
 
     def __init__(self, request: bytes, seen: list[float], failed: list[int], end: float) -> None:
@@ -103,47 +106,47 @@ class _Caller(asyncio.Protocol):
         self._transport.close()
 
 
+Caller = HttpCaller | GrpcCaller
+
+
 async def _load_http(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
-    host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
     seen: list[float] = []
     failed: list[int] = []
-    begun = time.perf_counter()
-    callers = [
-        (
-            await loop.create_connection(
-                lambda: _Caller(request, seen, failed, begun + seconds), host, int(port)
-            )
-        )[1]
-        for _ in range(connections)
-    ]
-    async with asyncio.timeout(seconds + _PATIENCE):
-        await asyncio.gather(*(caller.done for caller in callers))
-    return _report(seen, len(failed), time.perf_counter() - begun)
+    end = time.perf_counter() + seconds
+
+    def caller() -> HttpCaller:
+        return HttpCaller(request, seen, failed, end)
+
+    return await _until_done(address, caller, connections, seconds, (seen, failed))
 
 
 async def _load_grpc(address: str, request: bytes, connections: int, seconds: float) -> LoadSeen:
-    import grpc  # type: ignore[import-untyped]
-
     seen: list[float] = []
-    failed = 0
+    failed: list[int] = []
+    end = time.perf_counter() + seconds
+
+    def caller() -> GrpcCaller:
+        return GrpcCaller(GRPC_METHOD, address, request, seen=seen, failed=failed, end=end)
+
+    return await _until_done(address, caller, connections, seconds, (seen, failed))
+
+
+async def _until_done(
+    address: str,
+    make: Callable[[], Caller],
+    connections: int,
+    seconds: float,
+    noted: tuple[list[float], list[int]],
+) -> LoadSeen:
+    """Connect as often as asked, and wait until every caller is done."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
     begun = time.perf_counter()
-
-    async def caller() -> None:
-        nonlocal failed
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
-            call = channel.unary_unary(GRPC_METHOD)
-            await call(request, wait_for_ready=True)
-            while (asked := time.perf_counter()) < begun + seconds:
-                try:
-                    await call(request)
-                except grpc.RpcError:
-                    failed += 1
-                seen.append(time.perf_counter() - asked)
-
-    await asyncio.gather(*(caller() for _ in range(connections)))
-    return _report(seen, failed, time.perf_counter() - begun)
+    callers = [(await loop.create_connection(make, host, int(port)))[1] for _ in range(connections)]
+    async with asyncio.timeout(seconds + _PATIENCE):
+        await asyncio.gather(*(caller.done for caller in callers))
+    seen, failed = noted
+    return _report(seen, len(failed), time.perf_counter() - begun)
 
 
 def _report(seen: list[float], failed: int, seconds: float) -> LoadSeen:
