@@ -231,7 +231,7 @@ class Server:
         self._closing.set()
         if self._endpoint.doorkeeper is not None:
             self._endpoint.doorkeeper.close()
-        if not self._endpoint.exchanges:
+        if not self._endpoint.has_streams:
             self._server.shutdown()
             return
         ending = threading.Thread(target=self._server.shutdown, name="flight-shutdown", daemon=True)
@@ -265,6 +265,11 @@ class _Endpoint:
         self._fetch = fetch
         self._message = message
         self._room = threading.BoundedSemaphore(limits.calls)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether callers may keep a stream open."""
+        return bool(self.exchanges) or self._message is not None
 
     def meet(self, peer: str) -> None:
         """Note who makes a call that was let in."""

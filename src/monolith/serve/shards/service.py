@@ -1,0 +1,86 @@
+"""What an entry and a serving server say to each other.
+
+Before an entry asks a server for rows it says `hello` with the version that it serves, and is told whose rows
+these are; so it never reads those of another model, version or shard. Lookups then go over a stream, in the
+messages of `monolith.store.rows`, which name the version again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from monolith import errors
+from monolith.errors import ClusterError, DeadlineExceededError, UnavailableError
+from monolith.wire.bodies import Count, Name, Text
+from monolith.wire.flight import Service
+
+SERVICE = Service(
+    name="serving server",
+    peers="serving servers and entries",
+    failure=ClusterError,
+    told=(
+        errors.ClusterError,
+        errors.ConfigError,
+        errors.FileMissingError,
+        errors.FilesystemError,
+        errors.LostStateError,
+        errors.TableArgumentError,
+        errors.UnavailableError,
+    ),
+    unreachable=UnavailableError,
+    late=DeadlineExceededError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHello:
+    """An entry greets a server."""
+
+    version: Name
+    """What it is going to ask for; a server that has it opens it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardAbout:
+    """One version of one shard."""
+
+    model: Name
+    version: Name
+    digest: Text
+    shard: Count
+    shards: Count
+    tables: dict[str, Count]
+    """Table to the width of its rows."""
+    rows: Count
+    bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStatus:
+    """A serving server, for people and probes. That it answers says that it is live."""
+
+    ready: bool
+    """Whether it may be sent requests: its newest version is open, and it is not ending."""
+    shard: Count
+    replica: Count
+    lookups: Count
+    versions: list[ShardAbout]
+
+
+def shard_part(shard: int) -> str:
+    """Return the name of a shard: that of its folder, and how an answer names one that is missing."""
+    return f"ps_{shard}"
+
+
+def shard_role(model: str, shard: int) -> str:
+    """Return the role under which the replicas of a shard are registered, each with its number."""
+    return f"{model}:{shard_part(shard)}"
+
+
+def misfit(found: ShardAbout, wanted: Mapping[str, object]) -> str | None:
+    """Return what a server says of itself that is not as wanted, by the fields of `ShardAbout`."""
+    for name, value in wanted.items():
+        if (has := getattr(found, name)) != value:
+            return f"it has {name} {has!r}, where the entry has {value!r}"
+    return None
