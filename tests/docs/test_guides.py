@@ -118,9 +118,13 @@ def check_tuning(names: dict[str, Any]) -> None:
 
 
 def check_serving(names: dict[str, Any]) -> None:
-    assert len(names["clicks"]) == 2
-    assert names["clicks"][0] > names["clicks"][1]  # u0004 likes drama, u0001 does not like westerns
-    assert names["answer"]["parameters"]["step"] > 0
+    clicks = names["clicks"].tolist()
+    assert len(set(clicks)) == 3
+    assert all(0 < click < 1 for click in clicks)
+    assert names["said"] == "row 0 of 1: features.price: column 'price' is [nan]"
+    served = names["served_clicks"]
+    assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
+    assert names["served"]["parameters"]["step"] > 0
     assert names["status"] == 0
 
 
@@ -132,8 +136,8 @@ CLAIMS = {
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "README.md": check_readme,
-    "serving.md": check_serving,
     "retrieval.md": check_retrieval,
+    "serving.md": check_serving,
     "table.md": check_table,
     "models.md": check_models,
     "training.md": check_training,

@@ -37,11 +37,8 @@ def run(options: ExportOptions) -> int:
     export, config = settings.export, settings.train
     export = with_flags(export, options)
     root = options.to or export_folder(export, config)
+    how = replace(how_to_export(export, config, as_module=options.as_module), keep=options.keep)
     checkpoint, _ = settled(config)
-    how = replace(
-        how_to_export(export, config, as_module=options.as_module),
-        keep=options.keep,
-    )
     with ExitStack() as opened:
         exporter = opened.enter_context(
             task_exporter(
