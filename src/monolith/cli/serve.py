@@ -23,6 +23,7 @@ from typing import Any
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
+from monolith.cli.serve_shards import remote_rows, serve_rows
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
@@ -50,6 +51,8 @@ def run(options: ServeOptions) -> int:
     """Serve until told to stop."""
     if options.processes < 1:
         raise ConfigError(f"serve: --processes must be at least 1, got {options.processes}")
+    if options.role == "ps":
+        return serve_rows(options)
     if options.processes > 1:
         return serve_together(options)
     policy = VersionPolicy.parse(options.version_policy)
@@ -60,7 +63,11 @@ def run(options: ServeOptions) -> int:
     config = serve_config(options)
     guard = guard_of(options.security, options.host, os.environ)
     context = ssl_context(security_of(options.security, os.environ), server=True)
-    catalog = ServableCatalog(threads=options.predict_threads, allow_module=options.allow_module)
+    catalog = ServableCatalog(
+        threads=options.predict_threads,
+        allow_module=options.allow_module,
+        rows=remote_rows(options, guard) if options.role == "entry" else None,
+    )
     index, count, folder = peers_of(options.peers)
     with told_to_stop(os.environ) as stop:
         peers = ServePeers(folder, index, count, guard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,10 +18,26 @@ class ServeOptions:
     folders: tuple[str, ...]
     """Folders that `monolith export` wrote, each of one model: DIR, or NAME=DIR to choose its name. Of each,
     the newest complete version is served, and a newer one as soon as it is there."""
+    role: Literal["all", "entry", "ps"] = "all"
+    """What this process does: all; entry, which answers requests with rows of serving servers; or ps, which
+    answers lookups in the rows of one shard. For the last two, export with --shards."""
+    discovery: str | None = None
+    """Where an entry finds serving servers, and these register: zookeeper://host:2181/job,
+    consul://host:8500/job or files:///shared/folder/job."""
+    shard: int = 0
+    """The shard of a serving server."""
+    replica: int = 0
+    """The number of a serving server among those of its shard, each with another."""
+    advertise: str | None = None
+    """The host by which entries reach a serving server, where it is not the address listened on."""
+    missing: Literal["refuse", "default"] | None = None
+    """What an entry does where a shard does not answer: refuse the request, or take zeros for its rows and
+    say so in the answer. By default what the export allows; default only where it does."""
     host: str = "127.0.0.1"
     """The address to listen on; by default only this machine can reach it."""
     port: int | None = None
-    """One port for both HTTP and gRPC, in place of the two below; 0 chooses a free one."""
+    """One port for both HTTP and gRPC, in place of the two below; 0 chooses a free one. Of a serving server,
+    its port; by default a free one."""
     http_port: int | None = 8000
     """The port for HTTP; 0 chooses a free one, None serves no HTTP."""
     grpc_port: int | None = 8001

@@ -41,13 +41,26 @@ class ServableCatalog:
 
     def load(self, folder: str, version: str) -> ServedModel:
         path = filesystem.join(folder, version)
-        rows = None if self._rows is None else self._rows(path)
+        if self._rows is None:
+            return Predictor(path, threads=self._threads, allow_module=self._allow_module)
+        rows = self._rows(path)
         try:
-            return Predictor(path, rows=rows, threads=self._threads, allow_module=self._allow_module)
+            return EntryPredictor(path, rows, threads=self._threads, allow_module=self._allow_module)
         except BaseException:
-            if rows is not None:
-                rows.close()
+            rows.close()
             raise
+
+
+class EntryPredictor(Predictor):
+    """A predictor that has its rows for itself: they are closed with it."""
+
+    def __init__(self, folder: str, rows: RowSource, *, threads: int | None, allow_module: bool) -> None:
+        super().__init__(folder, rows=rows, threads=threads, allow_module=allow_module)
+        self._own_rows = rows
+
+    def close(self) -> None:
+        super().close()
+        self._own_rows.close()
 
 
 def served_folder(text: str, policy: VersionPolicy) -> ServedFolder:
