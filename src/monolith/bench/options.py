@@ -267,6 +267,8 @@ class BenchServeOptions:
     """The numbers of rows of a request to measure."""
     connections: tuple[int, ...] = (1, 8, 64)
     """The numbers of callers that ask at the same time to measure."""
+    processes: int = 2
+    """The number of processes of the server, which share its ports."""
     seconds: float = 3.0
     """How long each case is measured."""
     repeats: int = 3

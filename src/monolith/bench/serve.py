@@ -83,7 +83,7 @@ def run(options: BenchServeOptions) -> int:
 
 
 def quick(options: BenchServeOptions) -> BenchServeOptions:
-    return replace(options, rows=2_600, batches=(2,), connections=(2,), seconds=0.1, hidden=(8,))
+    return replace(options, rows=2_600, processes=1, batches=(2,), connections=(2,), seconds=0.1, hidden=(8,))
 
 
 # The predictor alone
@@ -158,8 +158,8 @@ def measure_served(report: Report, predictor: Predictor, root: Path, options: Be
         ServeConfig(), [ServedFolder(folder=str(root), name=NAME)], ServableCatalog(), ServeMetrics(Metrics())
     )
     inference.repository.refresh()
-    report.say("starting a server in a process of its own")
-    with served(root) as ports:
+    report.say(f"starting a server of {options.processes} processes")
+    with served(root, options.processes) as ports:
         for batch in options.batches:
             for connections in options.connections:
                 case = ServeCase(batch, connections)
@@ -263,9 +263,10 @@ def over_wire(
 
 
 @contextmanager
-def served(root: Path) -> Iterator[dict[str, str]]:
+def served(root: Path, processes: int = 1) -> Iterator[dict[str, str]]:
     """Run `monolith serve` while the block lasts; yield its addresses."""
     words = ["-m", "monolith", "serve", f"{NAME}={root}", "--http-port", "0", "--grpc-port", "0"]
+    words += ["--processes", str(processes)]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )
@@ -273,7 +274,7 @@ def served(root: Path) -> Iterator[dict[str, str]]:
         assert process.stdout is not None
         ports: dict[str, str] = {}
         begun = time.monotonic()
-        while not {"http", "grpc", "ask"} <= ports.keys():
+        while not ports.keys() & {"ask", "serving"}:  # its last line
             line = process.stdout.readline()
             if not line or time.monotonic() - begun > START_SECONDS:
                 raise UnavailableError("the server did not start; `monolith serve` says why")
