@@ -106,7 +106,7 @@ class RequestReader:
         cells: dict[str, RawCells] = {}
         size, splits = -1, self._even(0, 1).numpy()
         for name in self._names:
-            given = columns.get(name)
+            given: Any = columns.get(name)
             if type(given) not in _FORMS:
                 return None
             if len(given) != size:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +170,21 @@ def test_a_version_that_goes_meanwhile_is_not_held(tmp_path):
         HeldVersion(str(tmp_path / "2"))
     with hold_version(str(tmp_path)) as held:
         assert held.folder == folder
+
+
+def test_a_version_that_was_renamed_into_place_just_now_is_waited_for(tmp_path):
+    folder = put(tmp_path, "1")
+    file = os.open(folder + "/.held", os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)  # as an export has it until it is done
+    held: list[HeldVersion] = []
+    waiting = threading.Thread(target=lambda: held.append(HeldVersion(folder)))
+    waiting.start()
+    waiting.join(0.05)
+    assert held == []
+    os.close(file)
+    waiting.join(60)
+    assert len(held) == 1
+    held[0].close()
 
 
 def test_what_a_killed_removal_left_is_removed(tmp_path):

@@ -103,10 +103,7 @@ class HeldVersion:
         except OSError as cause:
             raise FilesystemError(f"cannot hold {folder}: {cause.strerror}") from cause
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError as cause:
-                raise FileMissingError(f"{folder} is being removed") from cause
+            fcntl.flock(file, fcntl.LOCK_SH)  # who renames it into place, or away, has it for a moment
             if not _is_at(file, path):
                 raise FileMissingError(f"{folder} was removed just now")
         except BaseException:
