@@ -299,7 +299,7 @@ class GrpcWire:
             outputs[one.name] = values.reshape(tuple(one.shape)).tolist()
         parameters = {
             name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in said.parameters.items()
+            for name, value in sorted(said.parameters.items())
             if value.WhichOneof("parameter_choice")
         }
         return Answered(said.model_name, said.model_version, outputs, parameters)
