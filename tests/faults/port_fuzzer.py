@@ -31,7 +31,7 @@ from faults.port_servers import TOKEN
 from pyarrow import flight
 from services import warm
 
-from monolith.store.rows import RowCall, RowHeader
+from monolith.store.rows import RowCall, RowHeader, incarnation_bytes
 
 ROUND = 100
 """Messages between two looks at the servers."""
@@ -48,6 +48,10 @@ ROW_CALLS = (
     (RowHeader(RowCall.PUSH, store=0, batches=1, ids=1, floats=4, step=1, event_time=1, number=1), 8 + 16),
 )
 """Headers, and the bytes of their arrays beside the sizes."""
+SERVED_ROWS = (
+    RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=2, incarnation=incarnation_bytes("1")),
+    16,
+)
 
 STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
 WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
@@ -111,6 +115,7 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "job.wait": {"job": "b", "wait": 0.0},
     },
     "guarded": {"describe": {}, "hello": {}},
+    "serving": {"hello": {"version": "1"}, "status": {}},
 }
 RESTORE = {
     "run": "r",
@@ -335,7 +340,8 @@ class PortFuzzer:
         """Make an honest call to every server."""
         if self._servers.process.poll() is not None:
             raise FuzzError(f"the servers ended with status {self._servers.process.returncode}")
-        for name, call in {"dispatcher": "status", "worker": "ping", "parameters": "describe"}.items():
+        honest = {"dispatcher": "status", "worker": "ping", "parameters": "describe", "serving": "status"}
+        for name, call in honest.items():
             (result,) = self._clients[name].do_action(flight.Action(call, b"{}"), _soon())
             if "answer" not in json.loads(result.body.to_pybytes()):
                 raise FuzzError(f"{name} no longer answers {call}: {result.body.to_pybytes()!r:.300}")
@@ -356,7 +362,7 @@ class PortFuzzer:
     # Each returns what it sent, in a word
 
     def _call(self, mutate: Mutator) -> str:
-        server = mutate.random.choice(("dispatcher", "parameters", "parameters", "worker"))
+        server = mutate.random.choice(("dispatcher", "parameters", "parameters", "worker", "serving"))
         name, honest = mutate.random.choice(list(CALLS[server].items()))
         if name == "job.start" and mutate.random.random() < 0.5:
             honest = {"work": "tables.restore", "body": RESTORE, "job": mutate.random.choice("abcdef")}
@@ -378,9 +384,10 @@ class PortFuzzer:
         return "worker"
 
     def _exchange(self, mutate: Mutator) -> str:
+        server, tables = mutate.random.choice((("parameters", self._tables), ("serving", 2)))
         if mutate.random.random() < 0.6:
-            honest, ids = mutate.random.choice(ROW_CALLS)
-            header, size = mutate.header(honest), 8 * self._tables + ids
+            honest, ids = SERVED_ROWS if server == "serving" else mutate.random.choice(ROW_CALLS)
+            header, size = mutate.header(honest), 8 * tables + ids
         else:
             name, (body, size) = mutate.random.choice(list(EXCHANGES.items()))
             header = mutate.body({"name": name, "body": body})
@@ -389,12 +396,13 @@ class PortFuzzer:
             data = mutate.damaged(data)
         if mutate.random.random() < 0.3:  # sizes of the pieces that may fit
             data = (
-                b"".join(mutate.random.choice((0, 1, 2)).to_bytes(8, "little") for _ in range(10)) + data[80:]
+                b"".join(mutate.random.choice((0, 1, 2)).to_bytes(8, "little") for _ in range(tables))
+                + data[8 * tables :]
             )
-        self.message = ("parameters", header, data)
+        self.message = (server, header, data)
         schema = pa.schema([("bytes", pa.uint8())])
         descriptor = flight.FlightDescriptor.for_command(mutate.noise(3))
-        writer, reader = self._clients["parameters"].do_exchange(descriptor, _soon())
+        writer, reader = self._clients[server].do_exchange(descriptor, _soon())
         try:
             writer.begin(schema)
             column = pa.array(memoryview(data), pa.uint8()) if data else pa.array([], pa.uint8())
@@ -410,7 +418,7 @@ class PortFuzzer:
 
     def _stray(self, mutate: Mutator) -> str:
         """A stream of another shape, or a call that Flight has and we have not."""
-        client = self._clients[mutate.random.choice(("dispatcher", "worker", "parameters"))]
+        client = self._clients[mutate.random.choice(("dispatcher", "worker", "parameters", "serving"))]
         kind = mutate.random.choice((pa.string(), pa.list_(pa.uint8()), pa.null(), pa.float64()))
         self.message = ("any", "stray", str(kind))
         schema = pa.schema([("bytes", kind)] * mutate.random.randrange(3))

@@ -14,8 +14,10 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 from data.service.processes import CONFIG, open_split
+from serve.shards.shard_folders import write_shards
 from train.runs import FakeRun
 from train.tasks import Clicks
 
@@ -23,6 +25,7 @@ from monolith.cluster.security import Guard, SecurityConfig
 from monolith.config import Secret
 from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
+from monolith.serve.shards import ServingServer
 from monolith.store import ParameterServer
 from monolith.train import TrainConfig
 from monolith.train.fleet.parameter_server import ServedShare
@@ -49,6 +52,8 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     guarded = stack.enter_context(
         ParameterServer([], share=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)
     )
+    write_shards(Path(folder, "export"), shards=1)
+    serving = stack.enter_context(ServingServer(f"{folder}/export", 0, limits=LIMITS))
     control = ControlServerHook(
         LocalBarrier(1), saved, security=SecurityConfig(token=Secret(TOKEN)), limits=LIMITS, grace=0.1
     )
@@ -61,6 +66,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
         "worker": worker.address,
         "parameters": parameters.address,
         "guarded": guarded.address,
+        "serving": serving.address,
         "control": control.address,
         "metrics": f"{metrics.address}:{metrics.port}",
     }

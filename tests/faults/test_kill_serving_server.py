@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 from serve.shards.shard_folders import table_ids, wanted, write_shards
 from services import warm
 
-from monolith.errors import UnavailableError
+from monolith.errors import DeadlineExceededError, UnavailableError
 from monolith.serve.shards import RemoteRows, ShardsConfig, open_remote_rows
 
 SOON = 120.0
@@ -52,7 +53,7 @@ class Load:
             item, user = (torch.randint(-600, 600, (40,), generator=order) for _ in range(2))
             try:
                 found = self.rows.lookup(table_ids(item, user))
-            except UnavailableError:
+            except (UnavailableError, DeadlineExceededError):
                 with self.lock:
                     self.failed.append(time.monotonic())
                 self.stop.wait(0.01)
@@ -141,3 +142,28 @@ def test_the_only_server_of_a_shard_that_is_killed_is_missed_until_it_is_back(
         load.go_on(20)
     assert load.wrong == 0
     assert load.failed[-1] == last, "once it is back, there are no more failures"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_dies_or_stops_is_routed_around_within_a_second(
+    tmp_path: Path, folder: Path, started: dict[tuple[int, int], warm.Popen], blow: signal.Signals
+) -> None:
+    """With the usual deadline; ten times in a row, since it is a matter of moments."""
+    servable = write_shards(folder, shards=2)
+    for shard, replica in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        start(started, tmp_path, shard, replica)
+    config = ShardsConfig(discovery=f"files://{tmp_path}/registry")
+    with open_remote_rows(servable, config) as rows, under_load(rows) as load:
+        for turn in range(10):
+            victim = started[turn % 2, 1]
+            struck = time.monotonic()
+            victim.send_signal(blow)
+            load.go_on(200)
+            assert [when for when in load.failed if when > struck + 1.0] == []
+            victim.kill()
+            victim.wait(SOON)
+            start(started, tmp_path, turn % 2, 1)
+            load.go_on(200)
+    assert load.wrong == 0
+    assert len(load.failed) <= 10 * CALLERS, "only what was under way may fail"

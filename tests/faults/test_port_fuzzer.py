@@ -20,6 +20,7 @@ def test_every_port_goes_on_whatever_it_is_sent(tmp_path: Path, seed: int) -> No
         "dispatcher",
         "worker",
         "parameters",
+        "serving",
         "stream",
         "guarded",
         "control",
