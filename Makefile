@@ -32,12 +32,14 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE) | $(BIN)/python
 demo: setup  ## Train a model and watch it learn
 	$(BIN)/monolith demo
 
-# Three workers for two cores, since tests also wait for servers and deadlines. Python keeps what it compiles of
-# the tests, and their folders are in memory where there is some to be had.
+# Four workers for two cores, since tests also wait for servers and deadlines; each computes with one thread, or
+# threads would wait for each other busily. Python keeps what it compiles of the tests, and their folders are in
+# memory where there is some to be had.
+test: export OMP_NUM_THREADS = 1
 test: export PYTHONDONTWRITEBYTECODE =
 test: export PYTEST_DEBUG_TEMPROOT = $(wildcard /dev/shm)
 test: setup  ## The tests, without the slow ones
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not soak'
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not soak'
 
 check: setup  ## Lint, format, types, imports, names, documentation
 	$(BIN)/ruff check .

@@ -5,9 +5,16 @@ others. Each purchase is picked out of the items of its batch and of a few that 
 is ranked for users whose last purchase nobody has trained on.
 
     python examples/two_tower.py
+
+The same by a config file alone, two_tower.toml, on the same log as CSV:
+
+    python examples/two_tower.py --write shop
+    cd shop
+    monolith train --config ../examples/two_tower.toml
 """
 
 import argparse
+import csv
 import tempfile
 from pathlib import Path
 
@@ -103,10 +110,26 @@ class Shop(RetrievalTask):
         return torch.optim.Adam(model.parameters(), lr=0.005)
 
 
+def write(folder: Path) -> None:
+    """Write the log for two_tower.toml: train.csv, test.csv and items.csv."""
+    train, test, items, _ = purchases()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in (("train", train), ("test", test), ("items", items)):
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(table)
+            for row in zip(*table.values(), strict=True):
+                rows.writerow("|".join(cell) if isinstance(cell, list) else cell for cell in row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--no-correction", action="store_true", help="do not correct for popularity")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the log as CSV, and end")
     options = parser.parse_args()
+    if options.write:
+        write(options.write)
+        return
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(model_dir=str(Path(folder) / "run"), save=SaveConfig(steps=1000))
         shop = Shop(correction=not options.no_correction)

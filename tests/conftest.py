@@ -25,12 +25,13 @@ SLOW_FILES = (
     "contracts/test_discovery.py",
     "cluster/test_ray_discovery.py",
     "cluster/test_ray_connection.py",
-    "faults/test_kill_trainer.py",
-    "faults/test_kill_fleet.py",
-    "contracts/test_source.py",
-    "train/fleet/test_comings.py",
-    "train/fleet/test_dealing.py",
     "data/test_kafka.py",
+    "contracts/test_source.py",
+    "train/fleet/test_dealing.py",
+    "faults/test_kill_kafka.py",
+    "faults/test_kill_fleet.py",
+    "faults/test_kill_trainer.py",
+    "train/fleet/test_comings.py",
     "train/fleet/test_fleet.py",
     "train/fleet/test_recovery.py",
     "train/ranks/test_ranks.py",
@@ -39,7 +40,6 @@ SLOW_FILES = (
     "cli/test_train.py",
     "cli/demo/test_demo.py",
     "model/test_learning.py",
-    "faults/test_kill_kafka.py",
     "train/test_expiring.py",
     "cli/test_run_settings.py",
     "cluster/test_consul.py",
@@ -63,8 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (turns.get(item.path.relative_to(TESTS).as_posix(), len(turns)), item.path))
 
 
+def pytest_configure() -> None:
+    gc.disable()  # while tests are collected: what they define and import stays
+
+
 def pytest_collection_finish() -> None:
-    gc.freeze()  # tests and all they import stay: they are not looked at whenever garbage is collected
+    gc.freeze()  # so that none of it is looked at whenever garbage is collected
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

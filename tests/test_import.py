@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import monolith
 
 PROJECT = Path(__file__).parents[1]
@@ -66,40 +68,44 @@ print(json.dumps({"changed": changed, "heavy": heavy, "seconds": seconds}))
     assert seen["seconds"] < 0.5
 
 
-def test_importing_any_module_starts_opens_seeds_and_installs_nothing() -> None:
-    seen = run("""
-import importlib, pkgutil
+@pytest.fixture(scope="module")
+def imported() -> Any:
+    """What the rooms that a model is written with load, and what importing any module changes."""
+    return run("""
+import importlib, importlib.util, pkgutil
 import numpy, torch  # what they do on import is theirs
-import prometheus_client, rich.console, rich.progress, tyro, fsspec, asyncio, multiprocessing
 import monolith
 changed = {}
-for module in pkgutil.walk_packages(monolith.__path__, "monolith."):
-    if module.name.endswith(".__main__"):
-        continue
+
+def watched(name):
     before = state()
-    importlib.import_module(module.name)
+    importlib.import_module(name)
     after = state()
     differs = [key for key in before if before[key] != after[key]]
     if differs:
-        changed[module.name] = differs
-print(json.dumps(changed))
-""")
-    assert seen == {}
+        changed[name] = differs
 
-
-def test_the_rooms_a_model_is_written_with_load_only_torch_and_numpy() -> None:
-    seen = run("""
-import importlib, importlib.util
-import numpy, torch
 before = {name.split(".")[0] for name in sys.modules}
 for room in ("tensors", "feature", "table", "nn", "model"):
     name = f"monolith.{room}"
     if importlib.util.find_spec(name) is not None:
-        importlib.import_module(name)
+        watched(name)
 loaded = {name.split(".")[0] for name in sys.modules} - before
-print(json.dumps(sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})))
+import prometheus_client, rich.console, rich.progress, tyro, fsspec, asyncio, multiprocessing
+for module in pkgutil.walk_packages(monolith.__path__, "monolith."):
+    if not module.name.endswith(".__main__"):
+        watched(module.name)
+others = sorted(loaded - set(sys.stdlib_module_names) - {"monolith"})
+print(json.dumps({"rooms load": others, "changed": changed}))
 """)
-    assert [name for name in seen if not name.startswith("_")] == []
+
+
+def test_importing_any_module_starts_opens_seeds_and_installs_nothing(imported: Any) -> None:
+    assert imported["changed"] == {}
+
+
+def test_the_rooms_a_model_is_written_with_load_only_torch_and_numpy(imported: Any) -> None:
+    assert [name for name in imported["rooms load"] if not name.startswith("_")] == []
 
 
 def test_a_step_is_trained_without_importing_torchs_compiler(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ MUTATORS = """
 """
 """Methods that change a container."""
 
+ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
@@ -110,7 +112,7 @@ class Finding:
         return f"{self.path}:{self.line}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # to hash all of its nodes would take long
 class Module:
     """One file of the package, parsed, with the room it stands in."""
 
@@ -120,6 +122,8 @@ class Module:
     tree: ast.Module
     nodes: tuple[ast.AST, ...]
     """All of the tree: to walk through it again for every rule would take most of the time."""
+    imports: tuple[ast.AST, ...]
+    """Those of the nodes that import."""
 
     def finding(self, node: ast.AST, message: str) -> Finding:
         return Finding(self.path, getattr(node, "lineno", 1), message)
@@ -149,7 +153,22 @@ def read_module(path: Path, package: Path) -> Module:
     room = {"__init__": ROOT, "__main__": "cli"}.get(parts[0], parts[0])
     name = ".".join([package.name, *parts])
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    return Module(path, name, room, tree, tuple(ast.walk(tree)))
+    nodes = tuple(walk(tree))
+    imports = tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    return Module(path, name, room, tree, nodes, imports)
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """Return what `ast.walk` yields, in a third of the time; less marks such as Load, which hold nothing."""
+    found = [tree]
+    for node in found:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                found += [one for one in value if isinstance(one, ast.AST)]
+            elif isinstance(value, ast.AST) and value._fields:
+                found.append(value)
+    return found
 
 
 # 1. Direction
@@ -160,7 +179,7 @@ def check_direction(module: Module) -> Iterator[Finding]:
     if row is None:
         yield module.finding(module.tree, f"{module.room!r} is not a room of ROWS; give it a row")
         return
-    for node in module.nodes:
+    for node in module.imports:
         for room in sorted(rooms_imported(node, module) - {module.room}):
             target = row_of(room)
             if target is None:
@@ -213,8 +232,8 @@ def origin_of(node: ast.ImportFrom, module: Module) -> str:
 
 def check_packages(module: Module) -> Iterator[Finding]:
     at_top = set(run_on_import(module.tree))
-    typing_only = {inner for node in at_top if is_type_checking(node) for inner in ast.walk(node)}
-    for node in module.nodes:
+    typing_only = {inner for node in at_top if is_type_checking(node) for inner in walk(node)}
+    for node in module.imports:
         if node in typing_only:
             continue
         for package in sorted({name.split(".")[0] for name in names_imported(node, module)}):
@@ -395,7 +414,9 @@ def plain_name(module: Module) -> str:
 
 
 def check_ambient_state(module: Module) -> Iterator[Finding]:
-    owned = {id(value) for node in module.nodes for value in given_to_self(node)}
+    owned = {
+        id(value) for node in module.nodes if isinstance(node, ASSIGNMENTS) for value in given_to_self(node)
+    }
     imported = {here for here, *there in imports_from(module) if there == ["threading", "local"]}
     for node in module.nodes:
         if isinstance(node, ast.Global):
@@ -414,12 +435,11 @@ def check_ambient_state(module: Module) -> Iterator[Finding]:
             yield module.finding(node, f"ambient state: `{headline(node)}` changes {name} of the module")
 
 
-def given_to_self(node: ast.AST) -> list[ast.expr]:
+def given_to_self(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> list[ast.expr]:
     """Return the value of `self.x = value`: an object owns it, so it lives and goes with the object."""
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    value = getattr(node, "value", None)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     owns = any(isinstance(target, ast.Attribute) and dotted(target.value) == "self" for target in targets)
-    return [value] if owns and value is not None else []
+    return [node.value] if owns and node.value is not None else []
 
 
 def assigned_names(body: list[ast.stmt]) -> set[str]:
@@ -438,20 +458,24 @@ def outermost_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Asyn
 
 def changes(function: ast.AST, names: set[str]) -> Iterator[tuple[ast.AST, str]]:
     """Yield what a function does to objects of the module by these names, less those it has itself."""
-    inside = list(ast.walk(function))
+    inside = walk(function)
+    used = [node for node in inside if isinstance(node, ast.Name)]
     own = {node.arg for node in inside if isinstance(node, ast.arg)}
-    own |= {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
+    names = (names - own) & {node.id for node in used}
+    if not names:
+        return
     mutators = MUTATORS.split()
     for node in inside:
         changed: list[ast.expr] = []
         match node:
             case ast.Assign(targets=targets) | ast.Delete(targets=targets):
-                changed = [part for target in targets for part in ast.walk(target) if is_place(part)]
+                changed = [part for target in targets for part in walk(target) if is_place(part)]
             case ast.AugAssign(target=target) | ast.AnnAssign(target=target) if is_place(target):
                 changed = [target]
             case ast.Call(func=ast.Attribute(value=value, attr=attribute)) if attribute in mutators:
                 changed = [value]
-        for name in sorted({root_of(target) for target in changed} & (names - own)):
+        for name in sorted({root_of(target) for target in changed} & names):
             yield node, name
 
 
@@ -475,7 +499,13 @@ def is_main_guard(node: ast.AST) -> bool:
 
 
 def dotted(node: ast.expr) -> str:
-    return ast.unparse(node)
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{dotted(value)}.{name}"
+        case _:
+            return ast.unparse(node)
 
 
 def headline(node: ast.AST) -> str:

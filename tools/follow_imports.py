@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from check_imports import Module, find_origin, is_type_checking, origin_of, plain_name, read_module
+from check_imports import Module, find_origin, is_type_checking, origin_of, plain_name, read_module, walk
 
 PACKAGE = Path(__file__).parents[1] / "src" / "monolith"
 APART = ("bench", "demo", "experiment", "tour")
@@ -57,7 +57,7 @@ def imported_by(module: Module, known: Mapping[str, Module]) -> set[str]:
     """Return the modules that one takes something from. Doors only pass on, so they take nothing."""
     if module.path.stem == "__init__":
         return set()
-    skipped = {id(inner) for node in module.nodes if is_type_checking(node) for inner in ast.walk(node)}
+    skipped = {id(inner) for node in module.nodes if is_type_checking(node) for inner in walk(node)}
     nodes = [node for node in module.nodes if id(node) not in skipped]
     modules = dict(modules_named(nodes, module, known))
     found = set(modules.values())

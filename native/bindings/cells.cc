@@ -14,6 +14,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -52,34 +53,74 @@ nb::tuple cross(const std::vector<std::tuple<Splits, Splits>>& columns, std::siz
   return as_tuple(std::move(found));
 }
 
-using Texts = std::tuple<Column<std::uint8_t>, Splits>;
-
 template <class Array>
 auto span_of(const std::optional<Array>& array) -> decltype(as_span(*array)) {
   return array ? as_span(*array) : decltype(as_span(*array))();
 }
 
-nb::tuple pack(
-    const std::vector<std::tuple<RawIds::Kind, std::optional<Texts>, std::optional<Splits>,
-                                 std::optional<Column<float>>, Splits, std::optional<Column<double>>,
-                                 std::optional<char>, std::optional<std::uint32_t>>>& features) {
-  std::vector<RawIds> raw;
-  for (const auto& [kind, texts, ints, floats, rows, boundaries, separator, slot] : features) {
-    RawIds one{kind,      {},    span_of(ints), span_of(floats), as_span(rows), span_of(boundaries),
-               separator, {slot}};
-    if (texts)
-      one.texts = {std::as_bytes(as_span(std::get<0>(*texts))), as_span(std::get<1>(*texts)), as_span(rows)};
-    if ((kind == RawIds::Kind::kHashed || kind == RawIds::Kind::kWholeTexts) != texts.has_value())
-      throw std::invalid_argument("texts go with the kinds that read texts, and with no others");
-    raw.push_back(one);
+// The features of a spec that are packed together, and how each is read by what its column holds.
+class IdPacker {
+ public:
+  using Kind = std::optional<RawIds::Kind>;
+  using Boundaries = std::vector<double>;
+  // Kinds of texts, ints and floats; boundaries for ints and for floats; separator and slot.
+  using Feature =
+      std::tuple<Kind, Kind, Kind, Boundaries, Boundaries, std::optional<char>, std::optional<std::uint32_t>>;
+
+  IdPacker(std::vector<Feature> features, nb::object uint8, nb::object int64, nb::object float32)
+      : features_(std::move(features)), tensors_(std::move(uint8), std::move(int64), std::move(float32)) {}
+
+  // (ids, splits), or None where something is odd.
+  nb::object pack(const nb::list& columns) const {
+    if (columns.size() != features_.size())
+      throw std::invalid_argument("pack: there must be a column for each feature");
+    std::vector<RawIds> raw;
+    raw.reserve(features_.size());
+    for (std::size_t i = 0; i < features_.size(); ++i) {
+      const auto column = nb::cast<nb::tuple>(columns[i]);
+      if (column.size() != 3) throw std::invalid_argument("pack: a column is (values, texts, rows)");
+      const std::optional<RawIds> one = read(features_[i], column[0], column[1], column[2]);
+      if (!one) return nb::none();
+      raw.push_back(*one);
+    }
+    PackedIds found;
+    {
+      nb::gil_scoped_release unlocked;
+      found = pack_ids(raw);
+    }
+    if (!found.fine) return nb::none();
+    return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)));
   }
-  PackedIds found;
-  {
-    nb::gil_scoped_release unlocked;
-    found = pack_ids(raw);
+
+ private:
+  std::optional<RawIds> read(const Feature& feature, nb::handle values, nb::handle texts,
+                             nb::handle rows) const {
+    const auto& [of_texts, of_ints, of_floats, exact, rounded, separator, slot] = feature;
+    const bool is_text = !texts.is_none(), whole = !is_text && tensors_.holds<std::int64_t>(values);
+    const Kind kind = is_text ? of_texts : whole ? of_ints : of_floats;
+    const auto splits = tensors_.read<std::int64_t>(rows);
+    if (!kind || !splits) return std::nullopt;
+    RawIds one{*kind, {}, {}, {}, *splits, whole ? exact : rounded, separator, {slot}};
+    if (is_text) {
+      const auto bytes = tensors_.read<std::byte>(values);
+      const auto each = tensors_.read<std::int64_t>(texts);
+      if (!bytes || !each) return std::nullopt;
+      one.texts = {*bytes, *each, *splits};
+    } else if (whole) {
+      const auto ints = tensors_.read<std::int64_t>(values);
+      if (!ints) return std::nullopt;
+      one.ints = *ints;
+    } else {
+      const auto floats = tensors_.read<float>(values);
+      if (!floats) return std::nullopt;
+      one.floats = *floats;
+    }
+    return one;
   }
-  return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.splits)), found.fine);
-}
+
+  std::vector<Feature> features_;
+  TensorReader tensors_;
+};
 
 bool pack_floats(
     const std::vector<std::tuple<std::optional<Splits>, std::optional<Column<float>>, Splits>>& columns,
@@ -100,13 +141,19 @@ void bind_cells(nb::module_& m) {
       .value("INTS", RawIds::Kind::kInts)
       .value("INT_BUCKETS", RawIds::Kind::kIntBuckets)
       .value("FLOAT_BUCKETS", RawIds::Kind::kFloatBuckets);
-  m.def("pack_ids", &pack, "features"_a,
-        nb::sig("def pack_ids(features: Sequence[tuple[RawKind, tuple[NDArray[numpy.uint8], "
-                "NDArray[numpy.int64]] | None, NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "
-                "NDArray[numpy.int64], NDArray[numpy.float64] | None, str | None, int | None]]) -> "
-                "tuple[NDArray[numpy.int64], NDArray[numpy.int64], bool]"),
-        "(ids, splits, fine) of features: (kind, (bytes, splits), ints, floats, rows, boundaries, separator, "
-        "slot). Where something cannot be read, not fine, and the rest means nothing.");
+  nb::class_<IdPacker>(m, "IdPacker", "Packs the ids of many features of a batch in one call. Thread-safe.")
+      .def(nb::init<std::vector<IdPacker::Feature>, nb::object, nb::object, nb::object>(), "features"_a,
+           "uint8"_a, "int64"_a, "float32"_a,
+           nb::sig("def __init__(self, features: Sequence[tuple[RawKind | None, RawKind | None, RawKind | "
+                   "None, Sequence[float], Sequence[float], str | None, int | None]], uint8: object, int64: "
+                   "object, float32: object) -> None"),
+           "Features are (kind of texts, of ints, of floats, boundaries of ints, of floats, separator, "
+           "slot), and the types are torch's.")
+      .def("pack", &IdPacker::pack, "columns"_a,
+           nb::sig("def pack(self, columns: list[tuple[object, object | None, object]]) -> "
+                   "tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None"),
+           "(ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of "
+           "rows). None where something cannot be read, or is no plain tensor on the CPU.");
   m.def(
       "pack_numbers", &pack_floats, "columns"_a, "rows"_a, "out"_a.noconvert(),
       nb::sig("def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] "

@@ -91,6 +91,25 @@ void features_are_packed_one_after_the_other() {
   CHECK(!pack_ids(std::vector<RawIds>{{Kind::kWholeTexts, word.column(), {}, {}, {}, {}, {}, {}}}).fine);
 }
 
+void texts_of_any_length_are_hashed_as_they_are_alone() {
+  const std::string letters = "abcdefghijklmnopqrstuvwxyz";
+  for (const std::size_t longest : {7u, 16u, 26u}) {
+    Texts texts;
+    Ids alone, splits{0};
+    for (std::size_t size = longest - 6; size <= longest; ++size) {
+      texts.row({letters.substr(0, size)});
+      alone.push_back(hash(letters.substr(0, size)));
+      splits.push_back(static_cast<std::int64_t>(alone.size()));
+    }
+    using Kind = RawIds::Kind;
+    const PackedIds packed =
+        pack_ids(std::vector<RawIds>{{Kind::kHashed, texts.column(), {}, {}, {}, {}, std::nullopt, {}}});
+    CHECK(packed.fine);
+    CHECK(packed.ids == alone);
+    CHECK(packed.splits == splits);
+  }
+}
+
 void numbers_are_packed_where_each_row_has_one() {
   const std::vector<float> floats{0.5f, 2.0f}, infinite{0.5f, INFINITY};
   const Ids ints{7, 8}, each{0, 1, 2}, none{0, 0, 2};
@@ -121,6 +140,7 @@ int main() {
       {"numbers are read, and rows that hold others named", numbers_are_read_and_rows_that_hold_others_named},
       {"a cross has every way to take one of each", a_cross_has_every_way_to_take_one_of_each},
       {"features are packed one after the other", features_are_packed_one_after_the_other},
+      {"texts of any length are hashed as they are alone", texts_of_any_length_are_hashed_as_they_are_alone},
       {"numbers are packed where each row has one", numbers_are_packed_where_each_row_has_one},
       {"splits that do not fit are refused", splits_that_do_not_fit_are_refused},
   });

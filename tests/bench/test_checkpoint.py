@@ -21,6 +21,8 @@ def report() -> dict[str, Any]:
         "--quick",
         "--rows",
         "30000",
+        "--threads",
+        "1",
         "--json",
     ]
     done = warm.run(command, check=True)

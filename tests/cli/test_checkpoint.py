@@ -43,6 +43,38 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
+# whose checkpoints
+
+
+def test_the_config_file_of_a_run_names_its_checkpoints(
+    prefixes: list[str], folder: Path, tmp_path: Path, printed: Any
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[train]\nmodel_dir = "{folder}"\n')
+    listed = json.loads(printed("list", "--config", str(config), "--json"))
+    assert [one["prefix"] for one in listed["checkpoints"]] == prefixes
+    steps = [one["step"] for one in listed["checkpoints"]]
+    for words, step in (((), steps[-1]), ((str(steps[0]),), steps[0]), ((Path(prefixes[1]).name,), steps[1])):
+        found = json.loads(printed("inspect", *words, "--config", str(config), "--json"))
+        assert found["step"] == step
+    names = [str(step) for step in steps[:2]]
+    found = json.loads(printed("diff", *names, "--config", str(config), "--json"))
+    assert (found["before"], found["after"]) == (prefixes[0], prefixes[1])
+
+
+def test_whose_checkpoints_are_meant_must_be_said_once(
+    prefixes: list[str], folder: Path, tmp_path: Path, printed: Any
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(f'[train]\nmodel_dir = "{folder}"\n')
+    assert "give the config file of the run as --config" in printed("list", status=2)
+    assert "both name the run" in printed("list", str(folder), "--config", str(config), status=2)
+    missing = printed("inspect", "77", "--config", str(config), status=2)
+    assert f"there is no checkpoint 77 in {folder}; it has {Path(prefixes[0]).name}" in missing
+    config.write_text("")
+    assert "says no train.model_dir" in printed("inspect", "--config", str(config), status=2)
+
+
 # list
 
 

@@ -138,6 +138,49 @@ def test_every_field_is_explained_those_of_a_training_too(run):
     assert all(len(line.split()) > 1 for line in listed)
 
 
+def test_keys_of_a_model_are_explained_for_each_type_that_has_them(run):
+    status, out, _ = run("config", "explain", "model.dim")
+    first, second, third = out.split("\n\n")
+    assert (status, first) == (
+        0,
+        "model.dim\n  Width of each feature's vector, beside its bias.\n  of type:  deepfm\n"
+        "  type:     int\n  default:  16",
+    )
+    assert "of type:  dcnv2, mmoe, din, two_tower\n" in second
+    assert "of type:  dlrm\n" in third
+    _, out, _ = run("config", "explain", "model.item")
+    assert "The features of the item tower" in out
+    assert "default:  (required)" in out
+    listed = run("config", "explain", "model.two_tower")[1].splitlines()
+    assert listed[0] == "two_tower:"
+    assert [line.split()[0] for line in listed[1:3]] == ["model.item", "model.user"]
+    assert all(len(line.split()) > 1 for line in listed[1:])
+
+
+def test_keys_of_features_labels_and_candidates_are_explained(run):
+    for name, said in (
+        ("features.user.kind", "of type:  IdFeature, SequenceFeature"),
+        ("features.NAME.boundaries", "of type:  BucketFeature"),
+        ("labels.click.at_least", "of type:  Label"),
+        ("candidates.path", "default:  (required)"),
+        ("candidates.ks", "--candidates.ks"),
+        ("features", "features.NAME.scale"),
+        ("features.user", "features.user.scale"),
+        ("model", "model.cross_layers"),
+    ):
+        status, out, _ = run("config", "explain", name)
+        assert (status, said in out) == (0, True), out
+    assert "candidates.barred" in run("config", "explain", "candidates")[1]
+
+
+@pytest.mark.parametrize(
+    "name, near", [("model.dimm", "model.dim"), ("features.user.kin", "features.user.kind")]
+)
+def test_a_mistyped_key_is_told_the_nearest(run, name, near):
+    status, _, err = run("config", "explain", name)
+    assert (status, near in err) == (2, True), err
+
+
 def test_groups_and_all_fields_are_listed(run):
     _, out, _ = run("config", "explain", "train.keep")
     assert [line.split()[0] for line in out.splitlines()][:2] == [

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from monolith.cli.data_files import FilesBar
 from monolith.cli.main import main
 from monolith.data import Records, format_of
+from monolith.data.formats import CsvFormat
 from monolith.errors import ConfigError
 from monolith.tensors import RaggedTensor
 
@@ -89,6 +91,19 @@ def test_a_table_and_a_picture_are_drawn(
     printed = capsys.readouterr().out
     assert "4 records" in printed
     assert "75.0%" in printed
+
+
+def test_progress_is_by_bytes_over_all_files(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    for path, size in zip(paths, (100, 300), strict=True):
+        Path(path).write_text("id\n" + "12345\n" * size)
+    form = CsvFormat(chunk_bytes=200)
+    with FilesBar(paths, "Counting") as bar:
+        assert bar.part() == 0
+        found = [bar.part() or 0.0 for path in paths for _ in bar.watched(path, form.chunks(path))]
+        assert bar.part() == 1
+    assert found == sorted(found)
+    assert min(abs(part - 0.25) for part in found) < 0.01  # where the first file ends
 
 
 def test_a_pattern_names_many_files_and_one_that_names_none_is_refused(

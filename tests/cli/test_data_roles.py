@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -136,7 +137,7 @@ def test_every_process_that_mlp_starts_finds_its_place_and_all_records_are_train
     job.running["dsworker", 0].kill()
     assert job.running["worker", 0].wait(SECONDS) == 0, job.said("worker")
     assert job.report()["examples"] == FILES * BATCHES * BATCH
-    assert "[data_worker 1] data worker 1 ended" in job.said("worker")
+    assert re.search(r"\[data_worker 1 pid \d+\] data worker 1 ended", job.said("worker"))
     # Who dispatched for it has nothing more to do.
     assert job.running["dispatcher", 0].wait(SECONDS) == 0, job.said("dispatcher")
 

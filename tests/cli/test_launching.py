@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,15 +17,18 @@ from typing import Any
 import pytest
 from services import warm
 from services.ray import RayCluster
+from train.tasks import Clicks
 
 from monolith.checkpoint import read_checkpoint_state
 from monolith.cli import launching
 from monolith.cli.launching import ChiefReport, members_of
 from monolith.cli.main import main, parse_options
 from monolith.cli.run_settings import run_of
+from monolith.cluster.launch import LaunchOutcome
 from monolith.cluster.run_token import run_security
 from monolith.run import load_run_config
 from monolith.run.runtime import open_discovery
+from monolith.train import TrainConfig, Trainer
 
 TESTS = Path(__file__).parents[1]
 TASK = "train.tasks:Clicks"
@@ -97,7 +102,7 @@ def said(tmp_path: Path) -> str:
 # Whole runs
 
 
-@pytest.mark.parametrize(("each", "fresh"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("each", "fresh"), [(2, False), pytest.param(1, True, marks=pytest.mark.soak)])
 def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: int, fresh: bool) -> None:
     config = tmp_path / "run.toml"
     config.write_text("[task]\nbatches = 24\n[train]\nseed = 3\n")
@@ -109,9 +114,9 @@ def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: in
     assert report["checkpoint"] == f"{tmp_path}/m/model.ckpt-24"
     lines = said(tmp_path).splitlines()
     for index in range(each):
-        for name in (f"[ps {index}]    ", f"[worker {index}]"):
-            assert any(line.startswith(name) for line in lines), name
-    assert any("[worker 1] worker 1 ended" in line for line in lines) == (each == 2)
+        for name in (rf"\[ps {index} pid \d+\]     ", rf"\[worker {index} pid \d+\] "):
+            assert any(re.match(name, line) for line in lines), name
+    assert any(re.match(r"\[worker 1 pid \d+\] worker 1 ended", line) for line in lines) == (each == 2)
     assert not list(tmp_path.glob("monolith-*"))  # where they met
 
 
@@ -136,6 +141,27 @@ def test_kill_9_of_the_launcher_leaves_nobody_behind(start: Any, tmp_path: Path)
     assert len(processes_with(str(tmp_path / "m"))) > 4
     process.kill()
     wait_until(lambda: not processes_with(str(tmp_path / "m")), "some still run")
+
+
+@pytest.mark.parametrize("flags", [[], ["--cluster.mode", "sync"], ["--launch", "ray"]])
+def test_a_run_that_failed_says_its_last_checkpoint_and_the_command_that_goes_on(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = LaunchOutcome(status=137, text="worker 1 was killed by SIGKILL")
+    monkeypatch.setattr(launching.processes, "launch", lambda *_, **__: outcome)
+    monkeypatch.setattr(launching, "launch_on_ray", lambda *_, **__: outcome)
+    words = ["train", "train.tasks:Clicks", "--launch", "local", "--model-dir", str(tmp_path / "m")]
+    words += ["--num-ps", "0" if "sync" in flags else "1", "--num-workers", "2", *flags]
+    assert main(words) == 137
+    assert "there is no checkpoint yet; this begins anew: monolith train" in capsys.readouterr().err
+    Trainer(Clicks(), TrainConfig(model_dir=str(tmp_path / "m"), steps=1)).train()
+    assert main(words) == 137
+    why, what_to_do = capsys.readouterr().err.splitlines()[-2:]
+    assert why == "monolith: worker 1 was killed by SIGKILL"
+    command = shlex.join(["monolith", *words])
+    assert what_to_do == (
+        f"monolith: the last checkpoint is {tmp_path}/m/model.ckpt-1; this goes on from it: {command}"
+    )
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from services import warm
 
 import monolith
 from monolith import observe
@@ -159,30 +161,41 @@ def test_help_on_a_group_lists_its_commands(
         assert (command.summary in printed.out) == name.startswith(f"{group} ")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_on_a_command_prints_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*name.split(), "--help"]) == 0
-    assert "options" in capsys.readouterr().out
-
-
 def test_an_interrupt_exits_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     calls.outcome = KeyboardInterrupt()
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "monolith: interrupted\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_explains_its_options_without_loading_torch(name: str) -> None:
+@pytest.fixture(scope="module")
+def explained() -> dict[str, tuple[int, str, bool]]:
+    """Return the status and output of each command's --help, and whether torch is loaded then.
+
+    In one new process, one after the other: whoever loads it is the first who has it.
+    """
     program = f"""
-import sys
+import contextlib, io, json, sys
 from monolith.cli.main import main
-status = main({[*name.split(), "--help"]})
-assert "torch" not in sys.modules
-sys.exit(status)
+found = {{}}
+for name in {list(COMMANDS)}:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = main([*name.split(), "--help"])
+    found[name] = status, out.getvalue(), "torch" in sys.modules
+print(json.dumps(found))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert COMMANDS[name].summary.split(":")[0] in done.stdout
+    return {name: tuple(one) for name, one in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_its_options_without_loading_torch(
+    name: str, explained: dict[str, tuple[int, str, bool]]
+) -> None:
+    status, printed, loads_torch = explained[name]
+    assert (status, loads_torch) == (0, False)
+    assert COMMANDS[name].summary.split(":")[0] in printed
+    assert "options" in printed
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -204,12 +217,9 @@ def test_it_runs_as_a_module() -> None:
 def test_an_exception_that_nobody_catches_ends_all_ranks_of_mpi(ranks: int, tmp_path: Path) -> None:
     task = tmp_path / "broken.py"
     task.write_text("class Boom(BaseException): ...\n\n\ndef task():\n    raise Boom\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "monolith", "train", f"{task}:task"],
+    done = warm.run(
+        ["-m", "monolith", "train", f"{task}:task"],
         env={**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": str(ranks)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 1
     assert "Boom" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from monolith.cluster.status import JobStatus, StatusBoard
 from monolith.run import load_run_config
 from monolith.store import LocalStore, ParameterServer, ParameterServerStore, ServerGroup, TableIds
 from monolith.table import Segment, TableConfig
+from monolith.train import TrainConfig
 from monolith.train.fleet.parameter_server import ShareFigures
 from monolith.train.hooks.control.barrier import LocalBarrier
 from monolith.wire.traffic import Traffic
@@ -33,11 +35,21 @@ def own(clock: Clocks | None = None, **settings: Any) -> OwnStatus:
     return OwnStatus(load_run_config(code=settings), clock=clock, timer=clock)
 
 
-def trained(rows: int = 7, traffic: Traffic | None = None) -> Any:
+def trained(
+    rows: int = 7,
+    traffic: Traffic | None = None,
+    max_steps: int | None = None,
+    read: Iterator[float] | None = None,
+) -> Any:
     """A run in this process, as far as it is looked at."""
     stats = {"item": SimpleNamespace(rows=rows, bytes_total=70)}
     return SimpleNamespace(
-        session=SimpleNamespace(model=SimpleNamespace(stats=lambda: stats), traffic=traffic),
+        session=SimpleNamespace(
+            model=SimpleNamespace(stats=lambda: stats),
+            traffic=traffic,
+            config=TrainConfig(max_steps=max_steps),
+            fraction_read=lambda: None if read is None else next(read),
+        ),
         barrier=LocalBarrier(1),
         save=SimpleNamespace(saved_at=999_990.0),
     )
@@ -49,6 +61,19 @@ def step(hook: Any, number: int, *, examples: int = 10, event_time: int = 0) -> 
 
 
 FLEET = {"cluster.num_ps": 2, "cluster.num_workers": 3, "train.model_dir": "m"}
+
+
+def test_a_worker_says_how_much_of_its_data_is_done_and_how_long_the_rest_takes() -> None:
+    clock = Clocks()
+    status = own(clock)
+    hook = status.watch_worker(trained(read=iter([0.2, 0.3])))
+    hook.after_create(SimpleNamespace(step=5))
+    assert (status.status().data_read, status.status().seconds_left) == (None, None)  # no step yet
+    step(hook, 6)
+    assert (first := status.status()).data_read == 0.2
+    assert first.seconds_left is None  # of one look nobody knows how fast it goes
+    clock.now += 10
+    assert status.status().seconds_left == pytest.approx(70.0)
 
 
 def test_a_process_that_does_nothing_yet_is_starting() -> None:

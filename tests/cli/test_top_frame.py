@@ -43,6 +43,18 @@ def fleet(servers: int, **more: Any) -> JobStatus:
     return job(process(**counts), *found, **more)
 
 
+def test_the_part_of_the_data_and_the_time_left_are_shown_for_each_and_for_all() -> None:
+    one, other = (
+        process(data_read=0.5, seconds_left=60.0),
+        process(index=1, data_read=0.25, seconds_left=90.0),
+    )
+    found = job(one, other)
+    assert "37% of the data  1:30 left" in totals(found)
+    assert "50%" in drawn(found)
+    assert "1:30" in drawn(found)
+    assert "of the data" not in totals(job(process()))
+
+
 CHIEF = process(
     job="clicks",
     host="a",

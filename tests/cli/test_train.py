@@ -25,10 +25,12 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.task_config import load_training
+from monolith.cli.train_report import MARK
 from monolith.data import format_of
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
-from monolith.train import Hook, Run, StepResult, TrainConfig
+from monolith.run import load_run_config
+from monolith.train import Hook, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
 
 TASK = "train.tasks:Clicks"
@@ -66,8 +68,29 @@ def test_a_task_is_trained_and_the_report_says_what_came_of_it(
     assert "max_steps of 12 was reached" in printed
     assert "768, " in printed
     assert re.search(r"click auc +0\.\d{4}", printed)
+    assert re.search(r"loss +0\.\d{4}, the mean of the last steps", printed)
+    assert re.search(r"time +training \d+\.\ds", printed)
     assert f"{model_dir}/model.ckpt-12" in printed
     assert f"monolith evaluate {TASK} --model-dir {model_dir} --set batches=15" in printed
+
+
+def test_a_run_that_an_error_ends_says_its_last_checkpoint(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load_run_config(code={"train.model_dir": model_dir})
+
+    def failing(error: Exception, environ: dict[str, str]) -> str:
+        with pytest.raises(type(error)), command.last_checkpoint_said(run, environ):
+            raise error
+        return capsys.readouterr().err
+
+    assert failing(DataError("torn"), {}) == ""  # there is none
+    Trainer(Clicks(), TrainConfig(model_dir=model_dir, steps=2)).train()
+    capsys.readouterr()
+    said = f"the last checkpoint is {model_dir}/model.ckpt-2; the same command goes on from it\n"
+    assert failing(DataError("torn"), {}) == said
+    assert failing(ConfigError("no such thing"), {}) == ""
+    assert failing(DataError("torn"), {MARK: "its launcher says so"}) == ""
 
 
 def test_without_a_model_dir_it_says_that_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,6 +103,10 @@ def test_the_report_can_be_had_as_json_alone(model_dir: str, capsys: pytest.Capt
     assert (first["step"], first["steps"], first["examples"]) == (3, 3, 192)
     assert first["restored_from"] is None
     assert first["stop_reason"] == "3 steps were taken"
+    assert 0 < first["loss"] < 2
+    parts = [first[f"{name}_seconds"] for name in ("start", "save", "evaluate")]
+    assert min(parts[:2]) > 0 == parts[2]
+    assert sum(parts) < first["seconds"]
     assert first["metrics"].keys() == {"click/auc", "click/log_loss", "click/calibration"}
     second = train_json(capsys, "--model-dir", model_dir, "--steps", "2")
     assert (second["step"], second["steps"]) == (5, 2)

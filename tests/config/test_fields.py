@@ -3,6 +3,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from monolith.config import describe_fields
+from monolith.config.fields import argument_docs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +50,24 @@ def test_a_class_without_a_docstring_a_generic_and_a_factory_are_no_trouble():
     assert (fields["names"].default, fields["names"].type_text) == ({}, "table from str to int")
     assert fields["needed"].default is dataclasses.MISSING
     assert fields["needed"].default_text == ""
+
+
+def test_arguments_are_described_by_the_docstring_of_their_class() -> None:
+    class Tower:
+        """A tower.
+
+        Args:
+            dim: How wide it is,
+                in floats.
+            seed, threads: See elsewhere.
+
+        Raises:
+            ValueError: no argument.
+        """
+
+    assert argument_docs(Tower) == {
+        "dim": "How wide it is, in floats.",
+        "seed": "See elsewhere.",
+        "threads": "See elsewhere.",
+    }
+    assert argument_docs(object) == {}

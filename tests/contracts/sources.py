@@ -36,10 +36,10 @@ from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 from monolith.data.transforms import MergeFlow
 from monolith.tensors import RaggedTensor
 
-COUNT = 23
+COUNT = 13
 IDS = list(range(100, 100 + COUNT))
-SIZES = (5, 1, 0, 9, 8)
-"""Records per file: one of a single record, and one of none."""
+SIZES = (3, 1, 0, 5, 4)
+"""Records per file: one of a single record, which has all columns, and one of none."""
 
 
 def some_records(ids: Sequence[int] = tuple(IDS)) -> Records:
@@ -245,8 +245,8 @@ def _kafka(folder: Path, *, service: Any, batch_size: int = 4, assignment: ByWor
 @contextmanager
 def data_service(folder: Path) -> Iterator[Dispatcher]:
     """A dispatcher over a few splits of the records, and a data worker that reads them."""
-    config = DataJobConfig(splits=("0", "9", "10"), lease=timedelta(seconds=5))
-    ends = {"0": 9, "9": 10, "10": COUNT}
+    config = DataJobConfig(splits=("0", "5", "6"), lease=timedelta(seconds=5))
+    ends = {"0": 5, "5": 6, "6": COUNT}
 
     def open_split(split: str) -> Source:
         return MemorySource(some_records(IDS[int(split) : ends[split]]), batch_size=4)
@@ -314,7 +314,7 @@ class _Alternating:
 def _merged(folder: Path, *, batch_size: int = 4) -> Source:
     """Two flows, of the second every other record."""
     del folder
-    first, second = some_records(IDS[:10]), some_records(IDS[10:])
+    first, second = some_records(IDS[:6]), some_records(IDS[6:])
     flows = {
         "all": MemorySource(first, batch_size=batch_size),
         "half": MemorySource(second, batch_size=batch_size),
@@ -361,7 +361,7 @@ SOURCES: dict[str, Case] = {
     "data service": Case(_served, service="data_service"),
     "joined": Case(_joined),
     "joined, with snapshots": Case(_joined_often),
-    "merged flows": Case(_merged, [*IDS[:10], *IDS[10::2]], shares=None),
+    "merged flows": Case(_merged, [*IDS[:6], *IDS[6::2]], shares=None),
     "drifting": Case(_drifting, _users(DriftingStream().records(0, COUNT))),
     "pipeline": Case(_pipeline(lambda p: p)),
     "pipeline: map": Case(_pipeline(lambda p: p.map(_twice))),
@@ -386,11 +386,11 @@ SOURCES: dict[str, Case] = {
                 .prefetch(1)
                 .rebatch(3)
                 .map(_twice)
-                .take(10)
+                .take(5)
                 .prefetch(2)
             )
         ),
-        [one for one in IDS if one % 2][:10],
+        [one for one in IDS if one % 2][:5],
         shares=None,
     ),
 }

@@ -196,14 +196,19 @@ def test_at_the_end_there_is_nothing_more(make: Maker) -> None:
     assert ids_of(again) == []
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [{}, {"source": "a kind of its own"}, {"stage": "none"}, {"source": {}, "skip": 0, "stage": "rebatch"}],
-)
-def test_a_position_of_something_else_is_refused(make: Maker, garbage: dict[str, Any]) -> None:
+GARBAGE: list[dict[str, Any]] = [
+    {},
+    {"source": "a kind of its own"},
+    {"stage": "none"},
+    {"source": {}, "skip": 0, "stage": "rebatch"},
+]
+
+
+def test_a_position_of_something_else_is_refused(make: Maker) -> None:
     source = make()
-    with pytest.raises(RestoreError):
-        source.restore(garbage)
+    for garbage in GARBAGE:
+        with pytest.raises(RestoreError):
+            source.restore(garbage)
     assert sorted(ids_of(source)) == sorted(make.case.ids)
 
 
@@ -351,7 +356,7 @@ def test_the_seed_decides_the_order(make_shuffled: Maker) -> None:
     assert ids_of(make_shuffled(seed=1)) != ids_of(make_shuffled(seed=2))
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 22, 1000])
+@pytest.mark.parametrize("batch_size", [1, 5, 12, 1000])
 def test_the_order_is_the_same_for_any_batch_size(make_shuffled: Maker, batch_size: int) -> None:
     assert ids_of(make_shuffled(seed=1, batch_size=batch_size)) == ids_of(make_shuffled(seed=1))
 

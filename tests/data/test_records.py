@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -237,9 +238,15 @@ class TestAStreamOfRecords:
             make.end()
 
     def test_the_end_of_what_was_resumed_says_nothing_of_columns(self) -> None:
-        make = BatchMaker(BatchSpec(ids=("id", "rare"), labels={}), resumed=True)
-        make(self.records(3))
-        make.end()
+        spec = BatchSpec(ids=("id", "rare"), labels={})
+        for resumed, end in (
+            (False, pytest.raises(DataError, match="has a column 'rare'")),
+            (True, nullcontext()),
+        ):
+            make = BatchMaker(spec, resumed=resumed)
+            assert make(self.records(3)).ids["rare"].to_list() == [[], [], []]
+            with end:
+                make.end()
 
     def test_a_table_is_refused_at_once_in_its_second_file_too(self) -> None:
         make = BatchMaker(BatchSpec(ids=("id", "rare"), labels={}))

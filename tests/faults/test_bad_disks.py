@@ -99,11 +99,18 @@ FILES = {
 """The files of an increment; of tables there are more."""
 
 
-@pytest.fixture
-def begun(trainers: Trainers, make: MakeJob) -> Job:
-    """A job of which 6 of 10 steps were taken: model.ckpt-2, and its increments 4 and 6, which are listed."""
+@pytest.fixture(scope="module")
+def six_steps(trainers: Trainers, make: MakeJob) -> Job:
     job = make(**HOW)
     assert trainers.run(replace(job, batches=6)) == 0
+    return job
+
+
+@pytest.fixture
+def begun(six_steps: Job, make: MakeJob) -> Job:
+    """A job of which 6 of 10 steps were taken: model.ckpt-2, and its increments 4 and 6, which are listed."""
+    job = make(**HOW)
+    shutil.copytree(six_steps.notes, job.notes, dirs_exist_ok=True)
     return job
 
 
@@ -237,17 +244,32 @@ def test_a_chain_that_lost_its_base_is_refused_by_name_until_it_is_brought_back(
 # Something is not what it was
 
 
+def flip(path: Path, whole: bytes, at: int) -> None:
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+
+
+def file_of(kind: str, job: Job) -> Path:
+    (path,) = (path for path in files_of(job, 6) if re.fullmatch(FILES[kind], path.name))
+    return path
+
+
 @pytest.mark.parametrize("kind", FILES)
-def test_a_flipped_bit_is_refused_by_the_name_of_its_file_and_the_checkpoint_before_goes_on(
-    kind: str, begun: Job, trainers: Trainers, uninterrupted: Uninterrupted
-) -> None:
-    (path,) = (path for path in files_of(begun, 6) if re.fullmatch(FILES[kind], path.name))
+def test_a_flipped_bit_is_refused_by_the_name_of_its_file(kind: str, begun: Job, trainers: Trainers) -> None:
+    path = file_of(kind, begun)
     whole = path.read_bytes()
     for at in (0, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        flip(path, whole, at)
         before = content(begun.model_dir)
         refuse(trainers, begun, "MonolithError", str(path))
         assert content(begun.model_dir) == before
+
+
+def test_the_checkpoint_before_goes_on_where_every_file_of_the_last_is_damaged(
+    begun: Job, trainers: Trainers, uninterrupted: Uninterrupted
+) -> None:
+    for kind in FILES:
+        path = file_of(kind, begun)
+        flip(path, whole := path.read_bytes(), len(whole) // 2)
     go_on(trainers, replace(begun, checkpoint="model.ckpt-4"), uninterrupted)
 
 

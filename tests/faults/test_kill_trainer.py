@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a queue, saved beside": {"max_to_keep": 1, "asynchronous": True, "batches": 120, "reads": "queue"},
     "joined streams": {"prefetch": 1, "max_to_keep": 2, "save_every": 7, "reads": "joined"},
 }
-QUICK = ("ahead", "long chains", "beside", "joined streams")
+QUICK = ("ahead", "beside", "joined streams")
 """Those that `make test` has."""
 LATEST = {"restore": 70, "save": 250, "delete": 30, "step": 8}
 """How many events of a kind pass at most before a kill at one of them."""

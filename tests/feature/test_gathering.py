@@ -207,19 +207,23 @@ def test_the_core_passes_gradcheck() -> None:
 def test_the_core_and_torch_agree_on_gradients() -> None:
     found = Gatherer(PLAN).read(BATCH)
     for rows in (random_rows(found), torch.zeros(found.floats)):  # zeros: all maxima tie
-        compare_gradients(found, rows, "cpu")
+        core, by_torch = both_gradients(found, rows, "cpu")
+        assert by_torch.any()
+        assert_close(core, by_torch, rtol=1e-5, atol=1e-5)
 
 
-def compare_gradients(found: GatheredBatch, rows: Tensor, device: str) -> None:
-    gradients = []
-    for kind in (rows.clone(), rows.clone().double().to(device)):
+def both_gradients(found: GatheredBatch, rows: Tensor, device: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows that the core finds, and those that torch does."""
+
+    def gradient(kind: Tensor) -> Tensor:
         kind.requires_grad_()
         outputs = found.outputs(kind)
         weights = [torch.linspace(-1, 2, out.numel()).view(out.shape).to(out) for out in outputs]
         torch.autograd.backward(list(outputs), weights)
         assert kind.grad is not None
-        gradients.append(kind.grad.cpu().double())
-    assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-5)
+        return kind.grad.cpu().double()
+
+    return gradient(rows.clone()), gradient(rows.clone().double().to(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -229,7 +233,7 @@ def test_every_device_gives_the_same(device: str) -> None:
     there = found.outputs(rows.double().to(device))
     assert all(out.device.type == device for out in there)
     assert_close([out.cpu().float() for out in there], list(found.outputs(rows)))
-    compare_gradients(found, rows, device)
+    assert_close(*both_gradients(found, rows, device), rtol=1e-5, atol=1e-5)
 
 
 def test_outputs_that_are_not_used_cost_nothing_and_count_as_zeros() -> None:
@@ -259,7 +263,7 @@ def test_a_shared_feature_reads_the_same_everywhere_and_takes_all_gradients() ->
     assert grads["t", 3].tolist() == [0, 1.5, 1.5]  # half of each of three examples
     assert grads["u", 9].tolist() == [3, 3]
     assert grads["u", 7].tolist() == [0, 0]  # beyond the second position
-    compare_gradients(found, rows.detach(), "cpu")
+    assert_close(*both_gradients(found, rows.detach(), "cpu"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -283,7 +287,7 @@ def test_weights_multiply_embeddings_and_their_gradients(threads: int) -> None:
     assert_close(
         [one.float() for one in found.outputs(rows.detach().double())], list(found.outputs(rows.detach()))
     )
-    compare_gradients(found, rows.detach(), "cpu")
+    assert_close(*both_gradients(found, rows.detach(), "cpu"), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_must_fit_their_ids_and_go_with_no_maximum() -> None:
@@ -310,14 +314,14 @@ def batches(draw: Any) -> FeatureIds:
     return FeatureIds.pack(features, shared=shared, batch_size=size)
 
 
-@settings(max_examples=tries(25), deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 @given(batch=batches(), seed=st.integers(0, 9), threads=st.sampled_from([1, 3]))
 def test_any_batch_is_gathered_as_feature_by_feature(batch: FeatureIds, seed: int, threads: int) -> None:
     found = Gatherer(PLAN, native.Workers(threads)).read(batch)
     rows = random_rows(found, seed).round()  # round numbers tie
     expected = reference(PLAN, batch, by_id(PLAN, found, rows.double()))
     assert_close(list(found.outputs(rows)), [e.float() for e in expected])
-    compare_gradients(found, rows, "cpu")
+    assert_close(*both_gradients(found, rows, "cpu"), rtol=1e-5, atol=1e-5)
 
 
 def test_many_threads_give_the_same_bits_as_one() -> None:

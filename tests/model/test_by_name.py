@@ -8,7 +8,7 @@ import torch
 from monolith.data import Records
 from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec, FloatFeature, IdFeature, Label, SequenceFeature
-from monolith.model import DLRM, FFM, DCNv2, DeepFM, DeepInterest, MMoE
+from monolith.model import DLRM, FFM, DCNv2, DeepFM, DeepInterest, MMoE, TwoTower
 from monolith.model.by_name import MODELS, ModelConfig
 from monolith.store import LocalStore
 from monolith.table import Adagrad, RandomUniform
@@ -34,8 +34,26 @@ FILES: dict[str, dict[str, object]] = {
     "ffm": {"pairs": [["user", "item", 4]]},
     "mmoe": {"dim": 4, "num_experts": 2, "experts": [8], "hidden": [4]},
     "din": {"dim": 4, "attention": [4], "hidden": [8]},
+    "two_tower": {
+        "item": ["item", "price"],
+        "dim": 4,
+        "hidden": [8],
+        "out": 4,
+        "similarity": "cosine",
+        "temperature": 0.2,
+        "negatives": "batch",
+        "correction": False,
+    },
 }
-CLASSES = {"deepfm": DeepFM, "dcnv2": DCNv2, "dlrm": DLRM, "ffm": FFM, "mmoe": MMoE, "din": DeepInterest}
+CLASSES = {
+    "deepfm": DeepFM,
+    "dcnv2": DCNv2,
+    "dlrm": DLRM,
+    "ffm": FFM,
+    "mmoe": MMoE,
+    "din": DeepInterest,
+    "two_tower": TwoTower,
+}
 
 
 def records() -> Records:
@@ -108,7 +126,9 @@ def test_optimizers_and_initializers_are_tables() -> None:
         ({"type": "DeepFM"}, "did you mean 'deepfm'"),
         ({"type": "xgboost"}, "there are deepfm, dcnv2"),
         ({"dim": 4}, r"model\.type is required"),
-        ({"type": "two-tower"}, "by a RetrievalTask.*Write a task in Python, or use one of deepfm"),
+        ({"type": "two-tower"}, "did you mean 'two_tower'"),
+        ({"type": "two_tower"}, r"model\.item is required"),
+        ({"type": "two_tower", "item": ["item"], "negatives": "none"}, r"model\.negatives.*'batch'"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_nearest_name(plain: dict[str, object], message: str) -> None:

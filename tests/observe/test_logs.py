@@ -1,11 +1,14 @@
 import io
 import json
 import logging
+import os
+import re
 
 import pytest
 
 from monolith.errors import ConfigError
 from monolith.observe import Doublings, configure_logging
+from monolith.observe.logs import logs_json, name_process, process_label
 
 
 class Terminal(io.StringIO):
@@ -76,3 +79,24 @@ def test_a_count_is_worth_a_line_at_first_and_whenever_it_has_doubled() -> None:
     assert [count for count in range(100) if doublings.due(count)] == [1, 2, 4, 8, 16, 32, 64]
     assert doublings.due(1000)
     assert not doublings.due(1999)
+
+
+def test_one_of_several_processes_says_in_each_line_who_it_is(root_logger) -> None:  # noqa: ARG001
+    out = io.StringIO()
+    configure_logging("info", stream=out)
+    assert process_label() == ""
+    name_process("worker 3")
+    name_process("worker 3")  # again changes nothing
+    logging.getLogger("a.b").info("hello")
+    assert process_label() == f"[worker 3 pid {os.getpid()}] "
+    assert re.fullmatch(rf"\[worker 3 pid {os.getpid()}\] \d{{4}}-.* INFO a\.b: hello\n", out.getvalue())
+
+
+def test_in_json_it_is_a_field(root_logger) -> None:  # noqa: ARG001
+    out = io.StringIO()
+    configure_logging("info", json=True, stream=out)
+    name_process("ps 1")
+    logging.getLogger("a").info("hello", extra={"step": 7})
+    found = json.loads(out.getvalue())
+    assert (found["who"], found["pid"], found["message"], found["step"]) == ("ps 1", os.getpid(), "hello", 7)
+    assert (logs_json(), process_label()) == (True, "")

@@ -49,6 +49,30 @@ def test_without_a_total_there_is_no_time_left():
         assert out.getvalue() == "Reading: 3 batches, 0.05 batches/s\n"
 
 
+def test_without_a_total_a_part_that_is_known_gives_percent_and_time_left():
+    out, clock, part = io.StringIO(), Clock(), [0.2]
+    with progress("Reading", unit="records", stream=out, clock=clock, fraction=lambda: part[0]) as bar:
+        clock.now += 40
+        bar.advance(30)
+        part[0] = 0.999
+        clock.now += 60
+        bar.advance(70)
+    assert out.getvalue().splitlines() == [
+        "Reading: 30 records (20%), 0.75 records/s, 2:40 left",
+        "Reading: 100 records (99%), 1 records/s, 0s left",
+        "Reading: 100 records, 1 records/s, done after 1:40",
+    ]
+
+
+def test_a_bar_shows_a_part_that_is_known():
+    out, clock = Terminal(), Clock()
+    with progress("Reading", unit="records", stream=out, clock=clock, fraction=lambda: 0.25) as bar:
+        clock.now += 2
+        bar.advance(40)
+    assert "40 records (25%)" in out.getvalue()
+    assert "20 records/s" in out.getvalue()
+
+
 def test_an_exception_is_not_reported_as_done():
     out, clock = io.StringIO(), Clock()
 

@@ -80,6 +80,25 @@ def test_what_is_to_be_predicted_needs_no_labels(tmp_path: Path, capsys: pytest.
     assert said(capsys)["examples"] == 70
 
 
+def test_a_checkpoint_is_measured_on_what_nothing_was_chosen_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_project(tmp_path))
+    text = Path(config).read_text()
+    Path(config).write_text(text.replace("[data]", f'[data]\npredict = "{tmp_path}/new.csv"'))
+    write_clicks(tmp_path / "new.csv", 70)
+    assert main(["train", "--config", config, "--steps", "2", "--quiet", "--json"]) == 0
+    capsys.readouterr()
+    words = ["evaluate", "--config", config, "--part", "predict", "--quiet", "--json"]
+    assert main(words) == 0
+    assert said(capsys)["examples"] == 70
+    write_clicks(tmp_path / "new.csv", 70, label=False)
+    assert main(words) == 2
+    assert "label" in capsys.readouterr().err
+    assert main([*words, "--follow"]) == 2
+    assert "leave --part out" in capsys.readouterr().err
+
+
 def test_the_file_is_what_a_python_user_would_write(tmp_path: Path) -> None:
     run = read_run(write_project(tmp_path), {})
     assert run.job.task == CONFIG_TASK
@@ -188,7 +207,8 @@ def test_every_ready_model_trains_and_evaluates(
         ("hidden = [8]", 'hidden = "wide"', "model.hidden.*expected list of int"),
         ('type = "deepfm"', 'type = "deepfn"', "there is no ready model 'deepfn'; did you mean 'deepfm'"),
         ('type = "deepfm"', "", "model.type is required: one of deepfm, dcnv2"),
-        ('"deepfm"', '"two-tower"', "a two-tower model is trained by a RetrievalTask"),
+        ('"deepfm"', '"two-tower"', "did you mean 'two_tower'"),
+        ('"deepfm"', '"two_tower"', "model.item is required"),
         ("batch_size", "batchsize", "unknown key batchsize .*the nearest known key is batch_size"),
         ('type = "Adagrad"', 'type = "Adagard"', "model.optimizer.type.*expected one of Adagrad"),
     ],

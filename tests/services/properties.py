@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-QUICK, THOROUGH = 25, 400
+QUICK, THOROUGH = 15, 400
 
 
 def register_profiles() -> None:

@@ -1,6 +1,7 @@
-"""How files of tests are given to workers: whole, the slow ones first, and all that use Ray to one of them.
+"""How files of tests are given to workers: whole, slow ones first, and all that use a server to one of them.
 
-A Ray takes ten seconds of a core to start and some of it for as long as it runs, so one is enough.
+A Ray, or a Kafka with its ZooKeeper, takes ten seconds of a core to start and some of it for as long as it
+runs, so one is enough.
 """
 
 from __future__ import annotations
@@ -9,19 +10,35 @@ from typing import Any
 
 import pytest
 
-RAY_FILES = (
-    "tests/cluster/launch/test_ray.py",
-    "tests/cli/test_launching.py",
-    "tests/contracts/test_discovery.py",
-    "tests/cluster/test_ray_discovery.py",
-    "tests/cluster/test_ray_connection.py",
-)
+TOGETHER = {
+    "Ray": (  # and a ZooKeeper
+        "tests/cluster/launch/test_ray.py",
+        "tests/cli/test_launching.py",
+        "tests/contracts/test_discovery.py",
+        "tests/cluster/test_ray_discovery.py",
+        "tests/cluster/test_ray_connection.py",
+        "tests/cluster/test_zookeeper.py",
+        "tests/cluster/test_discovery_url.py",
+        "tests/cli/test_doctor_cluster.py",
+    ),
+    "Kafka": (  # and its ZooKeeper
+        "tests/contracts/test_source.py",
+        "tests/train/fleet/test_dealing.py",
+        "tests/data/test_kafka.py",
+        "tests/faults/test_kill_kafka.py",
+        "tests/end_to_end/test_joined_topics.py",
+        "tests/train/hooks/test_installed.py",
+        "tests/train/hooks/reports/test_kafka_metrics.py",
+        "tests/docs/test_kafka_guide.py",
+    ),
+}
+"""The files that use a server."""
 
 
 def goes_with(nodeid: str) -> str:
     """Return what a test shares its worker with: its file, or what uses the same server."""
     path = nodeid.partition("::")[0]
-    return "Ray" if path in RAY_FILES else path
+    return next((server for server, files in TOGETHER.items() if path in files), path)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -113,7 +113,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(applied._senders["a"].missing) <= REMEMBERED
 
 
-@settings(max_examples=tries(40), deadline=None)
+@settings(max_examples=tries(20), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 40)), max_size=60))
 def test_in_whatever_order_numbers_come_each_is_applied_once(
     came: list[tuple[str, int]],

@@ -440,7 +440,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[Segment, ...]], int, list[list[
     return segments, shards, draw(calls)
 
 
-@settings(max_examples=tries(50), deadline=None)
+@settings(max_examples=tries(25), deadline=None)
 @given(layout=layouts(), seed=st.integers(0, 2**32 - 1), dedup=st.booleans(), timed=st.booleans())
 def test_a_fused_call_is_one_plain_call_per_table(layout: Any, seed: int, dedup: bool, timed: bool) -> None:
     segments, shards, calls = layout

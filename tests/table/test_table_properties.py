@@ -198,7 +198,7 @@ def _assert_same(expected: Rows, found: Rows, config: TableConfig) -> None:
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
-@settings(max_examples=tries(40), deadline=None)
+@settings(max_examples=tries(20), deadline=None)
 @given(config=configs, story=st.lists(operations, max_size=12), limit=st.sampled_from([1, 5, 1000]))
 def test_random_operations_have_the_same_effect(
     cls: Any, config: TableConfig, story: list[Operation], limit: int
@@ -311,7 +311,7 @@ def test_a_batch_is_the_same_to_one_thread_and_to_many(cls: Any, size: int, thre
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
-@settings(max_examples=tries(25), deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 @given(
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True),
     seed=st.integers(0, 2**64 - 1),
@@ -333,7 +333,7 @@ def test_random_first_values_agree_to_the_last_bit(
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.__name__)
-@settings(max_examples=tries(25), deadline=None)
+@settings(max_examples=tries(15), deadline=None)
 @given(
     keys=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20, unique=True),
     seed=st.integers(0, 2**64 - 1),

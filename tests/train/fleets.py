@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -129,6 +129,9 @@ class Tallied(Task):
 
     def updates(self) -> UpdateConfig:
         return UpdateConfig(multiply_rows_by=1)  # or a tally would count batches
+
+    def metrics(self, mode: Mode) -> Mapping[str, Sequence[str]] | Sequence[str]:
+        return () if mode is Mode.TRAIN else super().metrics(mode)  # a fifth of a step, and nobody looks
 
 
 def numbered(records: Records) -> Records:

@@ -79,6 +79,8 @@ class LosingFleet:
     max_workers: int | None = None
     task: Tallied = field(default_factory=Tallied)
     keeps_going: bool = True
+    loses_servers: bool = False
+    """Whether a server's connections can be broken: all bytes go through a wire then, which takes time."""
     discovery: MemoryDiscovery = field(default_factory=MemoryDiscovery)
     servers: dict[int, ParameterServer] = field(default_factory=dict)
     wires: dict[int, Wire] = field(default_factory=dict)
@@ -113,11 +115,17 @@ class LosingFleet:
         share.lose = lambda: self.replace_server(index)
         self.shares[index] = share
         self.servers[index] = share.serve("127.0.0.1", 0, None)
-        self.wires[index] = Wire(self.servers[index].address)
-        self.discovery.register("ps", index, self.wires[index].address)
+        if self.loses_servers:
+            self.wires[index] = Wire(self.servers[index].address)
+        self.discovery.register("ps", index, self.address(index))
+
+    def address(self, index: int) -> str:
+        """Where workers find a server."""
+        return (self.wires if self.loses_servers else self.servers)[index].address
 
     def lose_server(self, index: int) -> None:
         """End a server; what it held is gone."""
+        assert self.loses_servers
         self.discovery.deregister("ps", index)
         self.wires[index].close()
         threading.Thread(target=self.servers[index].close, daemon=True).start()
@@ -145,7 +153,7 @@ class LosingFleet:
         """Give a place to a spare, which are the servers that have a number beyond `num_ps`."""
         for index in sorted(self.servers):
             if index >= self.num_ps and self.servers[index].share is None:
-                address = self.wires[index].address
+                address = self.address(index)
                 ServerCalls()(address, "server.assign", index=place, num_ps=self.num_ps)
                 return address
         return None
@@ -161,7 +169,7 @@ class LosingFleet:
             return [] if found is None else [found]
 
         group = ServerGroup(
-            [self.wires[place].address for place in range(self.num_ps)],
+            [self.address(place) for place in range(self.num_ps)],
             patience=timedelta(seconds=0.2),
             hold=timedelta(seconds=PATIENT),
         )

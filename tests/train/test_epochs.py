@@ -16,7 +16,7 @@ from train.tasks import Clicks
 from monolith.data import FileSource, MemorySource, Pipeline, ShuffleConfig, Stream, Watch
 from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
-from monolith.errors import ConfigError
+from monolith.errors import ConfigError, RestoreError
 from monolith.feature import Batch
 from monolith.train import Hook, Mode, Run, SaveConfig, StepResult, TrainConfig, Trainer
 
@@ -122,6 +122,28 @@ def test_a_run_that_was_cut_short_goes_on_in_the_middle_of_an_epoch(
     assert 0 < kept <= killed_at
     assert cut_short.times[: kept * 8] + rest.times == whole
     assert report.step == 18
+
+
+def test_another_seed_is_refused_in_the_middle_of_epochs_with_what_to_set_it_to(tmp_path: Path) -> None:
+    task, config = Files(folder=str(tmp_path)), {"epochs": 3, "shuffle_buffer": 20}
+    train(task, tmp_path / "model", Read(), seed=5, steps=3, **config)
+    for change, said in (
+        ({"seed": 6}, r"train\.seed 5, .*this run has train\.seed 6\. Set it back to train\.seed 5 to go on"),
+        ({"seed": 5, "shuffle_buffer": 10}, r"Set it back to train\.shuffle_buffer 20"),
+        ({"seed": 5, "epochs": None}, r"train\.seed 5 and train\.shuffle_buffer 20, .*has no train\.epochs"),
+    ):
+        with pytest.raises(RestoreError, match=rf"(?s){said}.*restore\.restart_data"):
+            train(task, tmp_path / "model", Read(), **{**config, **change})
+    assert train(task, tmp_path / "model", Read(), seed=5, **config).step == 18
+
+
+def test_another_seed_is_no_matter_where_the_source_has_an_order_of_its_own(tmp_path: Path) -> None:
+    task = Files(folder=str(tmp_path), source={"shuffle": ShuffleConfig(buffer=20, seed=3)})
+    whole, first, second = Read(), Read(), Read()
+    train(task, None, whole, epochs=2)
+    train(task, tmp_path / "model", first, epochs=2, steps=3)
+    train(task, tmp_path / "model", second, epochs=2, seed=9)
+    assert first.times + second.times == whole.times
 
 
 def test_a_run_may_be_given_more_epochs_later(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from monolith.train import (
     TrainReport,
 )
 from monolith.train.evaluating import BestSoFar, EvaluateHook
-from monolith.train.ranks.peers import RankPeers
 
 TASK = Clicks(batch_size=16)
 
@@ -361,9 +360,3 @@ def test_the_chief_of_a_fleet_evaluates_and_saves_the_best_while_the_others_stan
         steps=2, checkpoint=named_checkpoint(str(tmp_path), "best")
     )
     assert best["metrics"]["loss"] == pytest.approx(read["loss"], rel=1e-5)
-
-
-def test_ranks_are_told_to_be_followed_instead() -> None:
-    peers = RankPeers.__new__(RankPeers)
-    with pytest.raises(ConfigError, match=r"monolith evaluate .*--follow"):
-        peers.check(TrainConfig(evaluate=EvaluateConfig(every_steps=5)))

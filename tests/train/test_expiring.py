@@ -66,12 +66,15 @@ class Items(Task):
     days: int
     """After which rows expire."""
     epochs: int = 1
-    batch_size: int = 50
+    batch_size: int = 125
 
     def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
         spec = BatchSpec(ids=("item",), labels={"click": (LABEL, 0)}, event_time=TIME)
         source = FileSource(self.files, ParquetFormat(), batch_size=self.batch_size, epochs=self.epochs)
         return Pipeline(source).to_batches(spec)
+
+    def metrics(self, mode: Mode) -> Sequence[str]:  # noqa: ARG002
+        return ()
 
     def model(self) -> nn.Module:
         feature = Feature(name="item", expire_after=timedelta(days=self.days))
@@ -82,7 +85,7 @@ def config(folder: Path, **more: Any) -> TrainConfig:
     plain = TrainConfig(
         model_dir=str(folder),
         summary_every_steps=None,
-        save=SaveConfig(steps=10),
+        save=SaveConfig(steps=4),  # a day
         keep=KeepConfig(max_to_keep=0, every=None, evict=True),
     )
     return replace(plain, **more)
@@ -117,7 +120,7 @@ def test_a_second_pass_over_ten_days_costs_no_row_that_expires_after_seven(
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 def test_two_workers_on_files_of_overlapping_dates_cost_no_row(tmp_path: Path, keep: KeepConfig) -> None:
     files = (write_days(tmp_path / "a.parquet", 0, 12), write_days(tmp_path / "b.parquet", 6, 12))
-    task = Items(files, days=7, batch_size=125)
+    task = Items(files, days=7)
     run_fleet(task, tmp_path / "run", save=SaveConfig(steps=10), keep=keep)
     saved = saved_items(tmp_path / "run")
     assert saved[-1] == ITEMS
@@ -177,7 +180,7 @@ def test_a_run_that_goes_on_has_the_clock_it_ended_with(tmp_path: Path) -> None:
     whole, first, second = Clock(), Clock(), Clock()
     task = Items((data,), days=30)
     Trainer(task, config(tmp_path / "whole"), hooks=[whole]).train()
-    Trainer(task, config(tmp_path / "parts", steps=33), hooks=[first]).train()
+    Trainer(task, config(tmp_path / "parts", steps=13), hooks=[first]).train()
     Trainer(task, config(tmp_path / "parts"), hooks=[second]).train()
     assert first.times + second.times == whole.times
     assert whole.times[0] is None
@@ -187,7 +190,7 @@ def test_a_run_that_goes_on_has_the_clock_it_ended_with(tmp_path: Path) -> None:
 def test_times_in_milliseconds_end_neither_a_run_nor_its_next_start(tmp_path: Path) -> None:
     data = write_days(tmp_path / "data.parquet", 0, 10, milliseconds=[120, 121, 4999])
     task = Items((data,), days=30)
-    first = Trainer(task, config(tmp_path / "run", steps=20)).train()
+    first = Trainer(task, config(tmp_path / "run", steps=8)).train()
     second = Trainer(task, config(tmp_path / "run")).train()
     assert first.examples + second.examples == 4997
     assert saved_items(tmp_path / "run")[-1] == ITEMS

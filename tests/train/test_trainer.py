@@ -85,9 +85,25 @@ def test_a_run_takes_a_step_for_each_batch_and_ends_with_the_data() -> None:
     assert report.checkpoint is None
 
 
+def test_a_report_has_the_loss_of_the_last_steps_and_what_the_time_went_to(tmp_path: Path) -> None:
+    watch = Watch()
+    report = Trainer(TASK, TrainConfig(model_dir=str(tmp_path), steps=5), hooks=[watch]).train()
+    assert report.loss == pytest.approx(sum(watch.losses) / 5)
+    assert 0 < report.start_seconds < report.seconds
+    assert 0 < report.save_seconds < report.seconds - report.start_seconds
+    assert report.evaluate_seconds == 0
+
+
+def test_a_run_without_a_step_was_all_start(tmp_path: Path) -> None:
+    Trainer(TASK, TrainConfig(model_dir=str(tmp_path), max_steps=1)).train()
+    report = Trainer(TASK, TrainConfig(model_dir=str(tmp_path), max_steps=1)).train()
+    assert math.isnan(report.loss)
+    assert report.start_seconds == report.seconds
+
+
 def test_the_loss_goes_down() -> None:
-    watch, _ = train(replace(TASK, batches=200))
-    assert sum(watch.losses[-50:]) < sum(watch.losses[:50])
+    watch, _ = train(replace(TASK, batches=120))
+    assert sum(watch.losses[-40:]) < sum(watch.losses[:40])
 
 
 @pytest.mark.parametrize(("limit", "step"), [({"steps": 7}, 7), ({"max_steps": 9}, 9)])
@@ -184,20 +200,20 @@ def test_prefetch_and_asynchronous_push_change_rows_by_one_step_at_most() -> Non
 
 def test_metrics_are_of_predictions_made_before_training() -> None:
     rows: list[tuple[str, WindowRow]] = []
-    trainer = Trainer(replace(TASK, batches=100), TrainConfig(metric_window=3200))
+    trainer = Trainer(replace(TASK, batches=40), TrainConfig(metric_window=1280))
     report = trainer.train(report=lambda name, row: rows.append((name, row)))
     aucs = [row.value for name, row in rows if name == "click/auc"]
     assert len(aucs) == 2
     assert all(0.4 < auc < 1 for auc in aucs)
-    assert [row.examples for row in report.windows["click/auc"]] == [3200, 3200]
+    assert [row.examples for row in report.windows["click/auc"]] == [1280, 1280]
     assert report.windows["click/auc"][1].event_time > report.windows["click/auc"][0].event_time
 
 
 def test_evaluating_reads_the_last_checkpoint_and_writes_nothing(tmp_path: Path) -> None:
     config = TrainConfig(model_dir=str(tmp_path))
-    Trainer(replace(TASK, batches=100), config).train()
+    Trainer(replace(TASK, batches=50), config).train()
     before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    found = Trainer(replace(TASK, batches=100), config).evaluate()
+    found = Trainer(replace(TASK, batches=50), config).evaluate()
     assert found["examples"] == 1000
     assert 0.5 < found["click/auc"] < 1
     assert 0 < found["loss"] < 1
@@ -479,9 +495,10 @@ def test_the_state_file_of_exempt_checkpoints_is_there_from_the_start(tmp_path: 
 
 
 def test_an_operator_ends_a_run_at_a_time_of_the_data(tmp_path: Path) -> None:
-    tmp_path.joinpath("stop_200").touch()
-    _, report = train(replace(TASK, batches=300), model_dir=str(tmp_path), operator_files=True)
-    assert report.step in (200, 201)
+    tmp_path.joinpath("stop_20").touch()
+    how = {"operator_files": True, "operator_files_every_steps": 10}
+    _, report = train(replace(TASK, batches=40), model_dir=str(tmp_path), **how)
+    assert report.step in (20, 21)
     assert report.checkpoint is not None
 
 

@@ -66,7 +66,7 @@ class CollisionPlan:
             )
         clicks = options.quick or options.data == "clicks"
         if clicks:
-            ratings = click_log(3_000 if options.quick else 100_000)
+            ratings = click_log(1_500 if options.quick else 100_000)
         else:
             ratings = read_ratings(find_wheel(options.wheel))
         return cls(

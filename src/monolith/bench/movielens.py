@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import typing
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,23 @@ Split = Literal["random", "time"]
 Protocol = Literal["random", "time", "stream"]
 
 
+class Likes(typing.Protocol):
+    """Examples with a label of 0 or 1, in the order of time where there is one."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The features, of one id each."""
+
+    @property
+    def likes(self) -> Tensor:
+        """float32, 1 for a like."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, some: Tensor) -> Batch:
+        """Return the examples at these positions, with the label `like`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ratings:
     """Who liked what, in the order of time."""
@@ -47,6 +65,10 @@ class Ratings:
 
     def __len__(self) -> int:
         return len(self.likes)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return ("user", "item")
 
     def batch(self, some: Tensor) -> Batch:
         ids = FeatureIds.pack({"user": self.users[some], "item": self.items[some]})
@@ -140,6 +162,10 @@ class Recipe:
         """Return the recipe whose users and items are both trained by these settings."""
         return cls(batch=batch, user=RowRecipe(**settings), item=RowRecipe(**settings))
 
+    def rows(self, name: str) -> RowRecipe:
+        """Return how the rows of a feature are trained: what is no user is trained as an item."""
+        return self.user if name == "user" else self.item
+
 
 def variants() -> dict[str, Recipe]:
     """Return what models begin with, and that with a change or two: what moves the AUC, and what does not."""
@@ -179,14 +205,14 @@ RECIPES: dict[Protocol, Recipe] = {
 
 
 class Learner:
-    """A DeepFM of users and items with what trains it. One thread."""
+    """A DeepFM of users and items, or of other features, with what trains it. One thread."""
 
-    def __init__(self, recipe: Recipe, ratings: Ratings, seed: int) -> None:
+    def __init__(self, recipe: Recipe, ratings: Likes, seed: int) -> None:
         torch.manual_seed(seed)
         self._ratings = ratings
         self._recipe = recipe
         self._model = DeepFM(
-            [recipe.user.feature("user"), recipe.item.feature("item")],
+            [recipe.rows(name).feature(name) for name in ratings.names],
             dim=recipe.dim,
             hidden=recipe.hidden,
             dropout=recipe.dropout,
@@ -257,7 +283,7 @@ def epochs(learner: Learner, train: Tensor, seed: int) -> Iterator[int]:
 
 
 def early_stopped(
-    recipe: Recipe, ratings: Ratings, split: Split, seed: int, *, most: int = 60, patience: int = 3
+    recipe: Recipe, ratings: Likes, split: Split, seed: int, *, most: int = 60, patience: int = 3
 ) -> TwoAucs:
     """Train until valid has been no better for `patience` epochs; return what its best epoch reached."""
     train, valid, test = parts(len(ratings), split, seed)
@@ -272,7 +298,7 @@ def early_stopped(
     raise AssertionError("epochs go on for good")
 
 
-def streamed(recipe: Recipe, ratings: Ratings, seed: int) -> TwoAucs:
+def streamed(recipe: Recipe, ratings: Likes, seed: int) -> TwoAucs:
     """Go over all ratings once, in the order of time, predicting first; return how well."""
     train, valid, test = parts(len(ratings), "time", seed)
     learner = Learner(recipe, ratings, seed)

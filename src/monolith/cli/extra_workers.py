@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from monolith.cli.launching import without_flags
 from monolith.cli.task_config import say
+from monolith.cli.train_report import MARK
 from monolith.cluster import MLPEnv
 from monolith.cluster.launch import Member
 from monolith.cluster.launch.processes import Events, StopRequest, run_members
@@ -101,7 +102,7 @@ def extra_members(
                 role="data_worker",
                 index=index,
                 command=(sys.executable, "-m", "monolith", *words, *given),
-                environment=dict.fromkeys(silent, ""),
+                environment={**dict.fromkeys(silent, ""), MARK: "of the worker"},  # it names their lines
             )
         )
     return members

@@ -54,6 +54,8 @@ def follow(
     """
     if options.checkpoint is not None:
         raise ConfigError("evaluate: --follow reads every new checkpoint, --checkpoint one; give one of them")
+    if options.part != "evaluate":
+        raise ConfigError("evaluate: --follow measures on what the task evaluates on; leave --part out")
     settings = follow_config(options, config)
     stop = threading.Event()
     log = EvaluationLog(config.model_dir)

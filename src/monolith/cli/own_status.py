@@ -93,9 +93,18 @@ class OwnStatus:
 
     def watch_worker(self, local: LocalRun) -> Hook:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
+        from monolith.train.hooks.reports.outlook import Outlook
         from monolith.train.hooks.reports.step_counts import StepCountsHook
 
-        counts, rates, bytes_rates = StepCountsHook(), Rates(clock=self._timer), Rates(clock=self._timer)
+        config = local.session.config
+        outlook = Outlook(
+            steps=config.steps,
+            max_steps=config.max_steps,
+            read=local.session.fraction_read,
+            timer=self._timer,
+        )
+        counts = StepCountsHook(outlook.begin)
+        rates, bytes_rates = Rates(clock=self._timer), Rates(clock=self._timer)
         moved: list[float] = [0, self._timer()]  # the steps when there was last one more, and when that was
 
         def look(status: ProcessStatus) -> ProcessStatus:
@@ -107,6 +116,7 @@ class OwnStatus:
             )
             received, sent = _wire_rates(bytes_rates, local.session.traffic)
             rows, memory = (None, None) if self._distributed else _tables(local)
+            ahead = outlook.look(counts.step) if counts.steps and counts.step is not None else None
             return replace(
                 status,
                 state=_worker_state(counts, local, now - moved[1]),
@@ -119,6 +129,8 @@ class OwnStatus:
                 bytes=memory,
                 received_per_s=received,
                 sent_per_s=sent,
+                data_read=None if ahead is None else ahead.data_read,
+                seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
             )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import guard_of, limits_of
 from monolith.cli.options.serve import ServeOptions
-from monolith.cluster import concat_ip_and_port, open_discovery_url
+from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError
 from monolith.observe import progress
@@ -40,12 +40,11 @@ def serve_rows(options: ServeOptions) -> int:
             guard=guard,
             discovery=discovery,
             replica=options.replica,
+            advertise=reachable_host(options.host, options.advertise),
             threads=options.predict_threads,
             limits=limits_of(options.security, os.environ),
         )
         with server:
-            host = reachable_host(options.host, options.advertise)
-            server.address = concat_ip_and_port(host, server.port)
             with progress(f"Loading shard {options.shard}", server.file_bytes, "bytes") as bar:
                 server.prefault(bar)
             server.start()

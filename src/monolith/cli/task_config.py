@@ -15,6 +15,7 @@ from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
+from monolith.observe.logs import process_label
 from monolith.run import RunConfig, ThreadsConfig, check_run, read_run
 from monolith.run.learned_features import with_learned_features
 from monolith.run.task_settings import with_job, with_task
@@ -89,7 +90,7 @@ def load_reading_run(
 def say(line: str) -> None:
     """Tell a person something that is no result. That nobody listens any more is no reason to fail."""
     with contextlib.suppress(BrokenPipeError):
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{process_label()}{line}\n")
         sys.stderr.flush()
 
 

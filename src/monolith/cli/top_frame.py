@@ -10,7 +10,7 @@ from rich.text import Text
 
 from monolith.cli.options.top import Sort, TopOptions
 from monolith.cluster.status import FAILED, MOST_PROCESSES, JobStatus, ProcessStatus, Role
-from monolith.observe.progress import describe_bytes, describe_seconds
+from monolith.observe.progress import describe_bytes, describe_part, describe_seconds
 
 SHOWN_WITHOUT_TERMINAL = 50
 LAGS = 600.0
@@ -173,6 +173,8 @@ def totals(job: JobStatus) -> str:
     saved = [one.saved_at for one in processes if one.saved_at is not None]
     lag = [one.lag_seconds for one in heard if one.lag_seconds is not None]
     stale = [one.staleness for one in heard if one.staleness is not None]
+    read = [one.data_read for one in heard if one.data_read is not None]
+    left = [one.seconds_left for one in heard if one.seconds_left is not None]
     first = [
         ", ".join(counts) or "no process",
         f"step {max((one.step for one in processes if one.step is not None), default=0):,}",
@@ -182,6 +184,8 @@ def totals(job: JobStatus) -> str:
         describe_bytes(sum(one.bytes or 0 for one in processes)),
     ]
     second = [
+        f"{describe_part(sum(read) / len(read))} of the data" if read else "",
+        f"{_time(max(left))} left" if left else "",
         f"behind {_time(max(lag))}" if lag else "",
         f"staleness up to {max(stale):.1f}" if stale else "",
         f"wire {_wire(heard)}" if _wire(heard) else "",
@@ -245,6 +249,8 @@ _COLUMNS: Mapping[str, Callable[[ProcessStatus, float], str]] = {
     "step": lambda one, _: _count(one.step),
     "examples/s": lambda one, _: _rate(one.examples_per_s),
     "steps/s": lambda one, _: _rate(one.steps_per_s),
+    "data": lambda one, _: "" if one.data_read is None else describe_part(one.data_read),
+    "left": lambda one, _: "" if one.seconds_left is None else _time(one.seconds_left),
     "behind": lambda one, _: "" if one.lag_seconds is None else _time(one.lag_seconds),
     "stale": lambda one, _: "" if one.staleness is None else f"{one.staleness:.1f}",
     "rows": lambda one, _: _count(one.rows),
@@ -264,11 +270,13 @@ _FIRST_TO_GO = (
     "address",
     "steps/s",
     "saved",
+    "data",
     "stale",
     "step",
     "restarts",
     "memory",
     "rows",
+    "left",
     "behind",
 )
 """Columns that a terminal without room for all is not shown, in this order."""

@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TextIO
 
 from monolith import filesystem
+from monolith.checkpoint import read_checkpoint_state
 from monolith.cli.control import ControlPlace, control_place, profiled_on_demand
 from monolith.cli.data_roles import read_for_others, secured, served_task
 from monolith.cli.failover import Failover
@@ -27,15 +28,15 @@ from monolith.cli.options.train import TrainOptions
 from monolith.cli.own_status import OwnStatus
 from monolith.cli.stop_signals import StopSignals
 from monolith.cli.task_config import Training, load_training, say
-from monolith.cli.train_report import to_json, write_report
+from monolith.cli.train_report import MARK, to_json, write_report
 from monolith.cluster import Discovery, Waiting
 from monolith.cluster.mpi import keys_are_named
 from monolith.cluster.security import guard_caller, guard_listener, ssl_context
 from monolith.cluster.status import STATUS_PATH
 from monolith.cluster.yarn import ApplicationMaster, application_master_address
-from monolith.errors import ConfigError, RetryableError
+from monolith.errors import ConfigError, MonolithError, RetryableError
 from monolith.observe import Metrics
-from monolith.observe.logs import logs_json
+from monolith.observe.logs import logs_json, name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
@@ -91,6 +92,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
     }
     for flag in (flag for flag, given in asked.items() if given and not training.config.model_dir):
         raise ConfigError(f"train: {flag} needs --model-dir")
+    if run.distributed and not environ.get(MARK):  # a launcher names its processes itself
+        name_process(f"{run.cluster.role} {run.cluster.index}")
     metrics = Metrics() if run.metrics.prefix is None else Metrics(run.metrics.prefix)
     status = OwnStatus(run)
     with ExitStack() as open_things:
@@ -110,7 +113,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
         task = open_things.enter_context(served_task(options, training.task, run, environ))
         training = replace(training, task=task)
         in_step = run.cluster.mode == "sync"
-        if not run.distributed or (in_step and not run.cluster.num_ps and keys_are_named(environ)):
+
+        def train_in(run: RunConfig, discovery: Discovery | None = None) -> int:
             return train(
                 options,
                 training,
@@ -120,27 +124,40 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
                 shown=served is not None,
                 status=status,
                 control=control,
+                discovery=discovery,
             )
+
+        open_things.enter_context(last_checkpoint_said(run, environ))
+        if not run.distributed or (in_step and not run.cluster.num_ps and keys_are_named(environ)):
+            return train_in(run)
         run = secured(run, environ)
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
             if run.cluster.role == "ps":
                 return serve(training, run, discovery, environ, status)
             with reported_to_yarn(run, environ) as outcome:
-                ended = train(
-                    options,
-                    training,
-                    run,
-                    metrics,
-                    environ,
-                    shown=served is not None,
-                    status=status,
-                    control=control,
-                    discovery=discovery,
-                )
+                ended = train_in(run, discovery)
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
+
+
+@contextmanager
+def last_checkpoint_said(run: RunConfig, environ: Mapping[str, str]) -> Iterator[None]:
+    """Say what is left of a run that an error ends, and how it goes on; a launcher does so itself."""
+    try:
+        yield
+    except ConfigError:
+        raise  # it would not go on before somebody has changed something
+    except Exception:
+        chief = run.cluster.role == "worker" and not run.cluster.index
+        if chief and run.train.model_dir and not environ.get(MARK):
+            with suppress(MonolithError):
+                state = read_checkpoint_state(run.train.model_dir)
+                if state is not None:
+                    last = state.model_checkpoint_path
+                    say(f"the last checkpoint is {last}; the same command goes on from it")
+        raise
 
 
 def dump_features(training: Training) -> int:
@@ -441,7 +458,7 @@ def live_line(
 
     line = open_things.enter_context(LiveLine(f"Training {task.name}", "steps", stream))
     return lambda standing: line.show(
-        describe_standing(standing), standing.step, standing.last_step
+        describe_standing(standing), standing.step, standing.last_step, standing.data_read
     ), DRAW_EVERY
 
 
@@ -456,6 +473,8 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
         evaluated=lambda: last.metrics if run.evaluate and (last := run.evaluate.latest) else {},
         steps=config.steps,
         max_steps=config.max_steps,
+        read=run.session.fraction_read,
+        epochs=config.epochs or 1,
     )
 
 

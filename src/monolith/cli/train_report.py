@@ -24,7 +24,9 @@ MARK = "MONOLITH_REPORT_MARK"
 
 
 def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, Any]:
-    """Return what a run did, as JSON can hold it."""
+    """Return what a run did, as JSON can hold it. Its speed is that of training, without what came before the
+    first step, saves and evaluations."""
+    training = report.seconds - report.start_seconds - report.save_seconds - report.evaluate_seconds
     return {
         "task": task.name,
         "model_dir": config.model_dir or None,
@@ -34,7 +36,11 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "skipped_batches": report.skipped,
         "dense_staleness": report.dense_staleness,
         "seconds": round(report.seconds, 3),
-        "examples_per_s": round(report.examples / report.seconds if report.seconds > 0 else 0.0, 1),
+        "start_seconds": round(report.start_seconds, 3),
+        "save_seconds": round(report.save_seconds, 3),
+        "evaluate_seconds": round(report.evaluate_seconds, 3),
+        "examples_per_s": round(report.examples / training if training > 0 else 0.0, 1),
+        "loss": None if math.isnan(report.loss) else report.loss,
         "stop_reason": report.stop_reason,
         "restored_from": report.restored_from,
         "checkpoint": report.checkpoint,
@@ -72,7 +78,9 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     facts = {
         "ended": report["stop_reason"],
         "steps": f"{report['steps']:,} in {describe_seconds(report['seconds'])}, {report['step']:,} in all",
+        "time": _describe_times(report),
         "examples": f"{report['examples']:,}, {describe_rate(report['examples_per_s'], 'examples')}",
+        **({} if report["loss"] is None else {"loss": f"{report['loss']:.4f}, {_LAST_STEPS}"}),
         **{
             name.replace("/", " "): f"{value:.4f}"
             for name, value in report["metrics"].items()
@@ -107,6 +115,21 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     width = max(14, *(len(name) + 1 for name in facts))
     for name, value in facts.items():
         console.print(f"  [cyan]{escape(name):<{width}}[/]{escape(value)}", soft_wrap=True)
+
+
+_LAST_STEPS = "the mean of the last steps"
+
+
+def _describe_times(report: Mapping[str, Any]) -> str:
+    """Return what the time of a run went to; what took none is left out."""
+    apart = {"start": "start_seconds", "saving": "save_seconds", "evaluating": "evaluate_seconds"}
+    spent = {name: float(report[key]) for name, key in apart.items()}
+    spent = {"training": max(report["seconds"] - sum(spent.values()), 0.0), **spent}
+    return ", ".join(
+        f"{name} {f'{seconds:.1f}s' if seconds < 10 else describe_seconds(seconds)}"
+        for name, seconds in spent.items()
+        if seconds >= 0.05 or name == "training"
+    )
 
 
 def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:

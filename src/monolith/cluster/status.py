@@ -98,6 +98,10 @@ class ProcessStatus:
     """Starts of this process since it last ended well, but for the first."""
     failovers: Count = 0
     """Times it lost others and went on."""
+    data_read: Seconds | None = None
+    """Which part of its data this worker has trained on, from 0 to 1."""
+    seconds_left: Seconds | None = None
+    """How long the run will still take at the speed so far, as this worker sees it."""
     saved_at: Seconds | None = None
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
 

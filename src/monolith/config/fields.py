@@ -115,6 +115,25 @@ def field_docs(cls: type) -> Mapping[str, str]:
     return docs
 
 
+def argument_docs(cls: type) -> dict[str, str]:
+    """What the docstring of a class says of each argument, below "Args:"; of one that it lists with others,
+    what it says of all."""
+    _, _, text = inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")
+    docs: dict[str, str] = {}
+    names: list[str] = []
+    for line in text.splitlines():
+        said = line.strip()
+        if not said or not line.startswith("    "):
+            break
+        if line.startswith("        "):  # goes on with the one before
+            docs |= {name: f"{docs[name]} {said}" for name in names}
+            continue
+        head, _, first = said.partition(": ")
+        names = [name.strip() for name in head.split(",")]
+        docs |= dict.fromkeys(names, first)
+    return docs
+
+
 def _walk(
     cls: type, path: tuple[str, ...], above: tuple[type, ...], default: Any
 ) -> Iterator[tuple[str, type, Any, Any]]:

@@ -13,12 +13,12 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
-from monolith.data.layers import keep_columns, known_size
-from monolith.data.pipeline import Batches, Pipeline, Stream
+from monolith.data.layers import fraction_read, keep_columns, known_size
+from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, SharedSource, Source
+from monolith.data.source import Position, SharedSource, Source, Stream
 from monolith.data.synthetic.click_log import ClickLog, ClickLogConfig
 from monolith.data.synthetic.drift import DriftConfig, DriftingStream
 
@@ -64,6 +64,7 @@ __all__ = [
     "Watch",
     "concat",
     "format_of",
+    "fraction_read",
     "keep_columns",
     "known_size",
     "make_batch",

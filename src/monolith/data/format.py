@@ -35,6 +35,8 @@ class Chunk:
     """The place to go on from after this chunk."""
     bad: Sequence[BadRecord] = field(default_factory=tuple)
     """Malformed records among these, which are not in `records`."""
+    reached: int | None = None
+    """Bytes of the file, as it is on disk, that lie before its end; None where the format does not say."""
 
 
 class RecordWriter(Protocol):

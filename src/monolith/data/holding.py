@@ -14,7 +14,7 @@ from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
-from monolith.data.layers import known_size
+from monolith.data.layers import fraction_read, known_size
 from monolith.data.records import Records
 from monolith.data.redistribution import adopted, redistributed
 from monolith.data.share import Share, share_out
@@ -95,6 +95,10 @@ class Holding:
     @property
     def repeats(self) -> bool:
         return repeats_order(self._source)
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the input is done; see `fraction_read`."""
+        return fraction_read(self._source, position["source"], position["skip"] + records)
 
     def position(self) -> Position:
         return {"stage": self.kind, **self._stand().saved(), **self._numbers()}
@@ -323,6 +327,9 @@ class Shuffled(Holding):
                 self._number = numbers.get("number", self._number + 1)
             yield stretch.records.slice(first, last)
 
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        return super().fraction(position, position["taken"] + records)
+
     def _numbers(self) -> dict[str, int]:
         seed = self._config.seed
         return {"number": self._number, "taken": self._taken, "length": self._length, "seed": seed}
@@ -354,6 +361,12 @@ class Taken(Holding):
     def size(self) -> int | None:
         below = known_size(self._source)
         return None if below is None else min(below, self._records)
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part is done: of the records to take, or of the input where that ends first."""
+        below = super().fraction(position, records)
+        taken = (position["taken"] + records) / self._records if self._records else 1.0
+        return taken if below is None else max(taken, below)
 
     def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
         raise NotRepeatableError(

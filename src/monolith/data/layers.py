@@ -1,13 +1,16 @@
 """What a stream stands on: its stages from the top to the source, for whoever wants to know more of it.
 
-A stage names what is `below` it. So one can ask how many records there will be, where somebody knows, and
-have raw columns of the records kept beside the batches that are made of them.
+A stage names what is `below` it. So one can ask how many records there will be, where somebody knows, or
+which part of the input is done; and have raw columns of the records kept beside the batches that are made of
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
+
+from monolith.data.source import Position
 
 
 @runtime_checkable
@@ -37,6 +40,26 @@ def known_size(stream: object) -> int | None:
         if callable(size):
             found = size()
             return None if found is None else int(found)
+    return None
+
+
+def fraction_read(stream: object, position: Position, records: int = 0) -> float | None:
+    """Return which part of its input, from 0 to 1, a stream has handed out at a position; None where nobody
+    knows.
+
+    It is the part of what is read, not of what comes out: a filter leaves out what it will. A source knows by
+    its method `fraction(position, records)`, from any thread. So does a stage whose positions are not those
+    of what is below it; others need not say anything.
+
+    Args:
+        position: One of this stream, of late.
+        records: How many of those after the position were handed out as well.
+    """
+    for layer in layers(stream):
+        fraction = getattr(layer, "fraction", None)
+        if callable(fraction):
+            found = fraction(position, records)
+            return None if found is None else min(max(float(found), 0.0), 1.0)
     return None
 
 

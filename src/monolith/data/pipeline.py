@@ -27,23 +27,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Generic, Protocol, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from torch import Tensor
 
 from monolith.data.bad_values import BadValues
-from monolith.data.epochs import Epochs, read_epochs
-from monolith.data.format import BadRecord
-from monolith.data.handing import HandsOut, handing
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.kept import Kept
 from monolith.data.passing import Passing
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
-from monolith.data.redistribution import adopted, redistributed
-from monolith.data.share import Share, share_out
 from monolith.data.shuffling import ShuffleConfig
-from monolith.data.source import Position, Source, commit_to, repeats_order, set_bad_aside
+from monolith.data.source import Position, Source, Stream
 from monolith.data.spec_batches import SpecBatchMaker
 from monolith.data.transforming import SNAPSHOT_EVERY, transformed
 from monolith.data.transforms.transform import Transform
@@ -53,28 +48,14 @@ from monolith.observe.progress import describe_amount, describe_rate, describe_s
 from monolith.tensors import Prefetched, prefetch
 
 Item = TypeVar("Item")
-Item_co = TypeVar("Item_co", covariant=True)
 
 Map = Callable[[Records], Records]
 Predicate = Callable[[Records], Tensor]
 """Returns a bool per record: whether to keep it."""
 
 
-class Stream(Protocol[Item_co]):
-    """A source of anything: what a stage may stand on."""
-
-    def __iter__(self) -> Iterator[Item_co]: ...
-    def position(self) -> Position: ...
-    def restore(self, position: Position) -> None: ...
-    def commit(self, position: Position) -> None: ...
-    def close(self) -> None: ...
-
-
-class Pipeline:
+class Pipeline(Passing[Source]):
     """A source, and the stages on top of it. Adding a stage returns a new pipeline over the same source."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
 
     def map(self, function: Map) -> Pipeline:
         """Replace records by what the function makes of them: as many, fewer or more."""
@@ -153,112 +134,19 @@ class Pipeline:
     def __iter__(self) -> Iterator[Records]:
         return iter(self._source)
 
-    def read_share(self, share: Share) -> None:
-        """Have the source read one share of its data; see `SharedSource`."""
-        share_out(self._source, share)
 
-    def read_epochs(self, epochs: Epochs) -> None:
-        """Have the source read its data several times; see `read_epochs`."""
-        read_epochs(self._source, epochs)
-
-    @property
-    def below(self) -> Source:
-        """What this stands on; see `layers`."""
-        return self._source
-
-    def position(self) -> Position:
-        return self._source.position()
-
-    def restore(self, position: Position) -> None:
-        self._source.restore(position)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the source repeats its order; see `repeats_order`."""
-        return repeats_order(self._source)
-
-    @property
-    def hands_out(self) -> HandsOut | None:
-        """What gives back work of the source; see `handing`."""
-        return handing(self._source)
-
-    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the source redistribute positions; see `Redistributable`."""
-        return redistributed(self._source, positions, workers)
-
-    def adopt(self, position: Position, end: Position | None = None) -> Position:
-        """Have the source adopt a position; see `Redistributable`."""
-        return adopted(self._source, position, end)
-
-    def commit(self, position: Position) -> None:
-        """Tell the source that all before a position counts.
-
-        Where a stage held records back, the source hears of the place before the oldest of them.
-        """
-        commit_to(self._source, position)
-
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        """Hand bad records to the source, if it keeps them; see `FileSource.set_aside`."""
-        set_bad_aside(self._source, bad)
-
-    def close(self) -> None:
-        self._source.close()
-
-
-class Batches:
+class Batches(Passing[Stream[Batch]]):
     """Batches for a model, with the position of the records they were made of."""
-
-    def __init__(self, batches: Stream[Batch]) -> None:
-        self._batches = batches
 
     def prefetch(self, batches: int) -> Batches:
         """Prepare up to so many batches ahead in a thread of its own; 0 for none."""
-        return Batches(_Ahead(self._batches, batches))
+        return Batches(_Ahead(self._source, batches))
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
-
-    def read_share(self, share: Share) -> None:
-        """Have the source read one share of its data; see `SharedSource`."""
-        share_out(self._batches, share)
-
-    def read_epochs(self, epochs: Epochs) -> None:
-        """Have the source read its data several times; see `read_epochs`."""
-        read_epochs(self._batches, epochs)
-
-    @property
-    def below(self) -> Stream[Batch]:
-        """What this stands on; see `layers`."""
-        return self._batches
-
-    def position(self) -> Position:
-        return self._batches.position()
-
-    def restore(self, position: Position) -> None:
-        self._batches.restore(position)
-
-    @property
-    def hands_out(self) -> HandsOut | None:
-        """What gives back work of the source; see `handing`."""
-        return handing(self._batches)
-
-    def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
-        """Have the source redistribute positions; see `Redistributable`."""
-        return redistributed(self._batches, positions, workers)
-
-    def adopt(self, position: Position, end: Position | None = None) -> Position:
-        """Have the source adopt a position; see `Redistributable`."""
-        return adopted(self._batches, position, end)
-
-    def commit(self, position: Position) -> None:
-        """Tell the source that all before a position counts."""
-        commit_to(self._batches, position)
-
-    def close(self) -> None:
-        self._batches.close()
+        return iter(self._source)
 
 
-class _Mapped(Passing):
+class _Mapped(Passing[Source]):
     def __init__(self, source: Source, function: Map) -> None:
         super().__init__(source)
         self._function = function
@@ -276,7 +164,7 @@ class _Mapped(Passing):
                     yield made
 
 
-class _Batched(Passing):
+class _Batched(Passing[Source]):
     def __init__(self, source: Source, spec: BatchSpec) -> None:
         super().__init__(source)
         self._spec = spec
@@ -303,7 +191,7 @@ class _Batched(Passing):
         self._make = BatchMaker(self._spec, resumed=True)
 
 
-class _SpecBatched(Passing):
+class _SpecBatched(Passing[Source]):
     def __init__(self, source: Source, spec: FeatureSpec) -> None:
         super().__init__(source)
         self._spec = spec
@@ -328,7 +216,7 @@ class _SpecBatched(Passing):
         self._resumed = True
 
 
-class _Watched(Passing):
+class _Watched(Passing[Source]):
     def __init__(self, source: Source, line: ProgressLine, event_time: str) -> None:
         super().__init__(source)
         self._line = line
@@ -385,13 +273,13 @@ class ProgressLine:
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
 
 
-class _Ahead(Generic[Item]):
+class _Ahead(Passing[Stream[Item]]):
     """Reads ahead in a thread, and stands where its consumer stands."""
 
     def __init__(self, source: Stream[Item], capacity: int) -> None:
         if capacity < 0:
             raise ConfigError(f"pipeline: cannot read {capacity} batches ahead")
-        self._source = source
+        super().__init__(source)
         self._capacity = capacity
         self._running: Prefetched | None = None
         self._position: Position | None = None  # None: where the source stands
@@ -415,50 +303,23 @@ class _Ahead(Generic[Item]):
         self._running = None
         self._position = None
 
-    def read_share(self, share: Share) -> None:
-        share_out(self._source, share)
-
-    def read_epochs(self, epochs: Epochs) -> None:
-        read_epochs(self._source, epochs)
-
-    @property
-    def below(self) -> Stream[Item]:
-        return self._source
-
     def position(self) -> Position:
-        return self._source.position() if self._position is None else self._position
+        return super().position() if self._position is None else self._position
 
     def restore(self, position: Position) -> None:
         self._stop()
-        self._source.restore(position)
+        super().restore(position)
         self._position = None
-
-    @property
-    def repeats(self) -> bool:
-        return repeats_order(self._source)
-
-    @property
-    def hands_out(self) -> HandsOut | None:
-        return handing(self._source)
 
     def redistribute(self, positions: Sequence[Position], workers: int) -> list[Position]:
         self._stop()
-        return redistributed(self._source, positions, workers)
-
-    def adopt(self, position: Position, end: Position | None = None) -> Position:
-        return adopted(self._source, position, end)
-
-    def commit(self, position: Position) -> None:
-        commit_to(self._source, position)
-
-    def set_aside(self, bad: Sequence[BadRecord]) -> None:
-        set_bad_aside(self._source, bad)
+        return super().redistribute(positions, workers)
 
     def close(self) -> None:
         if self._running is not None:
             self._running.close()
             self._running = None
-        self._source.close()
+        super().close()
 
     def _stop(self) -> None:
         if self._running is not None:

@@ -14,14 +14,26 @@ read, position or restore does. Every implementation passes `tests/contracts/tes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from monolith.data.format import BadRecord
 from monolith.data.records import Records
 from monolith.data.share import Share
 
+Item_co = TypeVar("Item_co", covariant=True)
+
 Position = dict[str, Any]
 """Where a source stands: plain values that survive JSON, for a source of the same kind to go on from."""
+
+
+class Stream(Protocol[Item_co]):
+    """A source of anything: what a stage may stand on."""
+
+    def __iter__(self) -> Iterator[Item_co]: ...
+    def position(self) -> Position: ...
+    def restore(self, position: Position) -> None: ...
+    def commit(self, position: Position) -> None: ...
+    def close(self) -> None: ...
 
 
 class Source(Protocol):

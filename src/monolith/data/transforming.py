@@ -30,6 +30,7 @@ import torch
 from monolith.data.epochs import Epochs, read_epochs
 from monolith.data.format import BadRecord
 from monolith.data.iteration import closed_after
+from monolith.data.layers import fraction_read
 from monolith.data.passing import Passing
 from monolith.data.records import Records
 from monolith.data.redistribution import redistributed
@@ -56,7 +57,7 @@ class _Snapshot:
     """What the transform remembers; None for one that remembers nothing."""
 
 
-class TransformedByContent(Passing):
+class TransformedByContent(Passing[Source]):
     """Transforms that look at nothing but what is in a record."""
 
     def __init__(self, source: Source, transforms: Sequence[Transform]) -> None:
@@ -143,6 +144,10 @@ class Transformed:
 
     def read_share(self, share: Share) -> None:
         share_out(self.source, share)
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the input is done; see `fraction_read`."""
+        return fraction_read(self.source, position["source"], position["skip"] + records)
 
     def position(self) -> Position:
         base = self._stand()

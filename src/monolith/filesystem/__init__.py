@@ -8,6 +8,7 @@ from monolith.filesystem.copying import copy_file, copy_tree
 from monolith.filesystem.files import (
     atomic_write,
     exists,
+    file_size,
     glob,
     is_folder,
     list_files,
@@ -37,6 +38,7 @@ __all__ = [
     "copy_file",
     "copy_tree",
     "exists",
+    "file_size",
     "glob",
     "is_absolute",
     "is_below",

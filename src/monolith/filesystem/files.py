@@ -93,6 +93,16 @@ def open_read(path: AnyPath) -> BinaryIO:
         return backend.open_read(inner)
 
 
+def file_size(path: AnyPath) -> int:
+    """The bytes of a file.
+
+    Raises:
+        FileMissingError: There is no such file.
+    """
+    with errors_as("look at", path), open_read(path) as file:
+        return file.seek(0, os.SEEK_END)
+
+
 @contextlib.contextmanager
 def atomic_write(path: AnyPath, *, private: bool = False) -> Iterator[BinaryIO]:
     """Write a file that appears under its name only when the block ends without an exception.

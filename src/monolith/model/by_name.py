@@ -31,22 +31,21 @@ from monolith.model.dlrm import DLRM
 from monolith.model.ffm import FFM
 from monolith.model.mmoe import MMoE
 from monolith.model.ready import ReadyModel
+from monolith.model.two_tower import TwoTower
 from monolith.table import Constant, Initializer, Ones, Optimizer, RandomUniform, Zeros
 
-MODELS: Mapping[str, type[ReadyModel]] = {
+NamedModel = ReadyModel | TwoTower
+
+MODELS: Mapping[str, type[NamedModel]] = {
     "deepfm": DeepFM,
     "dcnv2": DCNv2,
     "dlrm": DLRM,
     "ffm": FFM,
     "mmoe": MMoE,
     "din": DeepInterest,
+    "two_tower": TwoTower,
 }
 """By the name that a file uses."""
-
-ELSEWHERE: Mapping[str, str] = {
-    "two-tower": "a two-tower model is trained by a RetrievalTask, which says what its candidates are",
-}
-"""Names that people look for, and why they are not there."""
 
 OF_THE_RUN = ("features", "floats", "store", "device", "threads")
 """Arguments of models that are no settings."""
@@ -69,10 +68,6 @@ class ModelConfig:
     """Arguments of its class by name, where they are not the defaults."""
 
     def __post_init__(self) -> None:
-        if self.type in ELSEWHERE:
-            raise ConfigError(
-                f"model.type: {ELSEWHERE[self.type]}. Write a task in Python, or use one of {_known()}"
-            )
         if self.type not in MODELS:
             near = get_close_matches(self.type.lower(), MODELS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {_known()}"
@@ -91,29 +86,34 @@ class ModelConfig:
             raise ConfigError(f'model.type is required: one of {_known()}, as in type = "deepfm"')
         chosen = cls(type=kind)
         given = {name: value for name, value in plain.items() if name != "type"}
-        whole = dataclasses.make_dataclass("Run", [("model", _settings_of(MODELS[kind]))])
+        whole = dataclasses.make_dataclass("Run", [("model", model_settings(kind))])
         read: Any = config_from_mapping(whole, {"model": given}, source)
         return dataclasses.replace(chosen, settings={name: getattr(read.model, name) for name in given})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that `from_dict` reads back."""
-        shadow = _settings_of(MODELS[self.type])
+        shadow = model_settings(self.type)
         plain = to_dict(shadow(**self.settings))
         return {"type": self.type, **{name: plain[name] for name in self.settings}}
 
-    def make(self, features: FeatureSpec, *, seed: int = 0) -> ReadyModel:
+    def make(self, features: FeatureSpec, *, seed: int = 0) -> NamedModel:
         """Return the model over these features, with its first weights.
 
         Args:
             seed: For these, where the settings do not say.
         """
         make: Any = MODELS[self.type]
-        model: ReadyModel = make(features, **{"seed": seed, **self.settings})
+        model: NamedModel = make(features, **{"seed": seed, **self.settings})
         return model
 
 
-def _settings_of(model: type[ReadyModel]) -> Any:
-    """Return a dataclass with the settings of a model, as its constructor has them."""
+def model_settings(kind: str) -> Any:
+    """Return a dataclass with the settings of a ready model, as the constructor of its class has them.
+
+    Args:
+        kind: One of `MODELS`.
+    """
+    model = MODELS[kind]
     hints = typing.get_type_hints(model.__init__)
     fields: list[Any] = []
     for parameter in inspect.signature(model).parameters.values():

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monolith.errors import ConfigError
 from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, seeded, tower
+from monolith.model.ready import (
+    FloatFeatures,
+    WatchedDense,
+    WatchedModel,
+    beside,
+    check_combined,
+    seeded,
+    tower,
+)
 from monolith.nn import DCN, Dense
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
 
-class DCNv2Dense(nn.Module):
+class DCNv2Dense(WatchedDense):
     """The dense half of `DCNv2`: what the crosses and the MLP found, weighed together."""
 
     def __init__(
@@ -37,13 +45,6 @@ class DCNv2Dense(nn.Module):
         self.mlp = tower(in_features, hidden, None, dropout=dropout, kernel_norm=kernel_norm)
         self.head = Dense(in_features + hidden[-1], 1)
 
-    @property
-    def first(self) -> Dense:
-        """The layer that sees the features."""
-        layer = self.mlp[0]
-        assert isinstance(layer, Dense)
-        return layer
-
     def forward(self, vectors: Tensor, floats: Tensor | None = None) -> Tensor:
         """Return logits of shape (examples,).
 
@@ -51,7 +52,7 @@ class DCNv2Dense(nn.Module):
             vectors: float of shape (examples, features * dim).
             floats: float of shape (examples, width), or None.
         """
-        x = vectors if floats is None else torch.cat([vectors, floats], 1)
+        x = beside(vectors, floats)
         logits: Tensor = self.head(torch.cat([self.cross(x), self.mlp(x)], 1))
         return logits.squeeze(1)
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monolith.feature import ADDN, CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, WatchedModel, check_combined, check_one_width, seeded, tower
-from monolith.nn import Dense
+from monolith.model.ready import (
+    FloatFeatures,
+    WatchedDense,
+    WatchedModel,
+    beside,
+    check_combined,
+    check_one_width,
+    seeded,
+    tower,
+)
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
@@ -32,7 +40,7 @@ def factorization_machine(vectors: Tensor, features: int) -> Tensor:
     return pairs
 
 
-class DeepFMDense(nn.Module):
+class DeepFMDense(WatchedDense):
     """The dense half of `DeepFM`: biases plus pairs plus MLP."""
 
     def __init__(
@@ -49,13 +57,6 @@ class DeepFMDense(nn.Module):
         self.features = features
         self.mlp = tower(features * dim + floats, hidden, dropout=dropout, kernel_norm=kernel_norm)
 
-    @property
-    def first(self) -> Dense:
-        """The layer that sees the features."""
-        layer = self.mlp[0]
-        assert isinstance(layer, Dense)
-        return layer
-
     def forward(self, bias: Tensor, vectors: Tensor, floats: Tensor | None = None) -> Tensor:
         """Return logits of shape (examples,).
 
@@ -65,7 +66,7 @@ class DeepFMDense(nn.Module):
             floats: float of shape (examples, width), or None.
         """
         pairs = factorization_machine(vectors, self.features)
-        deep: Tensor = self.mlp(vectors if floats is None else torch.cat([vectors, floats], 1))
+        deep: Tensor = self.mlp(beside(vectors, floats))
         return bias.squeeze(1) + pairs + deep.squeeze(1)
 
 

@@ -13,8 +13,8 @@ from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.feature.spec import GAP
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, WatchedModel, seeded, tower
-from monolith.nn import DIN, Dense
+from monolith.model.ready import FloatFeatures, WatchedDense, WatchedModel, seeded, tower
+from monolith.nn import DIN
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
 
@@ -32,7 +32,7 @@ class Attention:
     """Whether the vectors of time gaps are added to those of the sequence."""
 
 
-class DeepInterestDense(nn.Module):
+class DeepInterestDense(WatchedDense):
     """The dense half of `DeepInterest`: an attention for each sequence, and an MLP over all."""
 
     def __init__(
@@ -54,13 +54,6 @@ class DeepInterestDense(nn.Module):
         )
         width = plain + sum(one.width for one in self.sequences) + floats
         self.mlp = tower(width, hidden, dropout=dropout, kernel_norm=kernel_norm)
-
-    @property
-    def first(self) -> Dense:
-        """The layer that sees the features."""
-        layer = self.mlp[0]
-        assert isinstance(layer, Dense)
-        return layer
 
     def forward(self, vectors: Tensor, *rest: Tensor) -> Tensor:
         """Return logits of shape (examples,).

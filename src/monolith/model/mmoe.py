@@ -12,7 +12,7 @@ from monolith.errors import ConfigError
 from monolith.feature import CONCAT, ROW_OPTIMIZER, FeatureSpec, Layout
 from monolith.model.collection import EmbeddingCollection
 from monolith.model.features import Feature, FeatureSet
-from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, check_combined, seeded, tower
+from monolith.model.ready import FloatFeatures, ModelInput, ReadyModel, beside, check_combined, seeded, tower
 from monolith.nn import MMoELayer as MixtureOfExperts
 from monolith.store import Store
 from monolith.table import Initializer, Optimizer
@@ -66,7 +66,7 @@ class MMoEDense(nn.Module):
             vectors: float of shape (examples, features * dim).
             floats: float of shape (examples, width), or None.
         """
-        mixed = self.mixture(vectors if floats is None else torch.cat([vectors, floats], 1))
+        mixed = self.mixture(beside(vectors, floats))
         logits = {
             task: head(output).squeeze(1)
             for task, head, output in zip(self.tasks, self.towers, mixed.outputs, strict=True)

@@ -110,6 +110,24 @@ def tower(
     return nn.Sequential(*layers)
 
 
+def beside(vectors: Tensor, floats: Tensor | None) -> Tensor:
+    """Return what stands side by side in an example: its vectors and, if there are any, its numbers."""
+    return vectors if floats is None else torch.cat([vectors, floats], 1)
+
+
+class WatchedDense(nn.Module):
+    """A dense half with an MLP over all features."""
+
+    mlp: nn.Sequential
+
+    @property
+    def first(self) -> Dense:
+        """The layer that sees the features."""
+        layer = self.mlp[0]
+        assert isinstance(layer, Dense)
+        return layer
+
+
 def check_combined(model: str, features: FeatureSet, names: Sequence[str] | None = None) -> None:
     """Refuse features without embeddings of their own width: none at all, or sequences.
 

@@ -1,4 +1,4 @@
-"""The compiled core. Arrays go in and out as numpy views; nothing here knows torch.
+"""The compiled core. Arrays go in and out as numpy views, tensors of a batch as they are; torch is not known.
 
 What the classes do is said by the rooms that wrap them, `monolith.table` above all.
 """
@@ -22,6 +22,7 @@ from monolith.native._core import (
     FrozenGroup,
     FrozenTable,
     FrozenWriter,
+    IdPacker,
     LayoutBatch,
     Layouts,
     OptimizerSpec,
@@ -52,7 +53,6 @@ from monolith.native._core import (
     hash_integers,
     hash_strings,
     masked_crc32c,
-    pack_ids,
     pack_numbers,
     ranking_metrics,
     read_number_cells,
@@ -82,6 +82,7 @@ __all__ = [
     "FrozenGroup",
     "FrozenTable",
     "FrozenWriter",
+    "IdPacker",
     "LayoutBatch",
     "Layouts",
     "OptimizerSpec",
@@ -112,7 +113,6 @@ __all__ = [
     "hash_integers",
     "hash_strings",
     "masked_crc32c",
-    "pack_ids",
     "pack_numbers",
     "ranking_metrics",
     "read_number_cells",

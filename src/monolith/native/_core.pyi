@@ -786,10 +786,18 @@ class RawKind(enum.Enum):
 
     FLOAT_BUCKETS = 4
 
-def pack_ids(features: Sequence[tuple[RawKind, tuple[NDArray[numpy.uint8], NDArray[numpy.int64]] | None, NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64], NDArray[numpy.float64] | None, str | None, int | None]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], bool]:
-    """
-    (ids, splits, fine) of features: (kind, (bytes, splits), ints, floats, rows, boundaries, separator, slot). Where something cannot be read, not fine, and the rest means nothing.
-    """
+class IdPacker:
+    """Packs the ids of many features of a batch in one call. Thread-safe."""
+
+    def __init__(self, features: Sequence[tuple[RawKind | None, RawKind | None, RawKind | None, Sequence[float], Sequence[float], str | None, int | None]], uint8: object, int64: object, float32: object) -> None:
+        """
+        Features are (kind of texts, of ints, of floats, boundaries of ints, of floats, separator, slot), and the types are torch's.
+        """
+
+    def pack(self, columns: list[tuple[object, object | None, object]]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]] | None:
+        """
+        (ids, splits) of a column for each feature: tensors of (values, splits of texts, splits of rows). None where something cannot be read, or is no plain tensor on the CPU.
+        """
 
 def pack_numbers(columns: Sequence[tuple[NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.int64]]], rows: int, out: NDArray[numpy.float32]) -> bool:
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
@@ -47,7 +48,44 @@ def configure_logging(level: str | int, json: bool = False, stream: TextIO | Non
 
 def logs_json() -> bool:
     """Whether logs are JSON: for a machine, so that nothing should be drawn between them."""
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+    formats = [handler.formatter for handler in logging.getLogger().handlers]
+    return any(isinstance(one, JsonFormatter) or (isinstance(one, _Named) and one.is_json) for one in formats)
+
+
+def name_process(name: str) -> None:
+    """Put a name and the process id before every line from now on: for one of several processes whose lines
+    go to one place, where nobody else says whose they are."""
+    for handler in _ours():
+        handler.setFormatter(_Named(name, handler.formatter))
+
+
+def process_label() -> str:
+    """Return what stands before the lines of this process, such as "[worker 3 pid 4711] "; empty where it has
+    no name, or its lines are JSON."""
+    formats = [handler.formatter for handler in _ours()]
+    return next((one.label for one in formats if isinstance(one, _Named) and not one.is_json), "")
+
+
+def _ours() -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if handler.get_name() == _OURS]
+
+
+class _Named(logging.Formatter):
+    """What another formatter makes of a record, and whose it is."""
+
+    def __init__(self, name: str, inner: logging.Formatter | None) -> None:
+        super().__init__()
+        if isinstance(inner, _Named):
+            inner = inner.inner
+        self.inner: logging.Formatter = inner or logging.Formatter(_PLAIN)
+        self._process = {"who": name, "pid": os.getpid()}
+        self.is_json = isinstance(self.inner, JsonFormatter)
+        self.label = f"[{name} pid {os.getpid()}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not self.is_json:
+            return self.label + self.inner.format(record)
+        return self.inner.format(logging.makeLogRecord({**vars(record), **self._process}))
 
 
 class Doublings:

@@ -11,6 +11,7 @@ within `every` leaves a log untouched.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ from typing import Protocol, Self, TextIO
 
 Clock = Callable[[], float]
 """Seconds that never run backwards."""
+
+Fraction = Callable[[], float | None]
+"""Which part is done, from 0 to 1; None where nobody knows."""
 
 
 class Progress(Protocol):
@@ -39,6 +43,7 @@ def progress(
     stream: TextIO | None = None,
     clock: Clock = time.monotonic,
     every: timedelta | None = timedelta(seconds=30),
+    fraction: Fraction | None = None,
 ) -> AbstractContextManager[Progress]:
     """Show how far `label` has come, how fast it runs and how long it will still take.
 
@@ -47,13 +52,14 @@ def progress(
         unit: What is counted, in the plural: "rows", "bytes".
         stream: Standard error by default.
         every: Time between two lines where `stream` is not a terminal; None keeps silent there.
+        fraction: Says which part is done where `total` is unknown. Asked now and then, by who advances.
     """
     stream = sys.stderr if stream is None else stream
     if stream.isatty():
         from monolith.observe.terminal import Bar
 
-        return Bar(label, total, unit, stream, clock)
-    return Lines(label, total, unit, stream=stream, clock=clock, every=every)
+        return Bar(label, total, unit, stream, clock=clock, fraction=fraction)
+    return Lines(label, total, unit, stream=stream, clock=clock, every=every, fraction=fraction)
 
 
 class Lines:
@@ -68,6 +74,7 @@ class Lines:
         stream: TextIO,
         clock: Clock,
         every: timedelta | None,
+        fraction: Fraction | None = None,
     ) -> None:
         self._label = label
         self._total = total
@@ -75,6 +82,7 @@ class Lines:
         self._stream = stream
         self._clock = clock
         self._every = every
+        self._fraction = fraction
         self._lock = threading.Lock()  # guards all below
         self._done = 0.0
         self._began = self._printed = clock()
@@ -101,17 +109,29 @@ class Lines:
     def _print(self, ending: str) -> None:
         now = self._clock()
         elapsed = now - self._began
+        part = self._part(ending)
         parts = [describe_amount(self._done, self._total, self._unit)]
+        if part is not None and self._total is None:
+            parts[0] += f" ({describe_part(part)})"
         if elapsed > 0:
             parts.append(describe_rate(self._done / elapsed, self._unit))
         if ending:
             parts.append(f"{ending} after {describe_seconds(elapsed)}")
-        elif self._total is not None and self._done > 0:
-            left = max(self._total - self._done, 0) * elapsed / self._done
-            parts.append(f"{describe_seconds(left)} left")
+        elif part is not None and part > 0:
+            parts.append(f"{describe_seconds(max(1 - part, 0) * elapsed / part)} left")
         print(f"{self._label}: {', '.join(parts)}", file=self._stream, flush=True)
         self._printed = now
         self._spoke = True
+
+    def _part(self, ending: str) -> float | None:
+        if self._total is not None:
+            return self._done / self._total if self._total > 0 else None
+        return None if self._fraction is None or ending else self._fraction()
+
+
+def describe_part(part: float) -> str:
+    """`42%`; it says 100% only of what is done."""
+    return f"{math.floor(part * 100 + 1e-9)}%"
 
 
 def describe_amount(done: float, total: float | None, unit: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -16,7 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from monolith.observe.progress import describe_amount, describe_rate
+from monolith.observe.progress import Clock, Fraction, describe_amount, describe_part, describe_rate
+
+ASK_EVERY = 0.1
+"""Seconds between asking twice which part is done."""
 
 
 def log_handler(stream: TextIO) -> logging.Handler:
@@ -39,8 +43,20 @@ class Bar:
     """A live bar with the amount done, the rate and the time left."""
 
     def __init__(
-        self, label: str, total: float | None, unit: str, stream: TextIO, clock: Callable[[], float]
+        self,
+        label: str,
+        total: float | None,
+        unit: str,
+        stream: TextIO,
+        *,
+        clock: Clock,
+        fraction: Fraction | None = None,
     ) -> None:
+        self._clock = clock
+        self._fraction = None if total is not None else fraction
+        self._lock = threading.Lock()  # guards what follows
+        self._done = 0.0
+        self._began = self._asked = clock()
         self._rich = RichProgress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -54,7 +70,18 @@ class Bar:
         self._task = self._rich.add_task(label, total=total)
 
     def advance(self, amount: float = 1) -> None:
-        self._rich.advance(self._task, amount)
+        if self._fraction is None:
+            self._rich.advance(self._task, amount)
+            return
+        with self._lock:
+            self._done += amount
+            now = self._clock()
+            if now - self._asked < ASK_EVERY:
+                return
+            self._asked = now
+            self._rich.update(self._task, done=self._done, per_second=self._done / (now - self._began))
+            if (part := self._fraction()) is not None:
+                self._rich.update(self._task, completed=part, total=1.0)
 
     def __enter__(self) -> Self:
         self._rich.start()
@@ -77,12 +104,24 @@ class LiveLine:
         self._unit = unit
         self._live = Live(console=console_on(stream), auto_refresh=False)
 
-    def show(self, facts: Mapping[str, str], done: float, total: float | None = None) -> None:
-        """Draw these facts in place of the last ones."""
+    def show(
+        self,
+        facts: Mapping[str, str],
+        done: float,
+        total: float | None = None,
+        part: float | None = None,
+    ) -> None:
+        """Draw these facts in place of the last ones.
+
+        Args:
+            part: Which part is done, where nobody knows the total.
+        """
         head = Table.grid(padding=(0, 1))
         cells: list[ProgressBar | Text] = [Text(self._label, style="bold")]
         if total is not None:
             cells.append(ProgressBar(total=total, completed=done, width=30))
+        elif part is not None:
+            cells.append(ProgressBar(total=1.0, completed=part, width=30))
         cells.append(Text(describe_amount(done, total, self._unit)))
         head.add_row(*cells)
         body = Text("  ")
@@ -108,7 +147,11 @@ class _Amount(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        return Text(describe_amount(task.completed, task.total, self._unit))
+        done = task.fields.get("done")
+        if done is None:
+            return Text(describe_amount(task.completed, task.total, self._unit))
+        part = "" if task.total is None else f" ({describe_part(task.completed)})"
+        return Text(describe_amount(done, None, self._unit) + part)
 
 
 class _Rate(ProgressColumn):
@@ -117,5 +160,5 @@ class _Rate(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
+        speed = task.fields.get("per_second") or task.finished_speed or task.speed
         return Text("" if speed is None else describe_rate(speed, self._unit))

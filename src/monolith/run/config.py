@@ -23,6 +23,7 @@ from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfi
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
 from monolith.table.admission_config import AdmissionConfig
+from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import TrainConfig
 from monolith.train.ranks.config import RanksConfig
 from monolith.wire.limits import Limits
@@ -30,6 +31,13 @@ from monolith.wire.limits import Limits
 if TYPE_CHECKING:
     from monolith.feature import FeatureSpec
     from monolith.model.by_name import ModelConfig
+
+
+INPUTS = ("data", "kafka", "data_service", "admission", "candidates")
+"""Groups that a task takes as they are, each by a setting of its type."""
+
+TWO_TOWER = "two_tower"
+"""The type of the ready model that retrieves items, and is measured among all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +64,9 @@ class RunConfig(Checked):
     model: Mapping[str, Any] = field(default_factory=dict)
     """A ready model: its type, such as deepfm, and its settings. With features and data it is a whole task;
     beside a task of one's own, it needs a setting of type ModelConfig."""
+    candidates: CandidatesConfig | None = None
+    """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
+    CandidatesConfig."""
     export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
@@ -82,9 +93,14 @@ class RunConfig(Checked):
         return service is not None and service.enabled and service.dispatcher is None and not self.job.local
 
     @property
+    def retrieves(self) -> bool:
+        """Whether the run is a file alone, with a model that retrieves."""
+        return self.job.task is None and self.model.get("type") == TWO_TOWER
+
+    @property
     def inputs(self) -> dict[str, object]:
         """What the run says of the task's data and rows, by group: for settings of the task of that type."""
-        groups = {name: getattr(self, name) for name in ("data", "kafka", "data_service", "admission")}
+        groups = {name: getattr(self, name) for name in INPUTS}
         groups["features"] = self.feature_spec
         groups["model"] = self.model_config
         return {name: given for name, given in groups.items() if given is not None}
@@ -138,8 +154,8 @@ class RunConfig(Checked):
             self.feature_spec  # noqa: B018
         except ConfigError as error:
             yield Problem(("features", "labels", "examples"), str(error))
-        if self.distributed and self.cluster.mode == "sync" and self.cluster.num_ps:
-            yield from self._problems_of_served_ranks()
+        if self.distributed and self.cluster.mode == "sync":
+            yield from self._problems_of_ranks()
         try:
             self.model_config  # noqa: B018
         except ConfigError as error:
@@ -154,23 +170,40 @@ class RunConfig(Checked):
                 ("data", "model", "job.task"),
                 'a model without a task of its own reads files; say which, as in [data] path = "clicks.csv"',
             )
+        if self.retrieves and self.candidates is None:
+            yield Problem(
+                ("candidates", "model", "job.task"),
+                "a two-tower model is measured among all items; say where they are, as in [candidates] "
+                'path = "items.csv"',
+            )
+        if self.candidates is not None and self.model and self.job.task is None and not self.retrieves:
+            yield Problem(
+                ("candidates", "model", "job.task"),
+                f'candidates are of a model with type = "{TWO_TOWER}"; this one scores what the data has',
+            )
         for name in () if self.kafka is None else self.kafka.settings:
             if re.search("password|secret|token", name) and not name.endswith("location"):
                 yield Problem(
                     ("kafka.settings",), f"{name!r} would be printed; give a password as kafka.password"
                 )
 
-    def _problems_of_served_ranks(self) -> Iterator[Problem]:
-        """Yield what does not go together with ranks whose rows are on servers."""
+    def _problems_of_ranks(self) -> Iterator[Problem]:
+        """Yield what does not go together with ranks, or with ranks whose rows are on servers."""
         ranks = ("cluster.mode", "cluster.num_ps")
+        if self.dense != DenseConfig():
+            yield Problem(
+                ("dense", *ranks),
+                "every rank has all of the weights and averages their gradients in each step; nothing is "
+                "fetched or pushed. Leave dense out, or set cluster.mode to async",
+            )
         if self.failover.recovery == "keep_going":
             yield Problem(
                 ("failover.recovery", *ranks),
-                "ranks go on from one step or not at all: one that kept its weights while a server went back "
+                "ranks go on from one step or not at all: one that kept its weights while others went back "
                 "to the last checkpoint would train rows that its weights do not fit. Set it to exact, or "
                 "cluster.mode to async",
             )
-        if self.discovery.kind == "mpi":
+        if self.cluster.num_ps and self.discovery.kind == "mpi":
             yield Problem(
                 ("discovery.kind", *ranks),
                 "the ranks of mpirun meet in a folder that the parameter servers, which mpirun did not "

@@ -7,6 +7,8 @@ A run with `[model]` and no task of its own is this one. In Python it is what on
         network=ModelConfig(type="deepfm", settings={"dim": 8}),
         data=DataConfig(path="clicks.csv", split=DataSplit(evaluate=0.1)),
     )
+
+With a two-tower model it is a `ConfigRetrievalTask`, which has `[candidates]`, too.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from monolith.config import to_dict
 from monolith.data import DataConfig, Pipeline, Stream
 from monolith.data.config import Part
 from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureSpec
+from monolith.model import TwoTower
 from monolith.model.by_name import ModelConfig
 from monolith.nn.optimizers import EagerAdam
+from monolith.run.config import TWO_TOWER
+from monolith.train.candidates_config import CandidatesConfig
+from monolith.train.retrieval import RetrievalTask
 from monolith.train.task import Mode, Task
 
 PARTS: Mapping[Mode, Part] = {
@@ -81,3 +88,41 @@ class ConfigTask(Task):
 
     def describe(self) -> Mapping[str, Any]:
         return {"model": self.network.to_dict(), "features": self.features.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigRetrievalTask(ConfigTask, RetrievalTask):
+    """A two-tower model over raw data, measured among all items of a table."""
+
+    items: CandidatesConfig
+    """The items that could be retrieved; `[candidates]` of a file."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.network.type != TWO_TOWER:
+            raise ConfigError(f"a model of type {self.network.type} has no candidates; {TWO_TOWER} has")
+        if self.scores:
+            raise ConfigError("scores: a two-tower model is measured by candidates.ks; leave scores out")
+        if self.barred is not None:
+            self.features.id_feature(self.barred, "candidates.barred")
+
+    @property
+    def ks(self) -> Sequence[int]:  # type: ignore[override]
+        return self.items.ks
+
+    @property
+    def barred(self) -> str | None:  # type: ignore[override]
+        return self.items.barred
+
+    def candidates(self) -> Stream[Batch]:
+        model = self.model()
+        assert isinstance(model, TwoTower)
+        spec = model.item_spec
+        table = DataConfig(path=self.items.path, format=self.items.format)
+        return table.pipeline("train", self.items.batch_size, types=spec.columns).to_batches(spec)
+
+    def metrics(self, mode: Mode) -> Sequence[str]:
+        return RetrievalTask.metrics(self, mode)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {**super().describe(), "candidates": to_dict(self.items)}

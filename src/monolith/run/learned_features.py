@@ -15,6 +15,7 @@ from datetime import timedelta
 from monolith import filesystem
 from monolith.checkpoint import read_manifest, saved_spec
 from monolith.checkpoint.part import FEATURES
+from monolith.data import fraction_read
 from monolith.errors import ConfigError, RestoreError
 from monolith.feature import BucketFeature, FeatureSpec, FloatFeature
 from monolith.feature.spec import AnyFeature
@@ -63,7 +64,7 @@ def with_learned_features(
         say(f"learning {', '.join(spec.to_learn)} in one pass over the training data")
         with_data = task.records(Mode.TRAIN)
         try:
-            found = spec.fit(with_data)
+            found = spec.fit(with_data, fraction=lambda: fraction_read(with_data, with_data.position()))
         finally:
             with_data.close()
     if trains and config.model_dir and run.cluster.role == "worker" and not run.cluster.index:

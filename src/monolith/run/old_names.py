@@ -128,9 +128,7 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
 _SERVING = "not built yet: sending changed rows to servers that answer requests"
-_ITEMS = (
-    "no run passes over all items after training; `monolith embeddings` does, with the candidates of the task"
-)
+_ITEMS = "no run passes over all items after training; `monolith embeddings` does, with candidates.path"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
 
@@ -374,7 +372,6 @@ _GONE = {
     "sync": "base_name",
     "serving": "warmup_file",
     "serving.dump_model": "enable_model_dump",
-    "candidates": "enable_resource_constrained_roughsort",
     "metrics.native": "disable_native_metrics",
     "metrics.log_every_steps": "log_step_count_steps",
     "metrics.tensorboard_dir": "tensorboard_log_path",

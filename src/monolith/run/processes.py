@@ -111,7 +111,7 @@ class ClusterConfig(Checked):
                 "num_redundant_ps and num_extra_ps to 0, or mode to async"
             )
             yield Problem(("mode", "num_redundant_ps", "num_extra_ps"), said)
-        if self.mode == "sync" and self.num_ps and self.max_workers > self.num_workers:
+        if self.mode == "sync" and self.max_workers > self.num_workers:
             said = "ranks take every step together, so none can come later; leave max_workers out"
             yield Problem(("mode", "max_workers"), said)
         if self.role == "ps" and not self.num_ps:

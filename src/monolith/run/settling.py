@@ -10,6 +10,9 @@ from monolith.train.config import TrainConfig
 CONFIG_TASK = "monolith.run.config_task:ConfigTask"
 """The task of a run that has a model in its config, and no task."""
 
+RETRIEVAL_TASK = "monolith.run.config_task:ConfigRetrievalTask"
+"""The task of such a run whose model retrieves."""
+
 
 def as_cpu_test(config: RunConfig) -> RunConfig:
     """Return the config of a run on one CPU, where `job.cpu_test` asks for a test of the task."""
@@ -24,7 +27,7 @@ def settle(config: RunConfig) -> RunConfig:
     """Return the config with nothing left open."""
     job, timeouts = config.job, config.timeouts
     if config.model and job.task is None:
-        job = replace(job, task=CONFIG_TASK)
+        job = replace(job, task=RETRIEVAL_TASK if config.retrieves else CONFIG_TASK)
     if not job.model_name:
         job = replace(job, model_name=job.name or f"di_name_{_task_class(job.task)}")
     if timeouts.operation is None:

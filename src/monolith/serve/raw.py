@@ -104,7 +104,7 @@ class RequestReader:
     def _packed(self, columns: RawTensors) -> Batch | None:
         """Return a batch where all columns have one plain value for each row; None leaves it to others."""
         cells: dict[str, RawCells] = {}
-        size, splits = -1, self._even(0, 1).numpy()
+        size, splits = -1, self._even(0, 1)
         for name in self._names:
             given: Any = columns.get(name)
             if type(given) not in _FORMS:
@@ -113,7 +113,7 @@ class RequestReader:
                 if size >= 0:
                     return None
                 size = len(given)
-                splits = self._even(size, 1).numpy()
+                splits = self._even(size, 1)
             made = _cells(given, splits)
             if made is None:
                 return None
@@ -217,34 +217,37 @@ def _inputs_of(spec: FeatureSpec) -> tuple[TensorSpec, ...]:
 _FORMS = (list, tuple, np.ndarray)
 
 
-def _cells(given: Any, splits: NDArray[np.int64]) -> RawCells | None:
+def _cells(given: Any, splits: Tensor) -> RawCells | None:
     """Return a column with one plain value for each row as the core takes it; None where it is another."""
     kind = type(given)
     if kind is np.ndarray:
-        if given.ndim != 1 or not given.flags.c_contiguous:
-            return None
-        if given.dtype == np.int64:
-            return RawCells(splits, ints=given)
-        return RawCells(splits, floats=given) if given.dtype == np.float32 else None
+        is_plain = given.ndim == 1 and given.flags.c_contiguous and given.dtype in (np.int64, np.float32)
+        return RawCells(torch.from_numpy(_writable(given)), None, splits) if is_plain else None
     if kind is not list and kind is not tuple:
         return None
     kinds = set(map(type, given))
     if kinds == {int}:
-        return RawCells(splits, ints=np.array(given, dtype=np.int64)) if _fits(given) else None
+        return RawCells(torch.tensor(given), None, splits) if _fits(given) else None
     if kinds == {float}:
-        return RawCells(splits, floats=np.array(given, dtype=np.float32))
+        return RawCells(torch.tensor(given, dtype=torch.float32), None, splits)
     if kinds == {str}:
         joined = "".join(given)
         if not joined.isascii():
             return None
-        data = joined.encode()
+        data = bytearray(joined, "ascii")
     elif kinds == {bytes}:
-        data = b"".join(given)
+        data = bytearray().join(given)
     else:
         return None
     begins = np.zeros(len(given) + 1, np.int64)
     np.fromiter(map(len, given), np.int64, len(given)).cumsum(out=begins[1:])
-    return RawCells(splits, texts=(np.frombuffer(data, np.uint8), begins))
+    texts = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return RawCells(texts, torch.from_numpy(begins), splits)
+
+
+def _writable(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array that torch takes without a warning: one read from a message may not be written to."""
+    return array if array.flags.writeable else array.copy()
 
 
 def to_column(name: str, given: Any, splits: Any, even: Callable[[int, int], Tensor]) -> RaggedTensor:

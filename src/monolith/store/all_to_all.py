@@ -1,12 +1,14 @@
 """AllToAllStore: rows spread over the ranks that train together, each of which holds those that hash to it.
 
 All ranks make the same calls in the same order, each with the ids of its own batch. A lookup is two
-exchanges, ids to who holds them and rows back; gradients are one: see `rank_exchange`.
+exchanges, ids to who holds them and rows back; gradients are one: see `rank_exchange`. While all stand still,
+one of them may look rows up alone: the others then make the same calls with no ids, as often as it asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -59,6 +61,8 @@ class AllToAllStore(RankStore):
         super().__init__(inner, configs, groups, number, counts_sightings=inner.counts_sightings)
         self.inner = inner
         self._lookups = RankLine(groups.lookups, Spreader(configs, groups.size, number), RowCall.LOOKUP)
+        self._looks = RankLine(groups.control, Spreader(configs, groups.size, number), RowCall.LOOKUP)
+        self._call_in: Callable[[int], None] | None = None
         groups.calls.offer(
             {
                 f"stats/{number}": lambda body: self._own_stats(read_body(OfRankStore, body)),
@@ -68,8 +72,31 @@ class AllToAllStore(RankStore):
         )
 
     def lookup(self, ids: TableIds) -> Tensor:
-        self._check_open()
-        line = self._lookups
+        self._check_open()  # before anybody is called
+        if self._call_in is None:
+            return self._exchange(self._lookups, ids)
+        self._call_in(self._number)
+        return self._exchange(self._looks, ids)
+
+    @contextmanager
+    def looking_alone(self, call_in: Callable[[int], None]) -> Iterator[None]:
+        """Have lookups of this rank go to ranks that stand still, for the length of a block.
+
+        Args:
+            call_in: Told the number of this store, before each: has the others call `answer_look`.
+        """
+        self._call_in = call_in
+        try:
+            yield
+        finally:
+            self._call_in = None
+
+    def answer_look(self) -> None:
+        """Take part in a lookup of a rank that looks alone, without ids of one's own."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._exchange(self._looks, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
+
+    def _exchange(self, line: RankLine, ids: TableIds) -> Tensor:
         spread, came = line.exchange(lambda: line.spreader.lookup(ids))
         found = self.inner.lookup(joined_ids(came))
         widths = list(self.tables.values())

@@ -1,6 +1,7 @@
 """Training: tasks, the loop that runs them, and its hooks."""
 
 from monolith.train.candidates import Candidates
+from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import ExpiryConfig, KeepConfig, RestoreConfig, TrainConfig
 from monolith.train.evaluate_config import EvaluateConfig
 from monolith.train.evaluation_log import Evaluation
@@ -15,17 +16,19 @@ from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
 from monolith.train.rate_schedule import ScheduleConfig
+from monolith.train.report import TrainReport
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session
 from monolith.train.task import Mode, Outputs, Task
 from monolith.train.task_loading import load_task
-from monolith.train.trainer import LocalRun, Trainer, TrainReport
+from monolith.train.trainer import LocalRun, Trainer
 
 __all__ = [
     "METRICS",
     "AlertConfig",
     "Alone",
     "Candidates",
+    "CandidatesConfig",
     "EvaluateConfig",
     "Evaluation",
     "ExpiryConfig",

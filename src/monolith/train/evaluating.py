@@ -82,6 +82,7 @@ def outputs_of(
     own: OwnRandom,
     steps: int | None,
     *,
+    data: Mode | None = None,
     on_open: OnOpen | None = None,
     heads: Sequence[str] = (),
 ) -> Iterator[tuple[Batch, Outputs]]:
@@ -90,16 +91,17 @@ def outputs_of(
     Args:
         own: Where random numbers are drawn from.
         steps: Batches to read; None reads all.
+        data: The mode whose batches are read instead.
         on_open: Given the data before it is read.
         heads: The labels that the model was trained on: a batch without any gets those, as NaN, so that
             predictions have the same names with and without labels.
     """
     with own.drawn():
-        data = model.task.dataset(mode)
-    with closing(data), _reading(model, mode, own):
+        stream = model.task.dataset(mode if data is None else data)
+    with closing(stream), _reading(model, mode, own):
         if on_open is not None:
-            on_open(data)
-        batches = iter(data)
+            on_open(stream)
+        batches = iter(stream)
         for _ in itertools.count() if steps is None else range(steps):
             with own.drawn(), torch.no_grad():
                 batch = next(batches, None)
@@ -256,6 +258,8 @@ class EvaluateHook(Hook):
         """The last evaluation of this run. Read by any thread."""
         self.evaluations = 0
         """How many there were in this run."""
+        self.seconds = 0.0
+        """How long they took together."""
         _check_metric(session.task, config)
 
     def after_create(self, run: Run) -> None:
@@ -288,6 +292,7 @@ class EvaluateHook(Hook):
             if found is None:
                 return
             self.latest, self.evaluations = found, self.evaluations + 1
+            self.seconds += found.seconds
             is_best = self.best.take(found.step, found.metrics)
             assert self.best.metric is not None
             _log.info(
@@ -315,7 +320,7 @@ class EvaluateHook(Hook):
                 if session.interrupted:
                     return
 
-        with session.model.evaluating():
+        with session.looking(), session.model.evaluating():
             values = measured(session.task, until_interrupted())
         if session.interrupted:
             return None

@@ -99,6 +99,7 @@ class Keeper:
             saver, [*session.parts(), *more], full_every=config.keep.full_every, clock=clock
         )
         self._positions: dict[int, Position] = {}
+        self._memory = SaveMemory()
         self.save: SaveHook | None = None
         """The hook that saves, once there is one."""
         self.alert: AlertHook | None = None
@@ -111,6 +112,11 @@ class Keeper:
         session.restore_lost_from(self._last)
         self.newest: str | None = None
         """The last checkpoint that was saved or restored."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long training has waited for checkpoints in this run."""
+        return self._memory.waited_seconds
 
     def restore(self) -> Restored | None:
         """Go on from the newest checkpoint, if there is one."""
@@ -134,7 +140,7 @@ class Keeper:
             listeners: Told of each checkpoint with rows.
         """
         config = self._config
-        memory = SaveMemory()
+        memory = self._memory
         save = SaveHook(
             self,
             replace(config.save, asynchronous=config.saves_beside),

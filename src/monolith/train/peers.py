@@ -286,6 +286,9 @@ class Peers(Protocol):
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         """Hold the others between their steps, as the one that leads, while a moment is cut."""
 
+    def looking(self) -> AbstractContextManager[None]:
+        """Have every row within reach of this process, which holds the others, to look at the model."""
+
     def go_back(self, start: Start) -> None:
         """Have everybody go on from where this process, which leads, restored the model to while it holds the
         others."""
@@ -414,6 +417,9 @@ class Alone:
 
     def halted(self, me: Participant) -> AbstractContextManager[Gathered]:
         return nullcontext(Gathered(step=me.step))
+
+    def looking(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def go_back(self, start: Start) -> None:
         """Do nothing: nobody else has anything to restore."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position
 from monolith.errors import RestoreError
+from monolith.train.config import TrainConfig
 
 WORKERS = "workers"
 """The key of positions that are one per worker."""
@@ -20,6 +23,39 @@ def joined_positions(positions: Sequence[Position]) -> Position:
 def positions_of(position: Position) -> list[Position]:
     """Return the positions of all workers that saved one."""
     return list(position[WORKERS]) if set(position) == {WORKERS} else [position]
+
+
+def order_of(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the settings that the order of the data follows from; None where the task alone says it."""
+    if config.epochs is None:
+        return None
+    return {"train.seed": config.seed, "train.shuffle_buffer": config.shuffle_buffer}
+
+
+@contextmanager
+def same_order(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> Iterator[None]:
+    """Say which settings to put back where data cannot go on, since its order was another when it was saved.
+
+    Args:
+        saved, now: What `order_of` found. A source with an order of its own goes on whatever they are.
+
+    Raises:
+        RestoreError: It cannot go on.
+    """
+    try:
+        yield
+    except RestoreError as cause:
+        changed = {name: value for name, value in (saved or {}).items() if (now or {}).get(name) != value}
+        if not changed:
+            raise
+        was = " and ".join(f"{name} {value}" for name, value in changed.items())
+        here = " and ".join(f"{name} {now[name]}" for name in changed) if now else "no train.epochs"
+        raise RestoreError(
+            f"cannot resume the data: the checkpoint was trained with {was}, from which the order of its "
+            f"epochs follows, and this run has {here}. Set it back to {was} to go on with the record that "
+            "comes next; or, to read the data from its start, start a new model_dir from this one with "
+            "restore.dir and restore.restart_data."
+        ) from cause
 
 
 def split_position(

@@ -75,11 +75,14 @@ class RetrievalTask(Task):
         """Have the vectors of all candidates while an evaluation reads its data."""
         if mode is Mode.EVALUATE:
             with closing(self.candidates()) as batches:
-                self._candidates = Candidates.of(model, batches)
+                self._hold(Candidates.of(model, batches))
         try:
             yield
         finally:
-            self._candidates = None
+            self._hold(None)
+
+    def _hold(self, candidates: Candidates | None) -> None:
+        object.__setattr__(self, "_candidates", candidates)  # a task may be a frozen dataclass
 
     def _ranked(self, model: nn.Module, batch: Batch, candidates: Candidates) -> dict[str, Tensor]:
         towers = towers_of(model)

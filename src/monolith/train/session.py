@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Epochs, Share, Stream, read_epochs, share_out
+from monolith.data import Epochs, Share, Stream, fraction_read, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
@@ -40,7 +40,7 @@ from monolith.train.metrics.heads import HeadMetrics
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
 from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Start, WorkerState
-from monolith.train.positions import joined_positions, positions_of, split_position
+from monolith.train.positions import joined_positions, order_of, positions_of, same_order, split_position
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
 from monolith.wire.traffic import Traffic
@@ -171,6 +171,8 @@ class Session:
         """Trained on so far, in all runs."""
         self._heads: tuple[str, ...] = ()
         """The labels of the last batch that had some."""
+        self._saved_order: Mapping[str, Any] | None = None
+        """What the order of the data followed from when it was saved."""
         self._restored_examples = self._restored_skipped = 0
         self._starts: list[Position] = []
         """Where the data of each worker goes on, if a checkpoint said so."""
@@ -218,6 +220,11 @@ class Session:
     @property
     def interrupted(self) -> bool:
         return self._interrupted
+
+    def fraction_read(self) -> float | None:
+        """Return which part of its data this process has trained on; None where nobody knows. From any
+        thread."""
+        return fraction_read(self.data, self._position)
 
     @property
     def in_step(self) -> bool:
@@ -361,6 +368,10 @@ class Session:
             self._peers.refresh()
             yield
 
+    def looking(self) -> AbstractContextManager[None]:
+        """Have every row within reach, in a block of `standing_still`, to evaluate the model."""
+        return self._peers.looking()
+
     @contextmanager
     def going_back(self) -> Iterator[None]:
         """Hold the others while this process, which leads, restores an earlier checkpoint; all go on from
@@ -415,8 +426,8 @@ class Session:
         return [
             *self.model.features_parts(),
             *self._peers.parts(self.model, incremental=incremental, beside=self.config.saves_beside),
-            StatePart("position", self._positions, self._go_to),
             StatePart("progress", self._progress, self._set_progress),
+            StatePart("position", self._positions, self._go_to),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
         ]
 
@@ -658,10 +669,12 @@ class Session:
         return joined_positions([self._position, *(state.position for state in self._others)])
 
     def _go_to(self, position: Position) -> None:
-        if not self.restarts_data:
-            share = self._peers.share
-            self._close_lane()  # it may read the data
-            resumed = self._peers.resumed
+        if self.restarts_data:
+            return
+        share = self._peers.share
+        self._close_lane()  # it may read the data
+        resumed = self._peers.resumed
+        with same_order(self._saved_order, order_of(self.config)):
             if self._handing is None:
                 self._starts = split_position(position, share.workers, self.data, resumed=resumed)
                 self._read_from(self._starts[share.worker])
@@ -691,6 +704,7 @@ class Session:
             "skipped": self.total_skipped,
             "event_times": self.expiry.state(),
             "heads": list(self._heads),
+            "order": order_of(self.config),
         }
 
     def _set_progress(self, saved: Mapping[str, Any]) -> None:
@@ -699,3 +713,4 @@ class Session:
         self._restored_examples, self._restored_skipped = self.examples, self.skipped
         self.expiry.restore(saved.get("event_times", []))
         self._heads = tuple(saved.get("heads", ()))
+        self._saved_order = saved.get("order")

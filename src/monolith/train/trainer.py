@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from monolith.train.accelerator import AcceleratorHook, accelerator_of
 from monolith.train.candidates import Candidates, towers_of
 from monolith.train.config import TrainConfig
 from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
-from monolith.train.evaluation_log import Evaluation, EvaluationLog
+from monolith.train.evaluation_log import EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
 from monolith.train.hooks import (
     FeatureDump,
@@ -63,12 +63,12 @@ from monolith.train.hooks.installed import installed_hooks
 from monolith.train.hooks.reports.trackers import sink_openers
 from monolith.train.hooks.saving.listeners import SaveListener
 from monolith.train.keeping import Keeper, newest_checkpoint
-from monolith.train.lost import Lost
 from monolith.train.manifest import write_run_end, write_run_manifest
 from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
 from monolith.train.peers import Alone, Peers
+from monolith.train.report import BestEvaluation, FirstAndLastSteps, TrainReport
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session, open_data
 from monolith.train.task import Mode, Outputs, Task
@@ -76,55 +76,6 @@ from monolith.train.task import Mode, Outputs, Task
 _log = logging.getLogger(__name__)
 
 Report = Callable[[str, WindowRow], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BestEvaluation:
-    """Which step did best when it was evaluated, and how well."""
-
-    step: int
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """What a run did."""
-
-    step: int
-    """The global step at its end."""
-    steps: int
-    """Steps taken in this run, by everybody."""
-    examples: int
-    """Examples trained on in this run, by everybody."""
-    skipped: int = 0
-    """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
-    dense_staleness: int | None = None
-    """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
-    gradients of this process; None where nobody else has weights."""
-    seconds: float
-    stop_reason: str
-    finished: bool
-    """Whether the run completed; False if it was stopped with more to do, here or in another process."""
-    restored_from: str | None
-    windows: Mapping[str, Sequence[WindowRow]]
-    """By "head/metric": the rows of the windows that ended in this run."""
-    checkpoint: str | None
-    """The last checkpoint that was saved."""
-    evaluation: Evaluation | None = None
-    """The last evaluation of this run, where `evaluate` of its config asks for some."""
-    evaluations: int = 0
-    """How many evaluations there were in this run."""
-    best: BestEvaluation | None = None
-    """The best evaluation, of all runs."""
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """By table: ids refused because the table is full, in this process; a server logs its own."""
-    overdue: Mapping[str, int] = field(default_factory=dict)
-    """By table: expired rows that were kept, because too many expired at once."""
-    departed: bool = False
-    """Whether this worker was told to stop and has left the rest of its work to the others, who go on."""
-    lost: Lost = field(default_factory=Lost)
-    """What was lost with other processes while the run kept going."""
 
 
 class LocalRun:
@@ -270,6 +221,7 @@ class Trainer:
             if self._stop_asked is not None:
                 run.interrupt(self._stop_asked)
             restored: list[Restored] = []
+            ends = FirstAndLastSteps()
 
             def create() -> None:
                 nonlocal first, first_step, first_skipped
@@ -310,7 +262,7 @@ class Trainer:
 
             drive(
                 run,
-                [*own, *given, *self.task.hooks(Mode.TRAIN), _LeaveHook(session, peers)],
+                [ends, *own, *given, *self.task.hooks(Mode.TRAIN), _LeaveHook(session, peers)],
                 step=step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
@@ -326,7 +278,11 @@ class Trainer:
                 examples=session.total_examples - first,
                 skipped=session.total_skipped - first_skipped,
                 dense_staleness=None if (stale := session.staleness) is None else stale.most,
-                seconds=time.monotonic() - began,
+                seconds=(ended := time.monotonic()) - began,
+                start_seconds=(ends.first_at or ended) - began,
+                save_seconds=0.0 if keeper is None else keeper.waited_seconds,
+                evaluate_seconds=0.0 if run.evaluate is None else run.evaluate.seconds,
+                loss=ends.loss(),
                 stop_reason=run.stop_reason or "",
                 finished=finished,
                 restored_from=restored[0].prefix if restored else None,
@@ -346,6 +302,7 @@ class Trainer:
         *,
         steps: int | None = None,
         checkpoint: str | None = None,
+        data: Mode = Mode.EVALUATE,
         advance: Callable[[int], object] | None = None,
         on_open: OnOpen | None = None,
     ) -> dict[str, float]:
@@ -357,13 +314,14 @@ class Trainer:
         Args:
             steps: Batches to look at; by default all there are.
             checkpoint: The prefix of its files; by default the newest, or the one of `config.restore`.
+            data: Whose data to measure on: that of Mode.PREDICT is often a test, and needs labels for it.
             advance: Told the examples of each batch that is done.
             on_open: Given the data before it is read.
 
         Raises:
             RestoreError: There is no checkpoint to evaluate.
         """
-        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open), advance)
+        return measured(self.task, self._outputs(Mode.EVALUATE, steps, checkpoint, on_open, data), advance)
 
     def predict(
         self,
@@ -484,11 +442,16 @@ class Trainer:
         return Epochs(count=config.epochs, seed=config.seed % (1 << 64), buffer=config.shuffle_buffer)
 
     def _outputs(
-        self, mode: Mode, steps: int | None, checkpoint: str | None, on_open: OnOpen | None = None
+        self,
+        mode: Mode,
+        steps: int | None,
+        checkpoint: str | None,
+        on_open: OnOpen | None = None,
+        data: Mode | None = None,
     ) -> Iterator[tuple[Batch, Outputs]]:
         with self._restored(mode, checkpoint) as (model, own, prefix):
             heads = _trained_heads(prefix) if mode is Mode.PREDICT else ()
-            yield from outputs_of(model, mode, own, steps, on_open=on_open, heads=heads)
+            yield from outputs_of(model, mode, own, steps, data=data, on_open=on_open, heads=heads)
 
     @contextlib.contextmanager
     def _restored(self, mode: Mode, checkpoint: str | None) -> Iterator[tuple[Model, OwnRandom, str]]:

@@ -283,8 +283,13 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         yield done
 
 
+EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.soak)])
+"""Of how many changes of the disk one is the last, in a test that tries them in turn."""
+
+
+@EVERY
 def test_killed_at_any_moment_nothing_is_lost_and_the_next_attempt_finishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     run, prefixes, states = chain(tmp_path / "run", max_to_keep=2)
     clean = tmp_path / "clean"
@@ -304,7 +309,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_the_next_attempt_finishes(
         listing = list_checkpoints(str(run.folder))
         assert listing.sound, (step, done[-1], listing)
         for prefix, state in zip(prefixes, states, strict=True):
-            if step % 5 == 0 or prefix == prefixes[-1]:
+            if step % (5 * every) == 0 or prefix == prefixes[-1]:
                 assert run.restored(prefix) == state, (step, done[-1])
         assert read_contents(prefixes[-1], verify=True).problems == ()
         compact(prefixes[-1])
@@ -312,13 +317,14 @@ def test_killed_at_any_moment_nothing_is_lost_and_the_next_attempt_finishes(
         assert read_manifest(prefixes[-1]).manifest.kind == "full"
         assert not list(Path(f"{prefixes[-1]}.assets").glob("*.removed*"))
         assert prefixes[-1] not in read_journal(str(run.folder)).depends_on
-        step += 1
+        step += every
     assert step > 25
     assert kinds == {"full", "incremental"}
 
 
+@EVERY
 def test_killed_while_what_is_no_longer_needed_goes_it_goes_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     run, prefixes, states = chain(tmp_path / "run", max_to_keep=1)
     clean = tmp_path / "clean"
@@ -327,7 +333,7 @@ def test_killed_while_what_is_no_longer_needed_goes_it_goes_the_next_time(
         compact(prefixes[-1])
     commit = next(i for i, what in enumerate(all_steps) if what.endswith("model.ckpt-4.manifest"))
     assert not any("remove" in what and "model.ckpt-1" in what for what in all_steps[: commit + 1])
-    for step in range(commit, len(all_steps)):
+    for step in range(commit, len(all_steps), every):
         shutil.rmtree(run.folder)
         shutil.copytree(clean, run.folder)
         with killed_at(step, monkeypatch), pytest.raises(KilledError):
@@ -338,14 +344,15 @@ def test_killed_while_what_is_no_longer_needed_goes_it_goes_the_next_time(
         assert not list(run.folder.glob("model.ckpt-1*"))
 
 
+@EVERY
 def test_a_reshard_that_is_killed_leaves_no_checkpoint_and_can_be_repeated(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     run, prefixes, states = chain(folder)
     to = tmp_path / "to"
     with killed_at(10**6, monkeypatch) as all_steps:
         reshard(prefixes[-1], str(to))
-    for step in range(0, len(all_steps), 4):
+    for step in range(0, len(all_steps), every):
         shutil.rmtree(to)
         with killed_at(step, monkeypatch), pytest.raises(KilledError):
             reshard(prefixes[-1], str(to))
@@ -474,8 +481,9 @@ def test_a_full_checkpoint_of_several_servers_is_left_in_its_shares(folder: Path
     assert small_servers.restored(prefixes[-1], 1) == contents[-1]
 
 
+@EVERY
 def test_compacting_shares_may_be_killed_at_any_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     folder, clean = tmp_path / "run", tmp_path / "clean"
     _, prefixes, contents = small_servers.chain(folder, 2, 2, 2, 2)
@@ -483,7 +491,7 @@ def test_compacting_shares_may_be_killed_at_any_moment(
     with killed_at(10**6, monkeypatch) as all_steps:
         compact(prefixes[-1])
     kinds = set()
-    for step in range(0, len(all_steps), 3):
+    for step in range(0, len(all_steps), every):
         shutil.rmtree(folder)
         shutil.copytree(clean, folder)
         with killed_at(step, monkeypatch), pytest.raises(KilledError):

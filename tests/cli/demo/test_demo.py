@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from services import warm
 
 from monolith.checkpoint import checkpoint_exists
 from monolith.cli.demo import command
@@ -34,6 +35,12 @@ from monolith.cli.options.shows import DemoOptions
 from monolith.errors import MissingExtraError, TrainingError
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that train have torch imported when they start."""
+    monkeypatch.setattr(sys, "executable", str(warm.server().interpreter))
 
 
 def stepped(step: int, *, loss: float = 0.5, at: float = 0.0, batch: int = 10, shift: int = 0) -> Stepped:

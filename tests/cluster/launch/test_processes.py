@@ -3,6 +3,7 @@
 import io
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -32,10 +33,15 @@ def shell(role: str, index: int, script: str) -> Member:
     return Member(role=role, index=index, command=("/bin/sh", "-c", script))
 
 
+def without_ids(text: str) -> str:
+    """Return lines with the names of who wrote them, without process ids."""
+    return re.sub(r"^(\S*\[\w+ \d+) pid \d+\]", r"\1]", text, flags=re.MULTILINE)
+
+
 def run(*members: Member, grace: timedelta = GRACE, color: bool | None = None):
     output = io.StringIO()
     outcome = run_members(members, output=output, grace=grace, color=color)
-    return outcome, output.getvalue().splitlines()
+    return outcome, without_ids(output.getvalue()).splitlines()
 
 
 def wait_until(condition, seconds: float = 15.0) -> None:
@@ -63,6 +69,15 @@ def test_each_line_has_the_name_of_who_wrote_it():
     assert outcome.status == 0
     assert [line for line in lines if "ps" in line] == ["[ps 0]      one", "[ps 0]      two"]
     assert [line for line in lines if "worker" in line] == ["[worker 10] no newline at the end"]
+
+
+def test_each_line_has_the_process_id_of_who_wrote_it_also_after_a_restart():
+    output = io.StringIO()
+    code = "echo $$; kill -9 $$"
+    run_members([shell("worker", 0, code)], output=output, restarts=1)
+    lines = [re.fullmatch(r"\[worker 0 pid (\d+)\] (\d+)", line) for line in output.getvalue().splitlines()]
+    assert len(lines) == 2
+    assert all(line is not None and line[1] == line[2] for line in lines)
 
 
 def test_names_have_colours_on_a_terminal_and_only_there():
@@ -94,7 +109,7 @@ def test_a_line_that_is_tapped_is_not_shown():
     output = io.StringIO()
     run_members([shell("worker", 0, "echo mark one; echo two")], output=output, tap=tap)
     assert seen == [("worker 0", "mark one"), ("worker 0", "two")]
-    assert output.getvalue() == "[worker 0] two\n"
+    assert without_ids(output.getvalue()) == "[worker 0] two\n"
 
 
 # Ends
@@ -253,7 +268,7 @@ def test_who_is_asked_to_stop_has_the_followers_until_it_has_saved(tmp_path, why
         events=events,
     )
     assert outcome.status == (3 if why == "failed" else 130)
-    assert "[worker 0] saved" in output.getvalue()
+    assert "[worker 0] saved" in without_ids(output.getvalue())
     assert not (tmp_path / "served").exists()  # it was asked in the end
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,12 @@ class Output(io.StringIO):
         return count
 
 
+def without_ids(text: str) -> str:
+    """Return lines with the names of who wrote them, without process ids, which each has."""
+    assert not text or re.match(r"\[\w+ \d+ pid \d+\]", text)
+    return re.sub(r"^(\[\w+ \d+) pid \d+\]", r"\1]", text, flags=re.MULTILINE)
+
+
 @pytest.fixture
 def run(ray_cluster: RayCluster):  # noqa: ARG001
     """Runs members on the cluster of all tests, to which this process is connected."""
@@ -50,7 +57,7 @@ def run(ray_cluster: RayCluster):  # noqa: ARG001
         output = Output() if output is None else output
         options = {"grace": GRACE, "placements": TWO_LIVES, **options}
         outcome = run_members_on_ray(members, output=output, **options)
-        return outcome, output.getvalue().splitlines()
+        return outcome, without_ids(output.getvalue()).splitlines()
 
     return run
 

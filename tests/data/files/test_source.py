@@ -117,8 +117,16 @@ def test_an_empty_file_is_named_and_files_that_are_all_empty_are_refused(
         "file source: b is empty: it has no records"
     ]
     source, _ = made([], [[]])
-    with pytest.raises(DataError, match="none of the 2 files has a record; the last is b"):
+    with pytest.raises(DataError, match="all 2 files have no record; the last is b"):
         read(source)
+
+
+def test_an_empty_file_that_is_read_several_times_is_one_and_is_warned_about_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(DataError, match="the only file has no record; the last is a"):
+        read(FileSource(["a"], Lines({"a": []}), batch_size=2, epochs=3))
+    assert caplog.messages == ["file source: a is empty: it has no records"]
 
 
 def test_a_file_whose_rest_is_read_is_not_called_empty(caplog: pytest.LogCaptureFixture) -> None:

@@ -194,6 +194,17 @@ def test_empty_files_have_no_records(path: Path) -> None:
         assert list(CsvFormat().chunks(str(path))) == []
 
 
+@pytest.mark.parametrize(("delimiter", "used"), [(",", ";"), (",", "\t"), ("\t", ","), (";", "|")])
+def test_a_file_with_another_delimiter_is_warned_about(
+    path: Path, delimiter: str, used: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text(f"a{used}b\n1{used}2\n")
+    read(path, CsvFormat(delimiter=delimiter))
+    (said,) = caplog.messages
+    assert f"fields seem to be separated by {used!r}, and {delimiter!r} was expected" in said
+    assert f"CsvFormat(delimiter={used!r})" in said
+
+
 def test_a_header_that_makes_no_sense_is_refused(path: Path) -> None:
     for text in ("a,a\n1,2\n", "a,,b\n1,2,3\n", '"a\n'):
         path.write_text(text)
@@ -314,7 +325,7 @@ options = st.fixed_dictionaries(
 )
 PARTS = [b'"', b",", b"\n", b"\r", b"\r\n", b"a", b"1", b"2.5", b"|", b'""', b" ", b"\xc3", b"x,y\n"]
 same_folder = settings(
-    max_examples=tries(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=tries(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -21,7 +21,7 @@ from monolith import filesystem
 from monolith.data import Position, Records, Source
 from monolith.data.service import DataJobConfig, DataServiceSource, DataWorker, Dispatcher
 
-YIELD, RECORDS = 7, 100
+YIELD, RECORDS = 7, 49
 SPLITS = tuple(f"{number}" for number in range(6))
 CONFIG = DataJobConfig(splits=SPLITS, lease=timedelta(seconds=1.0))
 ALL = [int(split) * 1000 + number for split in SPLITS for number in range(RECORDS)]
@@ -29,7 +29,7 @@ TESTS = Path(__file__).parents[2]
 
 
 def open_split(split: str) -> Source:
-    """100 records in yields of 7, each with a number that no other has."""
+    """49 records in yields of 7, each with a number that no other has."""
     first = int(split) * 1000
     numbers = range(first, first + RECORDS)
     return ListSource(

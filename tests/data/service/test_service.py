@@ -16,11 +16,11 @@ from data.service.processes import ALL, CONFIG, SPLITS, Counting, open_split
 
 from monolith.cluster.security import Guard, SecurityConfig, guard_caller
 from monolith.config import Secret
-from monolith.data import Share, share_out
+from monolith.data import Epochs, Share, read_epochs, share_out
 from monolith.data.redistribution import redistributed
-from monolith.data.service import DataWorker, Dispatcher
+from monolith.data.service import DataServiceSource, DataWorker, Dispatcher
 from monolith.data.service.flight import DataCaller
-from monolith.errors import ConfigError, DataError, ListenError, RestoreError
+from monolith.errors import ConfigError, DataError, ListenError, NotRepeatableError, RestoreError
 from monolith.wire.limits import Limits
 
 pytest.importorskip("pyarrow")
@@ -58,6 +58,11 @@ def test_every_epoch_brings_everything_once(stack, tmp_path):
     dispatcher = stack.enter_context(Dispatcher(replace(CONFIG, epochs=3), folder=str(tmp_path)))
     add_worker(stack, dispatcher, chunk_records=50)
     assert sorted(read(trainer(dispatcher))) == sorted(ALL * 3)
+
+
+def test_how_often_it_is_read_is_said_to_the_service_and_not_to_its_source():
+    with pytest.raises(NotRepeatableError, match=r"counts epochs itself.*to the dispatcher as --epochs"):
+        read_epochs(DataServiceSource("127.0.0.1:1", "trainer"), Epochs(count=2))
 
 
 @pytest.mark.parametrize("at", [0, 1, 4])

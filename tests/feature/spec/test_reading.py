@@ -27,6 +27,7 @@ from monolith.feature import (
     slot_of,
 )
 from monolith.feature.spec.packing import Packer
+from monolith.tensors import RaggedTensor
 
 
 def spec(event_time: str | None = None, fids: bool = False, **features: Any) -> FeatureSpec:
@@ -308,3 +309,21 @@ def test_plain_features_are_read_at_once():
     assert reading.packed is not None
     assert reading.packed.names == ("text", "age")
     assert reading.ids == {}
+
+
+@pytest.mark.parametrize("longest", [7, 16, 30])
+def test_texts_of_any_length_have_the_id_that_hash_strings_gives_them(longest: int):
+    texts = ["abcdefghijklmnopqrstuvwxyz0123456789"[:size] for size in range(longest - 6, longest + 1)]
+    reading = spec(text=IdFeature(kind="string")).reader.read(
+        records(text=[[text.encode()] for text in texts])
+    )
+    assert reading.packed is not None
+    assert reading.packed.ids.tolist() == hashed(*texts)
+
+
+def test_values_that_do_not_lie_side_by_side_are_read_too():
+    every_second = RaggedTensor(torch.arange(8)[::2], torch.arange(5))
+    some = Records(4, {"item": every_second})
+    reading = spec(item=IdFeature()).reader.read(some)
+    assert reading.packed is None
+    assert ids(reading.batch(), "item") == [[0], [2], [4], [6]]

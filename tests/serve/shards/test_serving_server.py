@@ -243,6 +243,18 @@ def test_it_is_registered_while_it_is_ready(untouched: Path) -> None:
     assert discovery.query(shard_role(MODEL, 1)) == {}
 
 
+def test_it_is_registered_by_the_host_that_entries_reach_it_by(untouched: Path) -> None:
+    discovery = MemoryDiscovery(MemoryRegistry())
+    with (
+        ServingServer(str(untouched), 1, host="0.0.0.0", discovery=discovery) as server,
+        pytest.raises(ConfigError, match=r"listens on 0\.0\.0\.0:\d+ cannot be found there"),
+    ):
+        server.start()
+    with ServingServer(str(untouched), 1, discovery=discovery, advertise="localhost") as server:
+        server.start()
+        assert discovery.query(server.role) == {0: f"localhost:{server.port}"}
+
+
 def test_serve_returns_when_it_is_told_to_stop(untouched: Path) -> None:
     stop, server = threading.Event(), ServingServer(str(untouched), 0)
     thread = threading.Thread(target=server.serve, args=(stop,))

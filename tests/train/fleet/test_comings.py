@@ -20,6 +20,9 @@ from monolith.train.hook import DATA_ENDED
 pytest.importorskip("pyarrow")
 
 SOURCES = ["queue", "service"]
+SOAK = pytest.mark.soak
+ONE_NOW = [pytest.param("queue", marks=SOAK), "service"]
+"""The service in `make test`, which has more that can go wrong; both in `make soak`."""
 
 
 @contextlib.contextmanager
@@ -138,8 +141,15 @@ def check_at_least_once(task: TalliedFiles, model_dir: Path, again: int) -> None
 # Leaving
 
 
-@pytest.mark.parametrize("keeps_going", [False, True])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    ("kind", "keeps_going"),
+    [
+        ("queue", False),
+        ("service", True),
+        pytest.param("queue", True, marks=SOAK),
+        pytest.param("service", False, marks=SOAK),
+    ],
+)
 def test_a_worker_that_is_told_to_stop_leaves_its_work_to_the_others(
     tmp_path: Path, kind: str, keeps_going: bool
 ) -> None:
@@ -211,7 +221,7 @@ def test_what_is_lost_when_all_others_have_ended_is_read_by_the_chief(tmp_path: 
 # Coming
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ONE_NOW)
 def test_a_worker_that_nobody_counted_on_joins_and_takes_work(tmp_path: Path, kind: str) -> None:
     newcomer: list[Worker] = []
     third = Steps()
@@ -242,7 +252,7 @@ def test_more_workers_than_shares_are_refused_where_the_data_hands_out_nothing(t
         fleet.train(0).report()
 
 
-@pytest.mark.parametrize("keeps_going", [False, True])
+@pytest.mark.parametrize("keeps_going", [False, pytest.param(True, marks=SOAK)])
 def test_a_worker_that_left_comes_again(tmp_path: Path, keeps_going: bool) -> None:
     again: list[Worker] = []
     second = Steps()
@@ -269,7 +279,9 @@ def test_a_worker_that_left_comes_again(tmp_path: Path, keeps_going: bool) -> No
 # Starting again
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("queue", 1), ("queue", 3), ("service", 3)])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [pytest.param("queue", 1, marks=SOAK), ("queue", 3), ("service", 3)]
+)
 def test_a_checkpoint_of_whoever_was_there_is_gone_on_from_by_any_number(
     tmp_path: Path, kind: str, workers: int
 ) -> None:
@@ -305,7 +317,7 @@ def test_exactly_those_who_are_left_go_back_and_on_without_who_was_lost(tmp_path
 # The chief, and server 0
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ONE_NOW)
 def test_a_chief_that_is_lost_comes_back_to_workers_that_went_on(tmp_path: Path, kind: str) -> None:
     with (
         handed_out(kind, tmp_path / "data") as task,
@@ -325,7 +337,7 @@ def test_a_chief_that_is_lost_comes_back_to_workers_that_went_on(tmp_path: Path,
 def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Path) -> None:
     with (
         handed_out("queue", tmp_path / "data", batches=21) as task,
-        LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task) as fleet,
+        LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task, loses_servers=True) as fleet,
     ):
         stays, leaves = Steps(), Steps(2, lambda: left.trainer.stop("SIGTERM"))
         left, other = fleet.train(1, [leaves]), fleet.train(2, [stays])
@@ -346,13 +358,40 @@ def test_workers_that_came_and_left_are_known_where_server_0_is_now(tmp_path: Pa
 # All of it
 
 
+def come_and_go_at_random(fleet: LosingFleet, chance: random.Random, *, loses: bool, steps: int) -> int:
+    """Have workers come, leave and, if so asked, be lost for so many steps of the chief, and the rest be
+    trained; return how many were lost."""
+    paced = Paced()
+    chief = fleet.train(0, [paced])
+    everybody: list[Worker] = []
+    there: dict[int, tuple[Worker, Vanish]] = {}
+    while chief.is_alive() and paced.may < steps:
+        index = chance.randrange(1, 4)
+        if index not in there or not there[index][0].is_alive():
+            vanish = Vanish(fleet, index)
+            there[index] = (fleet.train(index, [vanish]), vanish)
+            everybody.append(there[index][0])
+        elif loses and chance.random() < 0.5:
+            there[index][1].now.set()
+        else:
+            there[index][0].trainer.stop("SIGTERM")
+        paced.let(chance.randrange(1, 4))
+    paced.let(1000)
+    report = chief.report()
+    for worker in everybody:
+        worker.join(PATIENT)
+    failed = [worker.found for worker in everybody if isinstance(worker.found, Exception)]
+    lost = sum(isinstance(worker.found, Killed) for worker in everybody)
+    assert not failed
+    assert (report.finished, report.stop_reason) == (True, DATA_ENDED)
+    assert len(report.lost.workers) == lost
+    return lost
+
+
 MOMENTS = [
-    *((1, "queue", True), (2, "service", False)),
-    *(
-        pytest.param(seed, kind, seed % 4 < 2, marks=pytest.mark.soak)
-        for seed in range(3, 19)
-        for kind in SOURCES
-    ),
+    (1, "queue", True),
+    pytest.param(2, "service", False, marks=SOAK),
+    *(pytest.param(seed, kind, seed % 4 < 2, marks=SOAK) for seed in range(3, 19) for kind in SOURCES),
 ]
 """A seed, what hands out work, and whether workers are lost as well."""
 
@@ -372,30 +411,7 @@ def test_workers_come_leave_and_are_lost_at_random_moments(
             keeps_going=loses,
         ) as fleet,
     ):
-        paced = Paced()
-        chief = fleet.train(0, [paced])
-        everybody: list[Worker] = []
-        there: dict[int, tuple[Worker, Vanish]] = {}
-        while chief.is_alive() and paced.may < 24:
-            index = chance.randrange(1, 4)
-            if index not in there or not there[index][0].is_alive():
-                vanish = Vanish(fleet, index)
-                there[index] = (fleet.train(index, [vanish]), vanish)
-                everybody.append(there[index][0])
-            elif loses and chance.random() < 0.5:
-                there[index][1].now.set()
-            else:
-                there[index][0].trainer.stop("SIGTERM")
-            paced.let(chance.randrange(1, 4))
-        paced.let(1000)
-        report = chief.report()
-        for worker in everybody:
-            worker.join(PATIENT)
-        failed = [worker.found for worker in everybody if isinstance(worker.found, Exception)]
-        lost = sum(isinstance(worker.found, Killed) for worker in everybody)
-    assert not failed
-    assert (report.finished, report.stop_reason) == (True, DATA_ENDED)
-    assert len(report.lost.workers) == lost
+        lost = come_and_go_at_random(fleet, chance, loses=loses, steps=24)
     tally = read_model(task, tmp_path).tally
     assert tally.keys() == set(range(task.records)), "nothing is left out"
     assert max(tally.values()) <= 1 + lost

@@ -18,15 +18,15 @@ from services.kafka import CONSUMER_SETTINGS, PRODUCER_SETTINGS, Kafka
 from train.fleet.test_comings import (
     Held,
     Killed,
-    Paced,
     Steps,
     Vanish,
     check_at_least_once,
     check_once,
+    come_and_go_at_random,
     elastic,
 )
 from train.fleets import PATIENT, TALLIED, Tallied, numbered, read_model
-from train.losing import LosingFleet, Worker, wait_for
+from train.losing import LosingFleet, wait_for
 
 from monolith.data import Pipeline, Records, Stream
 from monolith.data.format import BadRecord
@@ -250,7 +250,8 @@ def test_what_everybody_was_dealt_is_known_where_server_0_is_now(
     tmp_path: Path, make_task: Callable[..., TalliedTopic]
 ) -> None:
     task = make_task(batches=36)
-    with LosingFleet(elastic(tmp_path), num_workers=2, max_workers=3, task=task) as fleet:
+    config = elastic(tmp_path)
+    with LosingFleet(config, num_workers=2, max_workers=3, task=task, loses_servers=True) as fleet:
         stays = Steps()
         left = fleet.train(1, [Steps(2, lambda: left.trainer.stop("SIGTERM"))])
         other = fleet.train(2, [stays])
@@ -278,30 +279,7 @@ def test_workers_come_leave_and_are_lost_at_random_moments(
     task = make_task(batches=48)
     config = elastic(tmp_path, save=SaveConfig(steps=4, retry_secs=0.01, asynchronous=True))
     with LosingFleet(config, num_workers=2, max_workers=4, task=task, keeps_going=loses) as fleet:
-        paced = Paced()
-        chief = fleet.train(0, [paced])
-        everybody: list[Worker] = []
-        there: dict[int, tuple[Worker, Vanish]] = {}
-        while chief.is_alive() and paced.may < 16:
-            index = chance.randrange(1, 4)
-            if index not in there or not there[index][0].is_alive():
-                vanish = Vanish(fleet, index)
-                there[index] = (fleet.train(index, [vanish]), vanish)
-                everybody.append(there[index][0])
-            elif loses and chance.random() < 0.5:
-                there[index][1].now.set()
-            else:
-                there[index][0].trainer.stop("SIGTERM")
-            paced.let(chance.randrange(1, 4))
-        paced.let(1000)
-        report = chief.report()
-        for worker in everybody:
-            worker.join(PATIENT)
-        failed = [worker.found for worker in everybody if isinstance(worker.found, Exception)]
-        lost = sum(isinstance(worker.found, Killed) for worker in everybody)
-    assert not failed
-    assert (report.finished, report.stop_reason) == (True, DATA_ENDED)
-    assert len(report.lost.workers) == lost
+        lost = come_and_go_at_random(fleet, chance, loses=loses, steps=16)
     tally = read_model(task, tmp_path).tally
     assert tally.keys() == set(range(task.records)), "nothing is left out"
     assert max(tally.values()) <= 1 + lost

@@ -49,7 +49,9 @@ from monolith.train import peers as alone
 from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
 from monolith.train.hooks import BarrierHook
 
-TASK = Tallied()
+TASK = Tallied(batches=16)
+LONG = Tallied(batches=400)
+"""For what ends long before its data does, however late somebody hears of it."""
 
 
 def fleet_of(run: Any) -> Fleet:
@@ -106,8 +108,13 @@ def test_one_worker_trains_the_same_bits_on_servers_as_alone(tmp_path: Path) -> 
     assert fleet.rows == alone.rows
 
 
-@pytest.mark.parametrize("full_every", [1, 3])
-@pytest.mark.parametrize("servers", [(2, 2), (2, 3), (3, 1)])
+NOW = [((2, 2), 3), ((2, 3), 1), ((3, 1), 3)]
+SOAKED = [((2, 2), 1), ((2, 3), 3), ((3, 1), 1)]
+
+
+@pytest.mark.parametrize(
+    ("servers", "full_every"), [*NOW, *(pytest.param(*one, marks=pytest.mark.soak) for one in SOAKED)]
+)
 def test_a_run_that_is_started_again_goes_on_with_any_number_of_servers(
     tmp_path: Path, servers: tuple[int, int], full_every: int
 ) -> None:
@@ -193,7 +200,7 @@ def test_whoever_fails_ends_the_run_for_all_and_the_next_one_goes_on_from_the_ch
     tmp_path: Path, fails: int
 ) -> None:
     outcome = run_fleet(
-        TASK, tmp_path, hooks=lambda worker: [Fail(8)] if worker == fails else [], save=SaveConfig(steps=4)
+        TASK, tmp_path, hooks=lambda worker: [Fail(6)] if worker == fails else [], save=SaveConfig(steps=4)
     )
     assert isinstance(outcome.workers[fails], OSError)
     other = outcome.workers[1 - fails]
@@ -215,7 +222,7 @@ def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
             chief[0].stop("received SIGTERM")
 
     outcome = run_fleet(
-        TASK,
+        LONG,
         tmp_path,
         trainers=lambda worker, trainer: chief.append(trainer) if worker == 0 else None,
         hooks=lambda worker: [Ask()] if worker == 0 else [],
@@ -224,7 +231,7 @@ def test_who_is_told_to_stop_stops_all_and_saves(tmp_path: Path) -> None:
     assert not any(outcome.report(worker).finished for worker in (0, 1)), "there is more to do"
     assert not any(end.finished for end in outcome.servers.values())
     saved = read_model(TASK, tmp_path)
-    assert saved.step == outcome.chief.step < TASK.batches
+    assert saved.step == outcome.chief.step < LONG.batches
     assert sum(saved.tally.values()) == 8 * saved.step
 
 
@@ -304,7 +311,10 @@ def test_a_worker_without_data_keeps_nobody_from_saving(tmp_path: Path) -> None:
                 Quiet.released.set()
 
     outcome = run_fleet(
-        Quiet(), tmp_path, hooks=lambda worker: [Release()] if worker == 0 else [], save=SaveConfig(steps=4)
+        Quiet(batches=16),
+        tmp_path,
+        hooks=lambda worker: [Release()] if worker == 0 else [],
+        save=SaveConfig(steps=4),
     )
     assert outcome.chief.step == TASK.batches
     assert read_model(TASK, tmp_path).tally == once(TASK.records)
@@ -361,7 +371,9 @@ class InStep:
 def test_every_source_hears_what_is_safe_up_to_its_end(tmp_path: Path) -> None:
     Committed.sources.clear()
     pace = InStep()
-    run_fleet(Committed(), tmp_path, save=SaveConfig(steps=4), hooks=lambda worker: [pace.of(worker)])
+    run_fleet(
+        Committed(batches=16), tmp_path, save=SaveConfig(steps=4), hooks=lambda worker: [pace.of(worker)]
+    )
     assert len(Committed.sources) == 2
     for source in Committed.sources:
         assert source.committed == sorted(source.committed)
@@ -370,7 +382,7 @@ def test_every_source_hears_what_is_safe_up_to_its_end(tmp_path: Path) -> None:
 
 
 def test_rows_expire_on_the_servers(tmp_path: Path) -> None:
-    task = Tallied(batches=40, expire_after=timedelta(seconds=20))
+    task = Tallied(batches=20, expire_after=timedelta(seconds=20))
     run_fleet(task, tmp_path / "kept")
     run_fleet(task, tmp_path / "evicted", evict_every_steps=2, expiry=ExpiryConfig(max_share=1))
     kept, evicted = (len(read_model(task, tmp_path / name).rows["context"]) for name in ("kept", "evicted"))
@@ -378,7 +390,7 @@ def test_rows_expire_on_the_servers(tmp_path: Path) -> None:
 
 
 def test_what_filters_counted_goes_on(tmp_path: Path) -> None:
-    task = Tallied(threshold=2)
+    task = Tallied(batches=16, threshold=2)
     run_fleet(task, tmp_path / "cut", num_workers=1, hooks=lambda _: [StopAt(12)], deterministic=True)
     run_fleet(task, tmp_path / "cut", num_workers=1, deterministic=True)
     run_fleet(task, tmp_path / "whole", num_workers=1, deterministic=True)
@@ -399,9 +411,9 @@ class Rows(Tallied):
 
 
 def test_a_model_without_weights_to_train_counts_its_steps_all_the_same(tmp_path: Path) -> None:
-    outcome = run_fleet(Rows(), tmp_path)
+    outcome = run_fleet(Rows(batches=16), tmp_path)
     assert outcome.chief.step == TASK.batches
-    assert read_model(Rows(), tmp_path).tally == once(TASK.records)
+    assert read_model(Rows(batches=16), tmp_path).tally == once(TASK.records)
 
 
 def test_nothing_is_kept_without_a_model_dir(tmp_path: Path) -> None:
@@ -458,7 +470,10 @@ class OwnStore(Tallied):
 
 
 def test_a_model_that_brings_a_store_of_its_own_is_refused(tmp_path: Path) -> None:
-    refused(run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore()), "would train its own copy of the rows")
+    refused(
+        run_fleet(TASK, tmp_path, task_of=lambda _: OwnStore(batches=16)),
+        "would train its own copy of the rows",
+    )
 
 
 def test_servers_of_another_task_are_refused(tmp_path: Path) -> None:
@@ -468,7 +483,9 @@ def test_servers_of_another_task_are_refused(tmp_path: Path) -> None:
             model.clicks = DeepFM(["user", "item", "context"], dim=8, threads=1)
             return model
 
-    refused(run_fleet(TASK, tmp_path, task_of=lambda _: Wider()), "Do all processes run the same task")
+    refused(
+        run_fleet(TASK, tmp_path, task_of=lambda _: Wider(batches=16)), "Do all processes run the same task"
+    )
 
 
 def test_rolling_back_together_is_not_offered(tmp_path: Path) -> None:
@@ -505,10 +522,10 @@ def test_a_chief_who_is_done_asks_the_others_to_stop_after_a_while_and_saves_wha
         TASK,
         tmp_path,
         hooks=lambda worker: (lambda run: [Slow(run)]) if worker == 1 else [],
-        finish_timeout=timedelta(seconds=1),
+        finish_timeout=timedelta(seconds=3),
         save=SaveConfig(steps=1000),
     )
-    assert "the chief has waited 0:00:01" in outcome.report(1).stop_reason
+    assert "the chief has waited 0:00:03" in outcome.report(1).stop_reason
     assert not outcome.chief.finished
     assert not outcome.report(1).finished
     saved = read_model(TASK, tmp_path)
@@ -524,7 +541,7 @@ def test_a_worker_that_is_stopped_alone_stops_the_run_which_is_not_finished_then
             worker[0].stop("SIGTERM")
 
     outcome = run_fleet(
-        TASK,
+        LONG,
         tmp_path,
         trainers=lambda index, trainer: worker.append(trainer) if index == 1 else None,
         hooks=lambda index: [Ask()] if index == 1 else [],
@@ -532,7 +549,7 @@ def test_a_worker_that_is_stopped_alone_stops_the_run_which_is_not_finished_then
     assert not any(outcome.report(index).finished for index in (0, 1))
     assert not any(end.finished for end in outcome.servers.values())
     saved = read_model(TASK, tmp_path)
-    assert sum(saved.tally.values()) == 8 * saved.step < TASK.records
+    assert sum(saved.tally.values()) == 8 * saved.step < LONG.records
 
 
 def test_a_worker_that_waits_for_its_chief_can_be_stopped(tmp_path: Path) -> None:

@@ -16,13 +16,17 @@ from train.losing import LosingFleet, Worker, settings, wait_for
 from monolith.checkpoint import Checkpointer, CustomRestore, RestoreOptions, Saver
 from monolith.errors import UnavailableError
 from monolith.table import iterate
-from monolith.train import FleetPeers, Hook, Mode, Run, SaveConfig, StepResult
+from monolith.train import FleetPeers, Hook, Mode, Run, SaveConfig, StepResult, TrainConfig
 from monolith.train.hook import DATA_ENDED
 from monolith.train.lost import Lost
 from monolith.train.model import Model
 from monolith.train.peers import Start, WorkerState
 
-TASK = Tallied()
+TASK = Tallied(batches=14)
+
+
+def losing_servers(config: TrainConfig, **how: Any) -> LosingFleet:
+    return LosingFleet(config, loses_servers=True, **{"task": TASK, **how})
 
 
 class At(Hook):
@@ -40,7 +44,7 @@ class At(Hook):
 
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_lost_server_is_restored_and_nobody_else_goes_back(tmp_path: Path, lost: int) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
         report = fleet.train(hooks=[At(9, lambda: fleet.replace_server(lost))]).report()
     assert report.step >= TASK.batches, "the step never goes back"
     assert report.stop_reason == DATA_ENDED
@@ -58,7 +62,7 @@ def test_a_lost_server_is_restored_and_nobody_else_goes_back(tmp_path: Path, los
 
 
 def test_without_a_checkpoint_a_lost_share_starts_as_at_the_first_start(tmp_path: Path) -> None:
-    with LosingFleet(settings(tmp_path, save=SaveConfig())) as fleet:
+    with losing_servers(settings(tmp_path, save=SaveConfig())) as fleet:
         report = fleet.train(hooks=[At(3, lambda: fleet.replace_server(1))]).report()
     (found,) = report.lost.servers
     assert found.restored_from is None
@@ -78,11 +82,11 @@ def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_ba
         def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
             steps[self._worker].append(result.step)
 
-    task = Tallied(batches=40)
-    config = settings(tmp_path, save=SaveConfig(steps=10))
+    task = Tallied(batches=20)
+    config = settings(tmp_path, save=SaveConfig(steps=5))
 
-    with LosingFleet(config, num_workers=2, task=task) as fleet:
-        chief = fleet.train(0, [Count(0), At(15, lambda: fleet.replace_server(0))])
+    with losing_servers(config, num_workers=2, task=task) as fleet:
+        chief = fleet.train(0, [Count(0), At(8, lambda: fleet.replace_server(0))])
         other = fleet.train(1, [Count(1)])
         reports = [chief.report(), other.report()]
     assert all(report.finished for report in reports)
@@ -96,7 +100,7 @@ def test_workers_go_on_with_a_lost_server_0_and_their_steps_are_never_counted_ba
 
 
 def test_a_server_that_was_only_away_has_lost_nothing(tmp_path: Path) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with LosingFleet(settings(tmp_path), task=TASK) as fleet:
         workers: list[Worker] = []
 
         def miss() -> None:
@@ -114,7 +118,7 @@ def test_a_server_that_was_only_away_has_lost_nothing(tmp_path: Path) -> None:
 def test_a_server_that_is_lost_during_a_save_spoils_that_checkpoint_only(
     tmp_path: Path, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
         fleet.breaks[1].add(call)
         report = fleet.train().report()
     assert report.stop_reason == DATA_ENDED
@@ -132,7 +136,7 @@ def test_a_server_that_is_lost_during_a_save_spoils_that_checkpoint_only(
 def test_a_server_that_is_lost_while_its_share_is_restored_is_brought_back_once_more(
     tmp_path: Path, call: str
 ) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
 
         def lose() -> None:
             fleet.breaks[1].add(call)
@@ -148,7 +152,7 @@ def test_a_server_that_is_lost_while_its_share_is_restored_is_brought_back_once_
 
 
 def test_a_spare_takes_the_place_of_a_server_that_does_not_come_back(tmp_path: Path) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
         fleet.start_server(2)
         served: list[tuple[int, str]] = []
         report = fleet.train(
@@ -157,14 +161,14 @@ def test_a_spare_takes_the_place_of_a_server_that_does_not_come_back(tmp_path: P
             spare_after=timedelta(0),
             served=lambda place, address: served.append((place, address)),
         ).report()
-        assert served == [(1, fleet.wires[2].address)]
+        assert served == [(1, fleet.address(2))]
     assert report.stop_reason == DATA_ENDED
     assert [one.server for one in report.lost.servers] == [1]
     assert set(read_model(TASK, tmp_path).tally.values()) == {1.0}
 
 
 def test_a_spare_that_is_lost_while_it_takes_over_is_followed_by_another(tmp_path: Path) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
         fleet.start_server(2)
         fleet.start_server(3)
         fleet.breaks[2].add("tables.restore")
@@ -177,7 +181,7 @@ def test_a_spare_that_is_lost_while_it_takes_over_is_followed_by_another(tmp_pat
 
 
 def test_before_the_grace_is_over_no_spare_is_asked(tmp_path: Path) -> None:
-    with LosingFleet(settings(tmp_path)) as fleet:
+    with losing_servers(settings(tmp_path)) as fleet:
         fleet.start_server(2)
         report = fleet.train(
             hooks=[At(9, lambda: fleet.replace_server(1))],
@@ -210,7 +214,7 @@ class Trained:
     """Everything at one saved step, then changed by another that was not: as notes `restore_test` has it."""
 
     def __init__(self, folder: Path, **more: Any) -> None:
-        self.fleet = LosingFleet(settings(folder, save=SaveConfig(steps=1), max_steps=2, **more))
+        self.fleet = losing_servers(settings(folder, save=SaveConfig(steps=1), max_steps=2, **more))
 
     def __enter__(self) -> Self:
         self.fleet.__enter__()
@@ -331,7 +335,7 @@ def test_filters_are_restored_for_the_lost_share_only(tmp_path: Path) -> None:
         held: Any = fleet.shares[index]._held
         return [one for store in held.stores for one in store.filters.values()]
 
-    with LosingFleet(settings(tmp_path), task=Tallied(threshold=2)) as fleet:
+    with losing_servers(settings(tmp_path), task=Tallied(threshold=2)) as fleet:
 
         def lose() -> None:
             live.extend(filters(fleet, 0))
@@ -383,7 +387,7 @@ class Pace(Hook):
 def test_a_worker_or_chief_that_is_lost_takes_its_place_again_and_nobody_goes_back(
     tmp_path: Path, lost: int
 ) -> None:
-    task = Tallied(batches=30)
+    task = Tallied(batches=18)
     back = threading.Event()
     pace = Pace(8, back)
     with LosingFleet(settings(tmp_path, save=SaveConfig(steps=4)), num_workers=2, task=task) as fleet:

@@ -222,17 +222,17 @@ def test_a_worker_takes_its_first_step_when_the_model_has_reached_its_own(tmp_pa
             assert self._session.staleness is not None
             lacked.setdefault(self._worker, self._session.staleness.last)
 
-    task = Tallied(batches=40)
+    task = Tallied(batches=20)
     outcome = run_fleet(
         task,
         tmp_path,
         hooks=lambda worker: NotesTheFirst(worker).of,
         save=SaveConfig(steps=4),  # the one who waits takes part in saves
-        installed=HooksConfig(slow_start_steps=20),
+        installed=HooksConfig(slow_start_steps=10),
     )
     assert first[0] == 1
-    assert first[1] > 13  # 20 * ln 2
-    assert lacked[1] < 13, "it fetched the weights when it began"
+    assert first[1] > 6  # 10 * ln 2
+    assert lacked[1] < 6, "it fetched the weights when it began"
     assert outcome.chief.step == task.batches
 
 

@@ -121,7 +121,7 @@ def test_reset_forgets() -> None:
     [
         ([0.1, math.nan], [0.0, 1.0], None, "1 of 2 predictions are NaN.*diverge"),
         ([0.1, 0.2], [0.0, math.nan], None, "labels are NaN"),
-        ([0.1, 0.2], [0.0, 0.5], None, "labels must be 0 or 1"),
+        ([0.1, 0.2], [0.0, 0.5], None, "labels must be 0 or 1, and 1 of 2 in this batch are not: one is 0.5"),
         ([0.1, 0.2], [0.0], None, r"labels must have shape \(2,\)"),
         ([0.1, 0.2], [0.0, 1.0], [1.0, -1.0], "not negative"),
     ],

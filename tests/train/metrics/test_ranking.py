@@ -42,7 +42,7 @@ queries = st.lists(
 )
 
 
-@settings(max_examples=tries(50), deadline=None)
+@settings(max_examples=tries(25), deadline=None)
 @given(st.lists(queries, min_size=1, max_size=4), st.integers(1, 8))
 def test_they_are_as_defined_with_ties_and_a_k_beyond_the_candidates(
     given_: list[list[tuple[float, float]]], k: int

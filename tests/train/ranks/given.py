@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from train.fleets import Tallied
 
 from monolith.data import Share, Stream
 from monolith.data.source import Position
@@ -119,3 +120,15 @@ def batch_of(*examples: Sequence[int], **more: Any) -> Batch:
     """Return a batch in which each example has some ids of the one feature."""
     ragged = RaggedTensor.from_list([list(one) for one in examples], dtype=torch.int64)
     return Batch(FeatureIds.pack({"f": ragged}), **more)
+
+
+@dataclass(frozen=True)
+class Steady(Tallied):
+    """Whose weights begin alike on every thread that makes a model, though all share one random generator."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
+        return model

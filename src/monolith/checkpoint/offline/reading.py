@@ -380,7 +380,7 @@ def check_files(link: Link, *, verify: bool = False, progress: Progress | None =
 
 
 def _check_dense(path: str, record: FileRecord, verify: bool) -> DenseHeader:
-    size = _file_size(path)
+    size = filesystem.file_size(path)
     if size != record.bytes:
         raise CorruptFileError(
             path, min(size, record.bytes), f"it has {size} bytes, {record.bytes} were recorded"
@@ -513,9 +513,4 @@ def files_of(prefix: str) -> list[str]:
 
 def size_of(prefix: str) -> int:
     """Return the bytes of a checkpoint's own files."""
-    return sum(map(_file_size, files_of(prefix)))
-
-
-def _file_size(path: str) -> int:
-    with filesystem.open_read(path) as file:
-        return file.seek(0, 2)
+    return sum(map(filesystem.file_size, files_of(prefix)))

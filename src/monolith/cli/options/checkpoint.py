@@ -1,28 +1,42 @@
 """The options of `monolith checkpoint ...`, apart from what runs it: reading them must not load torch.
 
 Wherever a checkpoint is asked for, a run's folder means its latest one, and a run's config file its folder.
+With `--config`, a checkpoint is one of that run, by name, step or `best`; none means the latest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointListOptions:
+class CheckpointOfRun:
+    """What all of them have: whose checkpoints."""
+
+    config: Path | None = None
+    """The config file of the run, whose checkpoints are meant: one is then named as model.ckpt-30, 30 or
+    best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointListOptions(CheckpointOfRun):
     """List the checkpoints of a run: how old and how large, why each is kept, and whether it is intact."""
 
-    run_dir: str
+    run_dir: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN-DIR]")] = None
     """The folder of a run, or its config file."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointInspectOptions:
+class CheckpointInspectOptions(CheckpointOfRun):
     """Look into a checkpoint: its tables, weights, filters and position; or at the row of one id."""
 
-    checkpoint: str
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A run's folder or config file, or a checkpoint such as runs/1/model.ckpt-100."""
     table: str | None = None
     """The table to show; by default all."""
@@ -37,7 +51,7 @@ class CheckpointInspectOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointDiffOptions:
+class CheckpointDiffOptions(CheckpointOfRun):
     """Compare two checkpoints: rows added, removed and changed, weights changed, data read between."""
 
     before: str
@@ -55,10 +69,10 @@ class CheckpointDiffOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointReshardOptions:
+class CheckpointReshardOptions(CheckpointOfRun):
     """Write a checkpoint to another folder, as a full one in another number of files."""
 
-    checkpoint: str
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A run's folder or config file, or a checkpoint. An increment is put together with those before it."""
     to: str = ""
     """The folder to write to; the checkpoint becomes its latest."""
@@ -69,10 +83,10 @@ class CheckpointReshardOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointExportOptions:
+class CheckpointExportOptions(CheckpointOfRun):
     """Write a checkpoint for other programs: tables as EntryDump TFRecords, weights as safetensors."""
 
-    checkpoint: str
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A run's folder or config file, or a checkpoint."""
     to: str = ""
     """The folder to write to."""
@@ -87,10 +101,10 @@ class CheckpointExportOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointCompactOptions:
+class CheckpointCompactOptions(CheckpointOfRun):
     """Turn the last increment of a chain into a full checkpoint, so that earlier ones can be deleted."""
 
-    checkpoint: str
+    checkpoint: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CHECKPOINT]")] = None
     """A run's folder or config file, or a checkpoint. No process may train there meanwhile."""
     num_shards: int | None = None
     """Files per table; by default one per million rows, up to 4."""

@@ -22,7 +22,8 @@ class ConfigExplainOptions:
     """Explain a field of the config, by its new name or an old one; or list a group, or all fields."""
 
     field: str
-    """A field such as train.save.steps or num_ps, a group such as train.save, or all."""
+    """A field such as train.save.steps or num_ps, a group such as train.save, or all; or a key that depends
+    on a type, such as model.dim, model.two_tower (all of a type) or features.user.kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -139,6 +139,9 @@ class EvaluateOptions:
     checkpoint: str | None = None
     """The checkpoint to read, any that is on disk and sound: model.ckpt-30, 30, the whole prefix of its
     files, or best; by default the newest."""
+    part: Literal["evaluate", "predict"] = "evaluate"
+    """The data to measure on: what the task evaluates on, or what it predicts, such as a test that nothing
+    was chosen by. It must have labels."""
     follow: bool = False
     """Evaluate each checkpoint that a run saves, until the run is finished."""
     last_step: int | None = None

@@ -23,6 +23,9 @@ import time
 NOT_STARTED = 127
 """Exit status of a command that could not be started, as shells have it."""
 
+PROCESS_ID = b"\0process id "
+"""What the first line of a command begins with: its process id, for whoever shows its lines."""
+
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -89,6 +92,7 @@ def _start(command: list[str], private: tuple[int, ...]) -> int:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guardian:  # it died before we asked
                 os._exit(NOT_STARTED)
+        os.write(1, b"%s%d\n" % (PROCESS_ID, os.getpid()))
         os.execvp(command[0], command)
     except BaseException as error:
         os.write(2, f"cannot start {command[0]}: {error}\n".encode())

@@ -27,6 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TextIO
 
+from monolith.cluster.launch.guardian import PROCESS_ID
 from monolith.errors import ConfigError, WrongThreadError
 
 _log = logging.getLogger(__name__)
@@ -363,38 +364,45 @@ class _Running:
 
 
 class MemberLines:
-    """Lines of many processes on one stream, whole, each after a name."""
+    """Lines of many processes on one stream, whole, each after a name and a process id."""
 
     def __init__(self, stream: TextIO, names: Sequence[str], color: bool, tap: Tap | None = None) -> None:
         width = max(map(len, names))
         self._stream = stream
         self._tap = tap
         self._lock = threading.Lock()  # one line at a time
-        self._prefixes: dict[str, str] = {}
-        for position, name in enumerate(names):
-            prefix = f"[{name}]{' ' * (width - len(name))}"
-            code = _COLORS[position % len(_COLORS)]
-            self._prefixes[name] = f"\033[{code}m{prefix}\033[0m" if color else prefix
+        self._pads = {name: " " * (width - len(name)) for name in names}
+        self._codes: dict[str, int] = {}
+        if color:
+            self._codes = {name: _COLORS[place % len(_COLORS)] for place, name in enumerate(names)}
 
     def copy(self, name: str, source: IO[bytes]) -> None:
         """Copy until the source ends."""
-        rest = b""
+        rest, who = b"", self._prefix(name, name)
         with source:
             while chunk := os.read(source.fileno(), 65536):
                 *lines, rest = _LINE_END.split(rest + chunk)
                 if len(rest) > _LONGEST_LINE_BYTES:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self._write(name, line)
+                    if line.startswith(PROCESS_ID):
+                        number = line.removeprefix(PROCESS_ID).decode()
+                        who = self._prefix(name, f"{name} pid {number}")
+                    else:
+                        self._write(name, who, line)
         if rest:
-            self._write(name, rest)
+            self._write(name, who, rest)
 
-    def _write(self, name: str, line: bytes) -> None:
+    def _prefix(self, name: str, text: str) -> str:
+        prefix = f"[{text}]{self._pads[name]}"
+        return f"\033[{self._codes[name]}m{prefix}\033[0m" if name in self._codes else prefix
+
+    def _write(self, name: str, who: str, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         with self._lock:
             if self._tap is not None and self._tap(name, text):
                 return
-            self._stream.write(f"{self._prefixes[name]} {text}\n")
+            self._stream.write(f"{who} {text}\n")
             self._stream.flush()
 
 

@@ -7,17 +7,15 @@ or a queue that all workers take from. The source reads, and hears from them wha
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
 import zlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 from monolith.data.files.discovery import Watch
-from monolith.data.files.work_queue import FileQueue, Lease, Progress
+from monolith.data.files.work_queue import Progress
 from monolith.data.format import Chunk
 from monolith.data.share import Share
 from monolith.data.shuffling import ShuffleConfig, permutation
@@ -58,6 +56,10 @@ class Spot:
             good=self.good + len(chunk.records),
             bad=self.bad + len(chunk.bad),
         )
+
+    def is_in_file_of(self, other: Spot) -> bool:
+        """Whether both are in the same file, read the same time."""
+        return (self.round, self.file) == (other.round, other.file)
 
     def progress(self) -> Progress:
         return {"place": self.place, "skip": self.skip, "length": self.length, "taken": self.taken}
@@ -169,10 +171,11 @@ class _Paths:
     def order(self, epoch: int) -> Sequence[str]:
         if self._seed is None:
             return self.paths
-        if self._ordered[0] != epoch:
+        found = self._ordered  # any thread may ask
+        if found[0] != epoch:
             order = permutation(len(self.paths), self._seed, epoch).tolist()
-            self._ordered = (epoch, [self.paths[number] for number in order])
-        return self._ordered[1]
+            found = self._ordered = (epoch, [self.paths[number] for number in order])
+        return found[1]
 
 
 class _Backlog:
@@ -187,6 +190,11 @@ class _Backlog:
 
     def has(self, spot: Spot) -> bool:
         return (spot.round, spot.file) in self._numbers
+
+    def before(self, spot: Spot) -> list[Left]:
+        """Return what is read of it before the file of a spot."""
+        assert spot.file is not None
+        return self.left[: self._numbers[spot.round, spot.file]]
 
     def after(self, spot: Spot) -> Left | None:
         number = 0 if spot.file is None else self._numbers[spot.round, spot.file] + 1
@@ -247,6 +255,34 @@ class ListedPaths:
                 ", ".join(map(str, range(files, share.workers))),
                 share.workers,
             )
+
+    # How much there is; from any thread
+
+    @property
+    def paths(self) -> set[str]:
+        """All that this worker reads."""
+        return {*self._mine.paths, *(one.file for one in self._backlog.left)}
+
+    def weight(self, weights: Mapping[str, int]) -> int | None:
+        """Return what all that this worker reads weighs, as often as it is read; None without end."""
+        backlog, each = self._backlog, sum(weights[path] for path in self._mine.paths)
+        if self._epochs is None:
+            return None
+        return sum(weights[one.file] for one in backlog.left) + each * (self._epochs - backlog.first_epoch)
+
+    def weight_before(self, spot: Spot, weights: Mapping[str, int]) -> int:
+        """Return what is read before the file of a spot weighs together."""
+        backlog = self._backlog
+        if spot.file is None:
+            return 0
+        if backlog.has(spot):
+            return sum(weights[one.file] for one in backlog.before(spot))
+        order = self._mine.order(spot.round)
+        rounds = (spot.round - backlog.first_epoch) * sum(weights[path] for path in order)
+        earlier = order[: order.index(spot.file)]
+        return (
+            sum(weights[one.file] for one in backlog.left) + rounds + sum(weights[path] for path in earlier)
+        )
 
     def after(self, spot: Spot) -> Spot | Step:
         if spot.file is None or self._backlog.has(spot):
@@ -419,184 +455,3 @@ class Watched:
 def _reader_of(path: str, share: Share) -> Share:
     """Return the share that a file is in which was found by looking."""
     return Share(zlib.crc32(path.encode()) % share.workers, share.workers)
-
-
-_WORKER = "worker "
-"""What the name of a reader begins with, before its number, that was given one."""
-
-
-class Queued:
-    """Files that this worker gets from a queue.
-
-    Holds the leases of all files of which it does not know yet that they count: those that
-    were read since the last commit, and the one being read.
-    """
-
-    mixes = False  # the next file may be another's after a restart
-
-    def __init__(self, queue: FileQueue, worker: int | None, *, auto_commit: bool) -> None:
-        self._queue = queue
-        self._named = False
-        self._worker = f"unnamed {secrets.token_hex(8)}"
-        if worker is not None:
-            self._call(worker)
-        self._begun = False
-        self.auto_commit = auto_commit
-        self._entrusted = self._interrupted = False
-        self._lock = threading.RLock()  # guards all below: who reads is not always who commits
-        self._held: dict[int, Lease] = {}  # by number, in the order in which they were taken
-        self._reported: tuple[int, int] | None = None
-        self._ended = False
-
-    def deal(self, share: Share) -> None:
-        if not self._named and share.workers > 1:
-            self._call(share.worker)
-
-    def _call(self, worker: int) -> None:
-        self._named, self._worker = True, f"{_WORKER}{worker}"
-
-    def after(self, spot: Spot) -> Spot | Step:  # noqa: ARG002
-        with self._lock:
-            if self._interrupted:
-                return Step.END
-            lease = self._queue.take(self._worker)
-            if lease is None:
-                # Workers that wait for each other's files would wait for ever.
-                for held in self._held.values():
-                    self._queue.mark_read(held)
-                return Step.WAIT if self._queue.others_hold(self._worker) else Step.END
-            self._ended = False
-            self._held[lease.number] = lease
-        try:
-            return Spot(round=lease.number, file=lease.path, **lease.progress)
-        except TypeError as cause:
-            raise DataError(f"file source: no place in {lease.path}: {lease.progress}") from cause
-
-    def wait(self) -> None:
-        self._renew()
-        self._queue.wait()
-
-    def rewind(self, spot: Spot) -> None:
-        self._begin()
-        # A file that was taken to fill a batch which was never yielded.
-        with self._lock:
-            self._ended = False
-            kept = {*self._finished(spot), -1 if spot.file is None else spot.round}
-            for number in [number for number in self._held if number not in kept]:
-                self._queue.give_back(self._held.pop(number))
-
-    def _begin(self) -> None:
-        """Void what a worker of this name held that is no more: nobody else would ever read it."""
-        if not self._begun:
-            self._begun = True
-            self._queue.release(self._worker)
-
-    def lost(self, spot: Spot) -> bool:
-        with self._lock:
-            return spot.round not in self._held
-
-    def taken(self, spot: Spot, *, ended: bool) -> None:
-        self._renew()
-        with self._lock:
-            self._ended = ended
-            here = (spot.round, spot.place)
-            if self.auto_commit and (ended or here != self._reported):
-                self._commit(self._finished(spot), spot)
-                self._reported = here
-
-    def _renew(self) -> None:
-        with self._lock:
-            for number, lease in list(self._held.items()):
-                renewed = self._queue.renew(lease)
-                if renewed is None:
-                    del self._held[number]
-                else:
-                    self._held[number] = renewed
-
-    def _finished(self, spot: Spot) -> list[int]:
-        """Return the files of which the consumer has all records: those that were taken before this one."""
-        numbers = list(self._held)
-        if self._ended:
-            return numbers
-        if spot.file is None:
-            return []
-        return numbers[: numbers.index(spot.round)] if spot.round in numbers else []
-
-    def save(self, spot: Spot) -> Position:
-        with self._lock:
-            return {"finished": self._finished(spot), "reader": self._worker}
-
-    def restore(self, saved: Position, spot: Spot) -> None:
-        finished, reader = saved.get("finished"), saved.get("reader")
-        if not isinstance(finished, list) or not all(isinstance(number, int) for number in finished):
-            raise RestoreError("cannot restore a file source: the position is not of one with a queue")
-        with self._lock:
-            self._follow(reader)
-            self._begin()
-            for held in self._held.values():
-                self._queue.give_back(held)
-            self._held, self._ended = {}, False
-            for number in [*finished, *([] if spot.file is None else [spot.round])]:
-                lease = self._queue.take(self._worker, number)
-                if lease is not None:
-                    self._held[number] = lease
-                elif number == spot.round:
-                    # What another worker has by now is its business: it began where we had reported.
-                    _log.info("file source: %s is finished, or another worker's by now", spot.file)
-
-    def _follow(self, reader: object) -> None:
-        """Take the name of the reader that saved a position, unless this one was given its own.
-
-        That one is no more, and may have been killed after its checkpoint was saved and before the queue
-        heard of it. Only under its name can we have its files, and finish what the checkpoint holds; else
-        they would be handed out again when its leases run out.
-        """
-        if self._named or not isinstance(reader, str) or reader == self._worker:
-            return
-        self._queue.release(self._worker)
-        self._worker, self._begun = reader, False
-
-    def commit(self, position: Position) -> None:
-        spot = Spot(**{field.name: position[field.name] for field in fields(Spot)})
-        with self._lock:
-            self._commit(position["finished"], spot)
-
-    def _commit(self, finished: Sequence[int], spot: Spot) -> None:
-        for number in finished:
-            if number in self._held:
-                self._queue.finish(self._held.pop(number))
-        current = None if spot.file is None else self._held.get(spot.round)
-        if current is not None and not self._queue.report(current, spot.progress()):
-            del self._held[spot.round]
-
-    def close(self) -> None:
-        with self._lock:
-            if not self._entrusted:
-                self._queue.release(self._worker)
-            self._held = {}
-
-    def entrust(self) -> None:
-        self._entrusted = True
-
-    def interrupt(self) -> None:
-        with self._lock:
-            self._interrupted = True
-
-    def left(self, old: Sequence[OldWorker]) -> list[list[Left]]:
-        """Tell the queue what the positions hold, and have it hand out the rest."""
-        named = {name for name in self._queue.readers() if name.startswith(_WORKER)}
-        self._settle({str(one.position.get("reader")) for one in old} | named, old)
-        return [[] for _ in old]
-
-    def give_back(self, old: OldWorker) -> None:
-        """Take what a reader has that is no more, and have the queue hand out what is left after a position
-        of it."""
-        self._settle({str(old.position.get("reader"))}, [old])
-
-    def _settle(self, readers: Collection[str], old: Sequence[OldWorker]) -> None:
-        finished = [number for one in old for number in one.position.get("finished", ())]
-        reached = {one.spot.round: one.spot.progress() for one in old if one.spot.file is not None}
-        self._queue.settle(readers, finished, reached)
-
-    def begin(self, old: Sequence[OldWorker], left: Sequence[Left], share: Share) -> Position:  # noqa: ARG002
-        return {"finished": [], "reader": None if share.workers == 1 else f"{_WORKER}{share.worker}"}

@@ -21,8 +21,10 @@ from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, check_unsaid
+from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
-from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Queued, Spot, Step, Watched
+from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
+from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
 from monolith.data.format import BadRecord, Chunk, Format
 from monolith.data.handing import HandsOut
@@ -121,8 +123,9 @@ class FileSource:
         self._files: Files
         self._own_epochs = epochs
         self._paths = files if isinstance(files, Sequence) else None
+        self._bytes: BytesRead | None = None
         if isinstance(files, Sequence):
-            self._files = ListedPaths(files, epochs, shuffle)
+            self._list(files, epochs, shuffle)
         elif epochs != 1:
             raise ConfigError(f"file source: a watch or a queue is read once, got {epochs} epochs")
         elif isinstance(files, Watch):
@@ -143,7 +146,7 @@ class FileSource:
         self._reading = Spot()
         self._closed = False
         self._alone = True
-        self._empty = 0
+        self._empty: set[str | None] = set()
         self._columns_seen = columns is None
 
     @property
@@ -168,7 +171,17 @@ class FileSource:
         check_unsaid("file source", self._own_epochs, settled=bool(self._settings))
         self._own_epochs = epochs.count
         self._shuffle = self._shuffle or epochs.shuffle
-        self._files = ListedPaths(self._paths, epochs.count, self._shuffle)
+        self._list(self._paths, epochs.count, self._shuffle)
+
+    def _list(self, paths: Sequence[str], epochs: int | None, shuffle: ShuffleConfig | None) -> None:
+        self._files = files = ListedPaths(paths, epochs, shuffle)
+        self._bytes = BytesRead(files)
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of a list of files lies before a position, by bytes; see `fraction_read`."""
+        if self._bytes is None:
+            return None
+        return self._bytes.fraction(self._checked(position, share=False), records)
 
     def size(self) -> int | None:
         """How many records a list of files has, for each time it is read; None where its format does not say
@@ -417,6 +430,8 @@ class FileSource:
     def _chunks(self, spot: Spot) -> Iterator[_Read]:
         """Yield chunks from a place on, the end of each file, and a sign whenever there is nothing yet."""
         self._reading = spot
+        if self._bytes is not None:
+            self._bytes.begin()
         while True:
             if spot.file is not None and not self._files.lost(spot):
                 reader = self._format.chunks(spot.file, start=spot.place, columns=self._columns)
@@ -432,6 +447,8 @@ class FileSource:
                                 "since. Start from the beginning."
                             )
                         self._reading = spot.past(chunk)
+                        if self._bytes is not None:
+                            self._bytes.note(spot, chunk)
                         self._look_at_bad(spot, chunk)
                         yield _Read(spot, chunk)
                         spot = self._reading
@@ -441,8 +458,9 @@ class FileSource:
                             )
                             break
                 if not begun and not found:
-                    self._empty += 1
-                    _log.warning("file source: %s is empty: it has no records", spot.file)
+                    if spot.file not in self._empty:
+                        _log.warning("file source: %s is empty: it has no records", spot.file)
+                    self._empty.add(spot.file)
                 yield _Read(spot)
             step = self._files.after(spot)
             while step is Step.WAIT:
@@ -458,7 +476,7 @@ class FileSource:
         """Refuse a list of files without a record in them; among others, their files may have some."""
         if self._empty and self._alone and not self._reading.good and not self._reading.bad:
             raise DataError(
-                f"file source: none of the {self._empty} files has a record; the last is {self._reading.file}"
+                f"file source: {_all_of(len(self._empty))} no record; the last is {self._reading.file}"
             )
 
     def _look_for_columns(self, path: str, records: Records) -> None:
@@ -503,6 +521,10 @@ class FileSource:
                 + (f"; one of the last is in {last}" if last else "")
                 + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
             )
+
+
+def _all_of(files: int) -> str:
+    return "the only file has" if files == 1 else f"all {files} files have"
 
 
 def _numbers_of(spot: Spot) -> Position:

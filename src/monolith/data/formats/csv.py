@@ -45,6 +45,9 @@ _TYPES = {
 _ODD_SHARE = 0.1
 """Of the values of a column: where no more are texts, they are taken for mistakes."""
 
+_OTHER_DELIMITERS = ";\t|,"
+"""What else stands between fields: a header of one column with one of these in it was read wrongly."""
+
 _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
@@ -103,6 +106,8 @@ class CsvFormat:
             layout = self._layout(file, path)
             if layout is None:
                 return
+            if not start:
+                self._warn_of_delimiter(path, layout.names)
             wanted = [name for name in layout.names if columns is None or name in columns]
             lines = _Lines(path)
             self._warn_of_odd(file, layout, wanted, lines)
@@ -117,7 +122,7 @@ class CsvFormat:
                     window.move(parsed.next)
                     if not parsed.records and not bad:
                         return
-                    yield Chunk(_records(parsed, wanted), window.place, bad)
+                    yield Chunk(_records(parsed, wanted), window.place, bad, window.place)
                     window.fill(self._chunk_bytes + _READ_BYTES)
                 else:
                     window.move(parsed.next)
@@ -136,6 +141,18 @@ class CsvFormat:
             return [] if layout is None else list(self._odd(file, layout, layout.names, _Lines(path)))
 
     # Reading
+
+    def _warn_of_delimiter(self, path: str, names: Sequence[str]) -> None:
+        """Say that one column with a semicolon in its name is many, read with the wrong delimiter."""
+        other = next((one for one in _OTHER_DELIMITERS if len(names) == 1 and one in names[0]), None)
+        if other is not None:
+            _log.warning(
+                "csv: %s: the header is one column, %r: its fields seem to be separated by %r, and %r was "
+                "expected. Read it with CsvFormat(delimiter=%r)%s, or write it with %r.",
+                *(path, names[0], other, self._delimiter, other),
+                " or the format tsv" if other == "\t" else "",
+                self._delimiter,
+            )
 
     def _warn_of_odd(self, file: BinaryIO, layout: _Layout, wanted: Sequence[str], lines: _Lines) -> None:
         names = [name for name in wanted if name not in self._looked_at]

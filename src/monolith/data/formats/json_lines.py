@@ -74,7 +74,7 @@ class JsonLinesFormat:
             begun = end = start
             for place, line in self._lines(file, start):
                 if place - begun >= self._chunk_bytes and (rows or bad):
-                    yield Chunk(rows_as_records(rows, wanted), place, tuple(bad))
+                    yield Chunk(rows_as_records(rows, wanted), place, tuple(bad), place)
                     rows, bad, begun = [], [], place
                 end = place + len(line)
                 try:
@@ -84,7 +84,7 @@ class JsonLinesFormat:
                 except ValueError as cause:  # malformed JSON and UTF-8, too
                     bad.append(BadRecord(place, f"line at byte {place}: {cause}", line))
             if rows or bad:
-                yield Chunk(rows_as_records(rows, wanted), end, tuple(bad))
+                yield Chunk(rows_as_records(rows, wanted), end, tuple(bad), end)
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:

@@ -77,6 +77,11 @@ class MemorySource:
         self._settle()
         return self._total
 
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the records lies before a position; see `fraction_read`."""
+        total = self.size()
+        return None if not total else (position["next"] + records) / total
+
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
         check_unsaid("memory source", self._epochs, settled=bool(self._settings))
@@ -126,7 +131,8 @@ class MemorySource:
         if self._settings:
             return
         share = self._share.settle()
-        self._records = self._records.take(torch.arange(share.worker, len(self._records), share.workers))
+        size = len(self._records)
+        self._records = self._records.take(torch.arange(min(share.worker, size), size, share.workers))
         size, epochs = len(self._records), self._epochs
         self._total = None if epochs is None and size else size * (epochs or 1)
         self._settings = {"source": "memory", "records": size, "shard": list(share), "seed": self._seed}

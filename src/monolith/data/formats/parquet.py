@@ -9,6 +9,7 @@ read; without, altered bytes may read as other values.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -54,6 +55,7 @@ class ParquetFormat:
         """Yield the rows of a file from row `start` on; see `Format`."""
         arrow = import_arrow()
         with open_read(path) as handle:
+            size = handle.seek(0, os.SEEK_END)
             with _errors_of(path, arrow):
                 file = arrow.parquet.ParquetFile(handle, page_checksum_verification=True)
                 rows = int(file.metadata.num_rows)
@@ -70,7 +72,10 @@ class ParquetFormat:
                         table = file.read_row_group(group, columns=wanted)
                     for begin in range(max(start, first), end, self._chunk_rows):
                         some = table.slice(begin - first, min(self._chunk_rows, end - begin))
-                        yield Chunk(arrow_records(some, wanted, complete, path), begin + len(some))
+                        last = begin + len(some)
+                        yield Chunk(
+                            arrow_records(some, wanted, complete, path), last, reached=size * last // rows
+                        )
                 first = end
 
     def count(self, path: str) -> int:

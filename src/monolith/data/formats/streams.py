@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import BinaryIO, Protocol
 
@@ -100,13 +101,17 @@ def read_chunks(
     at, rest, wanted = start, b"", chunk_bytes
     with contextlib.closing(_open(path, start, compression)) as file:
         while True:
+            taken = file.tell()
             piece = file.read(wanted)
             buffer = rest + piece if rest else piece
             if not buffer:
                 return
             found = split(buffer)
             if len(found.offsets):
-                yield from _chunks(at, buffer, found, parser, amend)
+                for chunk in _chunks(at, buffer, found, parser, amend):
+                    part = (chunk.next - at) / len(buffer)
+                    reached = taken + round(part * (file.tell() - taken)) if compression else chunk.next
+                    yield replace(chunk, reached=reached)
             if found.failure and not (found.truncated and piece):
                 inside = f" (of what its {compression} holds)" if compression else ""
                 raise CorruptFileError(path, at + found.consumed, found.failure + inside)
@@ -201,6 +206,9 @@ class _Reader(Protocol):
     def read(self, size: int, /) -> bytes:
         """Return at most `size` bytes; none only at the end."""
 
+    def tell(self) -> int:
+        """Return how many bytes of the file were read, compressed as they are."""
+
     def close(self) -> None: ...
 
 
@@ -214,7 +222,7 @@ class _Decompressing:
         self._piece_bytes = _PIECES.get(compression, _PIECE_BYTES)
         self._stream: Decompressor | None = None
         self._ready = bytearray()
-        self._taken = 0
+        self._taken = self._given = 0
 
     def read(self, size: int, /) -> bytes:
         while len(self._ready) < size and (piece := self._file.read(self._piece_bytes)):
@@ -226,7 +234,12 @@ class _Decompressing:
             )
         result = bytes(self._ready[:size])
         del self._ready[:size]
+        self._given += len(result)
         return result
+
+    def tell(self) -> int:
+        # Of what was taken, some is not read yet: a small file is decompressed at once.
+        return self._taken * self._given // max(self._given + len(self._ready), 1)
 
     def close(self) -> None:
         self._file.close()

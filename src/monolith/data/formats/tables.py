@@ -63,6 +63,7 @@ class TabularSource:
             what `read_share` says.
         epochs: How often; None for ever. Batches go on across their ends.
         shuffle: Mixes stretches of `buffer` records, in another order in each epoch; None leaves the order.
+        rows: How many records there are, for each time they are read; None where nobody knows.
     """
 
     repeats = True
@@ -77,6 +78,7 @@ class TabularSource:
         num_workers: int | None = None,
         epochs: int | None = 1,
         shuffle: ShuffleConfig | None = None,
+        rows: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"{kind} source: batch_size must be at least 1, got {batch_size}")
@@ -88,11 +90,32 @@ class TabularSource:
         self._batch_size = batch_size
         self._epochs = epochs
         self._shuffle = shuffle
+        self._rows = rows
         self._place = _Place(0)
 
     def read_share(self, share: Share) -> None:
         """Read every so manieth record."""
         self._share.tell(share)
+
+    def size(self) -> int | None:
+        """How many records there are to read; None where nobody knows, or there is no end."""
+        if self._rows is None or self._epochs is None:
+            return None
+        return self._each * self._epochs
+
+    def fraction(self, position: Position, records: int = 0) -> float | None:
+        """Return which part of the records lies before a position; see `fraction_read`."""
+        total = self.size()
+        if not total:
+            return None
+        done: int = position["epoch"] * self._each + position["read"] + position["taken"]
+        return (done + records) / total
+
+    @property
+    def _each(self) -> int:
+        """How many records this worker reads each time."""
+        worker, workers = self._share.settle()
+        return len(range(worker, self._rows or 0, workers))
 
     def read_epochs(self, epochs: Epochs) -> None:
         """Read all records several times; see `Epochs`. An order of its own, if it has one, stays."""
@@ -223,8 +246,10 @@ class ArrowSource(TabularSource):
         pa = import_arrow("reading Arrow tables").pa
         if isinstance(data, pa.Table):
             opened: Callable[[], Iterable[Any]] = data.to_batches
+            options = {"rows": data.num_rows, **options}
         elif isinstance(data, pa.RecordBatch):
             opened = lambda: [data]  # noqa: E731
+            options = {"rows": data.num_rows, **options}
         else:
             opened = _opener(
                 data, "arrow", "a table, a reader of record batches, or a function that opens one"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from monolith.data.epochs import Epochs
 from monolith.data.handing import HandsOut
 from monolith.data.records import Records
 from monolith.data.service.codec import from_batch
@@ -25,7 +26,7 @@ from monolith.data.service.flight import (
 )
 from monolith.data.share import Share, ShareChoice
 from monolith.data.source import Position
-from monolith.errors import ConfigError, DataError, RestoreError
+from monolith.errors import ConfigError, DataError, NotRepeatableError, RestoreError
 
 _KIND = "data_service"
 
@@ -88,6 +89,12 @@ class DataServiceSource:
     def read_share(self, share: Share) -> None:
         """Be one of several trainers, who together are given all chunks."""
         self._share.tell(share)
+
+    def read_epochs(self, epochs: Epochs) -> None:  # noqa: ARG002
+        raise NotRepeatableError(
+            "a data service counts epochs itself, for all trainers together: give them to the source of the "
+            "task, as in `self.data.source(batch_size=512, epochs=3)`, or to the dispatcher as --epochs"
+        )
 
     def __iter__(self) -> Iterator[Records]:
         self._settle()

@@ -17,7 +17,7 @@ goes to JSON and back without loss: a checkpoint of a model that was made of a s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -104,7 +104,7 @@ class FeatureSpec:
         for name, one in self.features.items():
             self._check(name, one)
         if self.group is not None:
-            self._id_feature(self.group, "group")
+            self.id_feature(self.group, "group")
         columns = self.columns  # refuses a column that is read in two ways
         for column in self.optional:
             if column not in columns:
@@ -116,8 +116,8 @@ class FeatureSpec:
     def _check(self, name: str, one: AnyFeature) -> None:
         if isinstance(one, RowSettings) and one.shares is not None:
             path = [name]
-            while (shares := self._id_feature(path[-1], path[-1]).shares) is not None:
-                self._id_feature(shares, f"features.{path[-1]}.shares")
+            while (shares := self.id_feature(path[-1], path[-1]).shares) is not None:
+                self.id_feature(shares, f"features.{path[-1]}.shares")
                 if shares in path:
                     raise ConfigError(
                         f"features share rows in a circle, {' -> '.join([*path, shares])}: let one of them "
@@ -132,14 +132,22 @@ class FeatureSpec:
                 )
         if isinstance(one, CrossFeature):
             for part in one.of:
-                if isinstance(self._id_feature(part, f"features.{name}.of"), CrossFeature):
+                if isinstance(self.id_feature(part, f"features.{name}.of"), CrossFeature):
                     raise ConfigError(f"features.{name}.of: {part!r} is a cross itself; name what it is of")
         if isinstance(one, SequenceFeature) and one.times is not None and self.event_time is None:
             raise ConfigError(
                 f"features.{name}.times: gaps are measured from the example's event time; set event_time"
             )
 
-    def _id_feature(self, name: str, where: str) -> AnyIdFeature:
+    def id_feature(self, name: str, where: str) -> AnyIdFeature:
+        """Return a feature of ids.
+
+        Args:
+            where: What names it, for the message.
+
+        Raises:
+            ConfigError: There is none of that name.
+        """
         found = self.features.get(name)
         if found is None or isinstance(found, FloatFeature):
             ids = [each for each, one in self.features.items() if not isinstance(one, FloatFeature)]
@@ -217,7 +225,7 @@ class FeatureSpec:
         taken: dict[int, str] = {}
         chosen: dict[str, int] = {}
         for name in dict.fromkeys(owners.values()):
-            slot = None if name.endswith(GAP) else self._id_feature(name, name).slot
+            slot = None if name.endswith(GAP) else self.id_feature(name, name).slot
             if slot is not None:
                 if slot in taken:
                     raise ConfigError(
@@ -237,7 +245,7 @@ class FeatureSpec:
 
     def owner(self, name: str) -> str:
         """Return the feature whose rows a feature of ids reads."""
-        while name in self.features and (shares := self._id_feature(name, name).shares) is not None:
+        while name in self.features and (shares := self.id_feature(name, name).shares) is not None:
             name = shares
         return name
 
@@ -266,19 +274,26 @@ class FeatureSpec:
         """Return the group of each example, int64, 0 for an example without; None without a `group`."""
         return replace(batch, group=self.group).groups
 
-    def fit(self, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
+    def fit(
+        self,
+        stream: Iterable[RawColumns],
+        *,
+        show: bool = True,
+        fraction: Callable[[], float | None] | None = None,
+    ) -> FeatureSpec:
         """Return the same with the means and quantiles that are `to_learn`, learned in one pass over records.
 
         Args:
             stream: Read once to its end: a source or a `Pipeline`, of which `take` reads only some.
             show: Whether to say on standard error how far it has come.
+            fraction: Says which part of the stream is read; without it there is no time left to say.
 
         Raises:
             DataError: A feature to learn found no number at all.
         """
         from monolith.feature.spec.fitting import fit
 
-        return fit(self, stream, show=show)
+        return fit(self, stream, show=show, fraction=fraction)
 
     def without_labels(self) -> FeatureSpec:
         """Return the same for data that has no labels: what a server reads."""

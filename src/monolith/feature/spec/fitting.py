@@ -8,7 +8,7 @@ follows from the number of each value alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,7 +32,13 @@ class _Learner(Protocol):
     def learned(self) -> AnyFeature: ...
 
 
-def fit(spec: FeatureSpec, stream: Iterable[RawColumns], *, show: bool = True) -> FeatureSpec:
+def fit(
+    spec: FeatureSpec,
+    stream: Iterable[RawColumns],
+    *,
+    show: bool = True,
+    fraction: Callable[[], float | None] | None = None,
+) -> FeatureSpec:
     """Return the same spec with the means and boundaries that are to be learned; see `FeatureSpec.to_learn`.
 
     Values that cannot be read, and those that are not finite, count as none. What is set already stays.
@@ -40,6 +46,7 @@ def fit(spec: FeatureSpec, stream: Iterable[RawColumns], *, show: bool = True) -
     Args:
         stream: Records, read once to their end: a source or a `Pipeline`, of which `take` reads only some.
         show: Whether to say on standard error how far it has come.
+        fraction: Says which part of the stream is read.
 
     Raises:
         DataError: A feature to learn found no number at all.
@@ -47,7 +54,8 @@ def fit(spec: FeatureSpec, stream: Iterable[RawColumns], *, show: bool = True) -
     learners = {name: _learner_of(spec.features[name]) for name in spec.to_learn}
     if not learners:
         return spec
-    with progress("Learning features", unit="records") if show else contextlib.nullcontext() as done:
+    shown = progress("Learning features", unit="records", fraction=fraction) if show else None
+    with contextlib.nullcontext() if shown is None else shown as done:
         for records in stream:
             for name, learner in learners.items():
                 found = _numbers(name, spec.features[name], records)

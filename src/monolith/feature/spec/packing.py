@@ -8,17 +8,16 @@ by feature, which finds out what it was and makes the same of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
-from monolith.feature.spec.kinds import AnyFeature, BucketFeature, FloatFeature, IdFeature
+from monolith.feature.spec.kinds import BucketFeature, FloatFeature, IdFeature
 from monolith.tensors import RaggedTensor
 
 if TYPE_CHECKING:
@@ -46,101 +45,90 @@ class PackedIds:
 
 
 class RawCells(NamedTuple):
-    """A column as the core takes it: one of texts, whole numbers and numbers, and where each row begins."""
+    """A column as the core takes it: contiguous tensors on the CPU."""
 
-    splits: NDArray[np.int64]
-    texts: tuple[NDArray[np.uint8], NDArray[np.int64]] | None = None
-    """Their bytes, and where each text begins."""
-    ints: NDArray[np.int64] | None = None
-    floats: NDArray[np.float32] | None = None
+    values: Tensor
+    """Bytes of texts, whole numbers or numbers: uint8, int64 or float32."""
+    texts: Tensor | None
+    """Where each text begins; None of numbers."""
+    splits: Tensor
+    """Where each row begins."""
 
     @classmethod
     def of(cls, raw: RaggedTensor) -> RawCells:
         """Return a column of records in this form."""
-        values, splits = raw.values, raw.row_splits.contiguous().numpy()
+        values = raw.values
         if isinstance(values, RaggedTensor):
-            texts = values.flat_values.contiguous().numpy(), values.row_splits.contiguous().numpy()
-            return cls(splits, texts=texts)
-        numbers = values.contiguous().numpy()
-        return cls(splits, ints=numbers) if values.dtype is torch.int64 else cls(splits, floats=numbers)
+            return cls(values.flat_values, values.row_splits, raw.row_splits)
+        return cls(values, None, raw.row_splits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How the core reads one feature, by what its column holds; None where it cannot hold that."""
-
-    column: str
-    of_texts: native.RawKind | None
-    of_ints: native.RawKind | None
-    of_floats: native.RawKind | None
-    boundaries: Any
-    rounded: Any
-    """The boundaries as a column of floats would have them: one written as a number is that number."""
-    separator: str | None
-    slot: int | None
+_Plan = tuple[
+    native.RawKind | None,
+    native.RawKind | None,
+    native.RawKind | None,
+    Sequence[float],
+    Sequence[float],
+    str | None,
+    int | None,
+]
+"""How the core reads a feature, as `native.IdPacker` has it: as which kind a column of texts, of whole
+numbers and of numbers, each None where it cannot hold that; boundaries of the last two; separator, slot."""
 
 
-def _plan_of(name: str, one: AnyFeature, slot: int | None) -> _Plan:
+def _plan_of(one: IdFeature | BucketFeature, slot: int | None) -> _Plan:
     kinds = native.RawKind
     if isinstance(one, BucketFeature):
         exact = np.array(one.boundaries, dtype=np.float64)
+        # As a column of floats would have them: one written as a number is that number.
         rounded = exact.astype(np.float32).astype(np.float64)
-        column, buckets = one.column or name, (kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS)
-        return _Plan(column, None, *buckets, exact, rounded, one.separator, slot)
-    assert isinstance(one, IdFeature)
+        boundaries = (exact.tolist(), rounded.tolist())
+        return (None, kinds.INT_BUCKETS, kinds.FLOAT_BUCKETS, *boundaries, one.separator, slot)
     is_text = one.kind == "string"
     of_texts, of_ints = (kinds.HASHED, None) if is_text else (kinds.WHOLE_TEXTS, kinds.INTS)
-    return _Plan(one.column or name, of_texts, of_ints, None, None, None, one.separator, slot)
+    return (of_texts, of_ints, None, (), (), one.separator, slot)
 
 
 class Packer:
     """Packs the plain features of one spec. Safe from any thread."""
 
     def __init__(self, spec: FeatureSpec) -> None:
-        self._plans: list[_Plan] = []
+        self._columns: dict[str, str] = {}
         self._floats: dict[str, FloatFeature] = {}
-        names = []
+        plans: list[_Plan] = []
         for name, one in spec.features.items():
             is_bucket = isinstance(one, BucketFeature) and one.boundaries is not None
             if is_bucket or (isinstance(one, IdFeature) and one.weights is None):
-                names.append(name)
-                self._plans.append(_plan_of(name, one, spec.slots.get(name)))
+                assert isinstance(one, IdFeature | BucketFeature)
+                self._columns[name] = one.column or name
+                plans.append(_plan_of(one, spec.slots.get(name)))
             elif isinstance(one, FloatFeature) and one.width == 1:
                 self._floats[name] = one
-        self._names = tuple(names)
-        self.packs_all = len(self._plans) + len(self._floats) == len(spec.features)
+        self._names = tuple(self._columns)
+        self._packer = native.IdPacker(plans, torch.uint8, torch.int64, torch.float32)
+        self.packs_all = len(plans) + len(self._floats) == len(spec.features)
         """Whether all features are plain."""
 
     def ids(self, records: RawColumns) -> PackedIds | None:
         """Return the ids of all plain features; None where something is odd."""
-        columns = records.columns
-        wanted = {plan.column for plan in self._plans}
-        if not wanted <= columns.keys():
-            return None
-        return self.ids_of({name: RawCells.of(columns[name]) for name in wanted})
+        columns: dict[str, RawCells] = {}
+        for column in self._columns.values():
+            raw = records.columns.get(column)
+            if raw is None:
+                return None
+            columns[column] = RawCells.of(raw)
+        return self.ids_of(columns)
 
     def ids_of(self, columns: Mapping[str, RawCells]) -> PackedIds | None:
-        """Return the same of columns in the core's form, which may have more than are needed."""
-        if not self._plans:
+        """Return the same of columns in the core's form, which may be more than are needed."""
+        if not self._names:
             return None
-        features: list[Any] = []
-        rows: list[int] = []
-        for plan in self._plans:
-            splits, texts, ints, floats = columns[plan.column]
-            if texts is not None:
-                kind, boundaries = plan.of_texts, None
-            elif ints is not None:
-                kind, boundaries = plan.of_ints, plan.boundaries
-            else:
-                kind, boundaries = plan.of_floats, plan.rounded
-            if kind is None:
-                return None
-            features.append((kind, texts, ints, floats, splits, boundaries, plan.separator, plan.slot))
-            rows.append(len(splits) - 1)
-        ids, cells, fine = native.pack_ids(features)
-        if not fine:
+        read = [columns[column] for column in self._columns.values()]
+        packed = self._packer.pack(read)
+        if packed is None:
             return None
-        return PackedIds(self._names, torch.from_numpy(ids), torch.from_numpy(cells), tuple(rows))
+        rows = tuple(one.splits.numel() - 1 for one in read)
+        return PackedIds(self._names, torch.from_numpy(packed[0]), torch.from_numpy(packed[1]), rows)
 
     def floats(self, records: RawColumns) -> dict[str, Tensor] | None:
         """Return the numbers of all plain features, before they are scaled; None where something is odd."""
@@ -149,7 +137,7 @@ class Packer:
         columns: dict[str, RawCells] = {}
         for name, one in self._floats.items():
             raw = records.columns.get(one.column or name)
-            if raw is None or raw.dtype is torch.uint8 or raw.nrows != records.size:
+            if raw is None or raw.nrows != records.size:
                 return None
             columns[one.column or name] = RawCells.of(raw)
         return self.floats_of(columns, records.size)
@@ -158,10 +146,11 @@ class Packer:
         """Return the same of columns in the core's form, of so many rows each."""
         given: list[Any] = []
         for name, one in self._floats.items():
-            splits, texts, ints, floats = columns[one.column or name]
-            if texts is not None:
+            cells = columns[one.column or name]
+            if cells.texts is not None:
                 return None
-            given.append((ints, floats, splits))
+            values, rows = cells.values.contiguous().numpy(), cells.splits.contiguous().numpy()
+            given.append((values, None, rows) if cells.values.dtype is torch.int64 else (None, values, rows))
         out = torch.empty((len(given), size))
         if not native.pack_numbers(given, size, out.numpy()):
             return None

@@ -40,10 +40,12 @@ from monolith.wire.bodies import Nothing, typed_calls
 from monolith.wire.byte_messages import Bytes
 from monolith.wire.flight import PortGuard, Server
 from monolith.wire.limits import Limits
+from monolith.wire.ports import join_address
 from monolith.wire.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
+_EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 _CALLS = {"hello": ShardHello, "status": Nothing}
 
 
@@ -58,7 +60,8 @@ class ServingServer:
         guard: What callers must present; see `monolith.cluster.security.guard_listener`.
         discovery: Where to register; None where entries know the address. Still the caller's to close.
         replica: A number that no other replica of the shard has.
-        advertise: host:port at which entries reach it, if it differs from where it listens.
+        advertise: The host by which entries reach it, where that is not `host`. One that listens on all
+            addresses of its machine cannot be registered without it.
         versions: As many are kept open.
         threads: That share a large call; as many as there are processors by default.
         look_every: How often to look for a new version.
@@ -119,7 +122,7 @@ class ServingServer:
         except BaseException:
             self._versions.close()
             raise
-        self.address = advertise or self._server.address
+        self.address = join_address(advertise or host, self._server.port)
         """host:port, for entries."""
 
     @property
@@ -169,10 +172,16 @@ class ServingServer:
         Raises:
             RetryableError: The registry cannot be reached now.
             DiscoveryError: It refuses.
+            ConfigError: Nobody could reach it at its address.
         """
         if self._watcher is not None:
             return
         if self._discovery is not None:
+            if self.address.rpartition(":")[0] in _EVERYWHERE:
+                raise ConfigError(
+                    f"a serving server that listens on {self.address} cannot be found there. Say by which "
+                    "host entries reach it, with advertise"
+                )
             self._discovery.register(self.role, self.replica, self.address)
         self._ready = True
         self._watcher = threading.Thread(target=self._watch, name=f"serving-{self.shard}", daemon=True)

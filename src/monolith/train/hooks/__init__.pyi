@@ -38,7 +38,8 @@ from monolith.train.hooks.reports.summaries import SummaryHook
 from monolith.train.hooks.reports.table_info import TableInfoHook
 from monolith.train.hooks.reports.throughput import ThroughputHook
 from monolith.train.hooks.saving.listeners import AfterSaveListener, BeforeSaveListener, SaveListener
-from monolith.train.hooks.saving.save import SaveConfig, SaveHook, SaveMemory, Snapshot, Snapshots
+from monolith.train.hooks.saving.memory import SaveMemory
+from monolith.train.hooks.saving.save import SaveConfig, SaveHook, Snapshot, Snapshots
 from monolith.train.hooks.saving.timer import SaveTimer
 
 __all__ = [

@@ -77,8 +77,13 @@ class Scored:
 
     def require_classes(self, metric: str) -> None:
         """Refuse labels other than 0 and 1."""
-        if not np.isin(self.labels, (0.0, 1.0)).all():
-            raise MetricError(f"{metric}: labels must be 0 or 1")
+        odd = self.labels[~np.isin(self.labels, (0.0, 1.0))]
+        if len(odd):
+            raise MetricError(
+                f"{metric}: labels must be 0 or 1, and {len(odd):,} of {len(self.labels):,} in this batch "
+                f"are not: one is {odd[0]:g}. Make them 0 and 1 in the data or by a map of the pipeline; or "
+                f"leave {metric} out of the task's metrics()."
+            )
 
     def require_probabilities(self, metric: str) -> None:
         """Refuse predictions or labels that are not from 0 to 1."""

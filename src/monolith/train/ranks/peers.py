@@ -5,6 +5,8 @@ Between two steps all ranks say a word, which most of the time is nothing. Rank 
     meet       everybody says a word, and goes on, or stops, at the same step
     halted     rank 0 says so in place of meeting: all finish their updates, say where they stand, and meet
                again when it lets them go
+    looking    while it holds them, rank 0 evaluates: the others hear of each lookup, and answer with the rows
+               that they hold
     go_back    while it holds them, rank 0 has restored the rows of all: they take its weights, its step and
                their places in the data
     gather     the word of who has no more to do; all stop where they hear it
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -142,11 +144,6 @@ class RankPeers:
 
     def check(self, config: TrainConfig) -> None:
         self._run = config
-        if config.evaluate.enabled:
-            raise ConfigError(
-                "train.evaluate: ranks look up every row together, so one of them cannot evaluate by itself. "
-                "Leave it out, and run `monolith evaluate TASK --model-dir ... --follow` beside the run"
-            )
         if config.hooks.slow_start_steps:
             raise ConfigError(
                 "hooks.slow_start_steps: ranks take every step together, so none can start late"
@@ -171,7 +168,7 @@ class RankPeers:
         return [self._rows.tables_part(), self.dense_part(model)]
 
     def dense_part(self, model: Model) -> Part:
-        return RankDense(model.dense_part(), self._with_all_buffers)
+        return RankDense(model.dense_part(), self._saving_buffers)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         """Do nothing: who loses a rank begins again."""
@@ -289,9 +286,12 @@ class RankPeers:
         self._halt += 1
         gathered = self._gather_states(me)
         self._halts[self._halt] = me.state()
-        if not self.leads and self._say(NOTHING).back:  # said when rank 0 lets everybody go
-            me.go_back(self._begin_at(None))
-            self._check_read_anew()
+        if not self.leads:
+            while (word := self._say(NOTHING)).look:
+                self._rows.answer(word.look - 1)
+            if word.back:  # said when rank 0 lets everybody go
+                me.go_back(self._begin_at(None))
+                self._check_read_anew()
         return gathered
 
     def _gather_states(self, me: Stepper) -> Gathered:
@@ -328,6 +328,15 @@ class RankPeers:
                 self._let_go()
             raise
         self._let_go()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        assert self._halted is not None, "the others must stand still"
+        with self._rows.looking_alone(self._call_in), self._with_all_buffers(self._merged):
+            yield
+
+    def _call_in(self, store: int) -> None:
+        self._say(Word(look=store + 1))
 
     def _let_go(self) -> None:
         self._halted = None
@@ -381,10 +390,13 @@ class RankPeers:
         given = [(many, unpack_tensors(one.numpy(), mine)) for many, one in zip(weights, packed, strict=True)]
         self._merged = merge_buffers(self._first_buffers, given)
 
-    @contextmanager
-    def _with_all_buffers(self) -> Iterator[None]:
-        """Have the buffers of all ranks in the module of this one, while they are saved."""
+    def _saving_buffers(self) -> AbstractContextManager[None]:
         merged, self._merged = self._merged, None
+        return self._with_all_buffers(merged)
+
+    @contextmanager
+    def _with_all_buffers(self, merged: Sequence[torch.Tensor] | None) -> Iterator[None]:
+        """Have the buffers of all ranks in the module of this one, while they are saved or looked at."""
         if merged is None or self._model is None:
             yield
             return

@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 from monolith.checkpoint import Part
-from monolith.errors import ConfigError, MonolithError, RetryableError, UnavailableError
+from monolith.errors import ClusterError, ConfigError, MonolithError, RetryableError, UnavailableError
 from monolith.store import (
     AllToAllStore,
     LocalStore,
@@ -66,6 +67,16 @@ class RankRows(Protocol):
 
     def attach(self, model: Model, config: TrainConfig) -> None:
         """Take part in the checkpoints of a model that was bound to these rows."""
+
+    def looking_alone(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:
+        """Have this rank look rows up while the others stand still, for the length of a block.
+
+        Args:
+            call_in: Told the store, before each lookup that the others are to `answer`.
+        """
+
+    def answer(self, store: int) -> None:
+        """Do one's part in a lookup of the rank that looks alone."""
 
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
@@ -122,6 +133,16 @@ class RowsOnRanks:
 
     def _count(self) -> dict[str, int]:
         return {name: one.rows for store in self._stores for name, one in store.inner.stats().items()}
+
+    @contextmanager
+    def looking_alone(self, call_in: Callable[[int], None]) -> Iterator[None]:
+        with ExitStack() as held:
+            for store in self._stores:
+                held.enter_context(store.looking_alone(call_in))
+            yield
+
+    def answer(self, store: int) -> None:
+        self._stores[store].answer_look()
 
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
@@ -198,6 +219,12 @@ class RowsOnServers:
 
     def attach(self, model: Model, config: TrainConfig) -> None:
         """Do nothing: servers write what they hold."""
+
+    def looking_alone(self, call_in: Callable[[int], None]) -> AbstractContextManager[object]:  # noqa: ARG002
+        return nullcontext()  # the servers answer
+
+    def answer(self, store: int) -> None:
+        raise ClusterError(f"rank 0 asks for rows of store {store}, which are on servers")
 
     def tables_part(self) -> Part:
         return ServedTables(self)

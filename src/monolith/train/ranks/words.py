@@ -27,6 +27,9 @@ class Word:
     """Of rank 0: everybody stands still, for the so manieth time; 0 for nobody."""
     saved: Count = 0
     """Of rank 0: the halt whose moment is on disk by now."""
+    look: Count = 0
+    """Of rank 0, while everybody stands still: it looks rows up in this store, from 1, and they answer; 0 for
+    none."""
     back: bool = False
     """Of rank 0, as it lets everybody go: an earlier checkpoint was restored, and they go on from it."""
     over: bool = False

@@ -135,6 +135,19 @@ def test_the_end_is_the_nearest_limit(limits: dict[str, int], last: int | None, 
     assert (one.last_step, one.seconds_left) == (last, left)
 
 
+def test_data_of_which_a_part_is_known_to_be_read_gives_the_time_left() -> None:
+    parts = iter([0.1, 0.1, 0.2, 0.3])
+    seen = Shown(read=lambda: next(parts)).run(3)
+    assert [one.data_read for one in seen] == [0.1, 0.2, 0.3]
+    assert [one.seconds_left for one in seen] == [None, pytest.approx(8.0), pytest.approx(7.0)]
+
+
+@pytest.mark.parametrize(("limits", "left"), [({"steps": 4}, 1.0), ({"steps": 400}, 7.0)])
+def test_of_steps_and_data_that_counts_which_ends_first(limits: dict[str, int], left: float) -> None:
+    parts = iter([0.1, 0.1, 0.2, 0.3])
+    assert Shown(read=lambda: next(parts), **limits).run(3)[-1].seconds_left == pytest.approx(left)
+
+
 # Showing
 
 
@@ -152,6 +165,12 @@ def test_what_says_nothing_is_left_out() -> None:
     }
     bare = standing(metrics={}, lag_seconds=None, filtered=0, evicted=0, seconds_left=None)
     assert list(describe_standing(bare)) == ["speed", "loss", "rows", "memory"]
+
+
+def test_the_part_of_the_data_is_shown_with_the_epoch_where_there_are_several() -> None:
+    assert describe_standing(standing(data_read=0.42))["data"] == "42%"
+    assert describe_standing(standing(data_read=0.42, epochs=3))["data"] == "42% (epoch 2 of 3)"
+    assert describe_standing(standing(data_read=1.0, epochs=3))["data"] == "100% (epoch 3 of 3)"
 
 
 def test_what_was_not_finite_is_shown() -> None:
@@ -182,6 +201,14 @@ def test_on_a_terminal_it_is_drawn_over_itself_with_a_bar(monkeypatch: pytest.Mo
     assert "━" in drawn
     assert "12,346 examples/s" in drawn
     assert "\x1b[1A" in drawn  # up again, over what was there
+
+
+def test_a_known_part_of_the_data_is_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with LiveLine("Training clicks", "steps", stream) as line:
+        line.show({}, 1200, None, 0.5)
+    assert "━" in stream.getvalue()
 
 
 def test_without_an_end_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:

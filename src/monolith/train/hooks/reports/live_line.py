@@ -18,9 +18,16 @@ from datetime import timedelta
 from torch import Tensor
 
 from monolith.observe import Metrics
-from monolith.observe.progress import describe_amount, describe_bytes, describe_rate, describe_seconds
+from monolith.observe.progress import (
+    describe_amount,
+    describe_bytes,
+    describe_part,
+    describe_rate,
+    describe_seconds,
+)
 from monolith.table import TableStats
 from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.hooks.reports.outlook import Outlook
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +69,10 @@ class Standing:
     without parameter servers."""
     evaluated: Mapping[str, float] = field(default_factory=dict)
     """By "head/metric", what the last evaluation found; none before there was one."""
+    data_read: float | None = None
+    """Which part of the data is done, from 0 to 1, over all epochs; None where nobody knows."""
+    epochs: int = 1
+    """How often the data is read."""
 
 
 class LiveLineHook(Hook):
@@ -76,6 +87,8 @@ class LiveLineHook(Hook):
         evaluated: What the last evaluation found, as "head/metric".
         steps: How many steps this run is to take.
         max_steps: At which step it ends; the nearer of the two counts.
+        read: Which part of the data is done.
+        epochs: How often the data is read.
         clock: Unix seconds, for the lag.
         timer: Seconds that never run backwards, for everything else.
     """
@@ -92,6 +105,8 @@ class LiveLineHook(Hook):
         evaluated: Callable[[], Mapping[str, float]] = dict,
         steps: int | None = None,
         max_steps: int | None = None,
+        read: Callable[[], float | None] = lambda: None,
+        epochs: int = 1,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,24 +117,23 @@ class LiveLineHook(Hook):
         self._skipped = skipped
         self._staleness = staleness
         self._evaluated = evaluated
-        self._steps = steps
-        self._max_steps = max_steps
+        self._outlook = Outlook(steps=steps, max_steps=max_steps, read=read, timer=timer)
+        self._epochs = epochs
         self._clock = clock
         self._timer = timer
-        self._first_step = 0
         self._examples = 0
         self._event_time = 0
         self._loss: Tensor | None = None
         self._losses = 0
-        self._began = self._shown = timer()
-        self._spoke = False
+        self._shown = timer()
+        self._spoke = self._looked = False
         self._seen: deque[tuple[float, int]] = deque()
         """When, and after how many examples, it was shown of late."""
 
     def after_create(self, run: Run) -> None:
-        self._first_step = run.step
-        self._began = self._shown = self._timer()
-        self._seen = deque([(self._began, self._examples)])
+        self._outlook.begin(run.step)
+        self._shown = self._timer()
+        self._seen = deque([(self._shown, self._examples)])
 
     def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
         self._examples += result.examples
@@ -127,6 +141,9 @@ class LiveLineHook(Hook):
         loss = result.loss.detach().double()
         self._loss = loss if self._loss is None else self._loss + loss
         self._losses += 1
+        if not self._looked:
+            self._outlook.look(result.step)
+            self._looked = True
         now = self._timer()
         if now - self._shown >= self._every:
             self._tell(result.step, now)
@@ -136,12 +153,12 @@ class LiveLineHook(Hook):
             self._tell(run.step, self._timer())
 
     def _tell(self, step: int, now: float) -> None:
-        stats = self._stats().values()
+        stats, ahead = self._stats().values(), self._outlook.look(step)
         self._show(
             Standing(
                 step=step,
-                last_step=self._last_step(),
-                seconds_left=self._seconds_left(step, now),
+                last_step=ahead.last_step,
+                seconds_left=ahead.seconds_left,
                 examples=self._examples,
                 examples_per_s=self._speed(now),
                 loss=math.nan if self._loss is None else float(self._loss) / self._losses,
@@ -156,22 +173,13 @@ class LiveLineHook(Hook):
                 non_finite=sum(table.non_finite for table in stats),
                 staleness=self._staleness(),
                 evaluated=_said(self._evaluated()),
+                data_read=ahead.data_read,
+                epochs=self._epochs,
             )
         )
         self._spoke = True
         self._loss, self._losses = None, 0
         self._shown = self._timer()  # what it took to show is not counted against the next
-
-    def _last_step(self) -> int | None:
-        ends = [] if self._steps is None else [self._first_step + self._steps]
-        ends += [] if self._max_steps is None else [self._max_steps]
-        return min(ends, default=None)
-
-    def _seconds_left(self, step: int, now: float) -> float | None:
-        last, taken = self._last_step(), step - self._first_step
-        if last is None or taken < 1:
-            return None
-        return max(last - step, 0) * (now - self._began) / taken
 
     def _speed(self, now: float) -> float:
         while len(self._seen) > 1 and now - self._seen[1][0] >= SPAN_SECONDS:
@@ -216,6 +224,11 @@ def describe_standing(standing: Standing) -> dict[str, str]:
         "evicted": standing.evicted,
     }
     facts |= {name: f"{count:,}" for name, count in counts.items() if count}
+    if standing.data_read is not None:
+        facts["data"] = describe_part(standing.data_read)
+        if standing.epochs > 1:
+            epoch = min(int(standing.data_read * standing.epochs) + 1, standing.epochs)
+            facts["data"] += f" (epoch {epoch} of {standing.epochs})"
     if standing.seconds_left is not None:
         facts["left"] = describe_seconds(standing.seconds_left)
     return facts
@@ -238,6 +251,7 @@ def log_standing(standing: Standing) -> None:
     numbers |= {"evicted": standing.evicted, "lag_seconds": standing.lag_seconds}
     numbers |= {"skipped": standing.skipped, "non_finite": standing.non_finite}
     numbers |= {"staleness": standing.staleness}
+    numbers |= {"data_read": standing.data_read, "seconds_left": standing.seconds_left}
     if math.isnan(standing.loss):
         numbers["loss"] = None  # JSON has no NaN
     _log.info(
@@ -271,6 +285,7 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
     staleness = metrics.gauge(
         "train_dense_staleness_steps", "Steps of all workers that the weights of the last gradient lacked"
     )
+    data = metrics.gauge("train_data_read", "Part of the data that was trained on, from 0 to 1")
     quality = metrics.gauge("train_metric", "The metric over the latest examples", ["metric"])
 
     evaluated = metrics.gauge("train_evaluated_metric", "The metric of the last evaluation", ["metric"])
@@ -282,6 +297,8 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
             lag.set(standing.lag_seconds)
         if standing.staleness is not None:
             staleness.set(standing.staleness)
+        if standing.data_read is not None:
+            data.set(standing.data_read)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
         for name, value in standing.evaluated.items():

@@ -5,13 +5,20 @@ Counting costs a few additions a step. Nothing here reads a loss or asks a serve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from monolith.train.hook import Hook, Run, StepResult
 
 
 class StepCountsHook(Hook):
-    """Counts what this process trains on. Its attributes may be read from any thread."""
+    """Counts what this process trains on. Its attributes may be read from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        on_begin: Told the global step at which the run begins.
+    """
+
+    def __init__(self, on_begin: Callable[[int], object] = lambda _: None) -> None:
+        self._on_begin = on_begin
         self.state = "starting"
         self.step: int | None = None
         """The global step, when this process last took one."""
@@ -22,6 +29,7 @@ class StepCountsHook(Hook):
         """The newest event trained on, in Unix seconds; 0 where the data does not say."""
 
     def after_create(self, run: Run) -> None:
+        self._on_begin(run.step)
         self.step = run.step
         self.state = "training"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -43,7 +44,7 @@ OpenSink = Callable[[Run], ScalarSink | None]
 """Opens a sink when a run begins; None where there is nowhere to write."""
 
 
-class _Tracker:
+class _Tracker(ABC):
     """A sink whose failures are counted, and not raised."""
 
     name = ""
@@ -53,7 +54,8 @@ class _Tracker:
         """Steps of which it took nothing."""
         self._closed = False
 
-    def start(self, step: int) -> None: ...
+    def start(self, step: int) -> None:  # noqa: B027  a tracker has nothing to take back
+        pass
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         try:
@@ -61,7 +63,8 @@ class _Tracker:
         except Exception as error:
             self._lose(error)
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:  # noqa: B027  what was sent is sent
+        pass
 
     def close(self) -> None:
         if self._closed:
@@ -79,11 +82,13 @@ class _Tracker:
         if self.lost == 1:
             _log.warning("%s does not take numbers, training goes on without: %r", self.name, error)
 
+    @abstractmethod
     def _send(self, values: Mapping[str, float], step: int) -> None:
-        raise NotImplementedError
+        """Hand over numbers of one step; whatever it raises is counted."""
 
+    @abstractmethod
     def _finish(self) -> None:
-        raise NotImplementedError
+        """Hand over what is still here, and end; likewise."""
 
 
 class MlflowSink(_Tracker):

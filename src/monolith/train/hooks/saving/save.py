@@ -27,6 +27,7 @@ from monolith.observe import Metrics, yield_to_others
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.hooks.control.tide import TideWindow
 from monolith.train.hooks.saving.listeners import SaveListener
+from monolith.train.hooks.saving.memory import SaveMemory
 from monolith.train.hooks.saving.timer import SaveTimer
 
 _log = logging.getLogger(__name__)
@@ -101,41 +102,6 @@ class SaveConfig:
             tide_every_secs=self.tide_secs,
             clock=clock,
         )
-
-
-class SaveMemory:
-    """What the save hooks of one model directory know of each other. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below
-        self._full_step: int | None = None
-        self._being_written: int | None = None
-        self._dense_only = False
-
-    def note_full(self, step: int | None) -> None:
-        """A full checkpoint of this step is on disk; None: of no step that still counts."""
-        with self._lock:
-            self._full_step = step
-
-    def note_writing(self, step: int | None) -> None:
-        """A full checkpoint of this step is being written, perhaps beside the training; None: no more."""
-        with self._lock:
-            self._being_written = step
-
-    def note_dense_only(self) -> None:
-        """There is a hook that saves dense weights only."""
-        with self._lock:
-            self._dense_only = True
-
-    def has_full(self, step: int) -> bool:
-        """Whether there is a full checkpoint of this step, or will be unless writing it fails."""
-        with self._lock:
-            return step in (self._full_step, self._being_written)
-
-    @property
-    def has_dense_only(self) -> bool:
-        with self._lock:
-            return self._dense_only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -382,7 +348,7 @@ class SaveHook(Hook):
     def _save(self, run: Run, *, timed: bool, wait_for_it: bool = False) -> None:
         """Save the state as it is; leave the error, if it is the run's, in `_late_error`."""
         try:
-            with ExitStack() as held:
+            with self._memory.waiting(), ExitStack() as held:
                 held.enter_context(self._together())
                 self._save_here(run, held, timed=timed, wait_for_it=wait_for_it)
         except Exception as error:
@@ -547,7 +513,8 @@ class SaveHook(Hook):
     def _wait_for_writing(self) -> None:
         """Wait for the save being written, if there is one, and keep its error."""
         if self._writing is not None:
-            self._writing.thread.join()
+            with self._memory.waiting():
+                self._writing.thread.join()
             writing, self._writing = self._writing, None
             if writing.error is not None:
                 self._note_failure(writing.save, writing.error)

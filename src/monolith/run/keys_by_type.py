@@ -1,0 +1,63 @@
+"""The keys of a run's config that follow from a type: those of a model, of each feature and of each label.
+
+They are no fields of `RunConfig`, which has a table for each of these groups: what keys `[model]` has depends
+on its `type`, and `[features.user]` is one of several classes. Here they are, for whoever asks what one does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from monolith.config import describe_fields
+from monolith.config.fields import argument_docs
+
+BY_NAME = ("features", "labels")
+"""Groups with a table for each name, such as [features.user]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TypedKey:
+    """One key of a table, where the table is of a type."""
+
+    of: str
+    """The type: a ready model, or a class of features."""
+    name: str
+    doc: str
+    type_text: str
+    default_text: str
+
+
+def typed_keys(group: str) -> list[TypedKey]:
+    """Return the keys of a group, type by type; none for a group that is typed itself."""
+    found = {"model": _of_models, "features": _of_features, "labels": _of_labels}.get(group)
+    return [] if found is None else list(found())
+
+
+def _of_models() -> Iterator[TypedKey]:
+    from monolith.model.by_name import MODELS, model_settings  # which needs torch
+
+    for name, model in MODELS.items():
+        yield from _keys(name, model_settings(name), argument_docs(model))
+
+
+def _of_features() -> Iterator[TypedKey]:
+    from monolith.config.hints import members
+    from monolith.feature.spec import AnyFeature
+
+    for kind in members(AnyFeature):
+        yield from _keys(kind.__name__, kind)
+
+
+def _of_labels() -> Iterator[TypedKey]:
+    from monolith.feature import Label
+
+    yield from _keys(Label.__name__, Label)
+
+
+def _keys(of: str, cls: type, docs: dict[str, str] | None = None) -> Iterator[TypedKey]:
+    for info in describe_fields(cls):
+        doc = info.doc if docs is None else docs.get(info.path, "")
+        default = "(required)" if info.default is dataclasses.MISSING else info.default_text or "(empty)"
+        yield TypedKey(of, info.path, doc, info.type_text, default)

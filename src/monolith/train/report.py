@@ -1,0 +1,99 @@
+"""What a run came to, and what is noted on its way for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from monolith.train.evaluation_log import Evaluation
+from monolith.train.hook import Hook, Run, StepResult
+from monolith.train.lost import Lost
+from monolith.train.metrics.metric_set import WindowRow
+
+LOSS_STEPS = 100
+"""Over so many of the last steps a report has the mean loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BestEvaluation:
+    """Which step did best when it was evaluated, and how well."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """What a run did."""
+
+    step: int
+    """The global step at its end."""
+    steps: int
+    """Steps taken in this run, by everybody."""
+    examples: int
+    """Examples trained on in this run, by everybody."""
+    skipped: int = 0
+    """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
+    dense_staleness: int | None = None
+    """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
+    gradients of this process; None where nobody else has weights."""
+    seconds: float
+    """From when the run was asked for to its end."""
+    start_seconds: float = 0.0
+    """Of these, those before the first step: the model, the tables and the restore. All, without a step."""
+    save_seconds: float = 0.0
+    """Those in which training waited for checkpoints; what was written beside it is not counted."""
+    evaluate_seconds: float = 0.0
+    """Those in which it was evaluated."""
+    loss: float = math.nan
+    """The mean loss of the last `LOSS_STEPS` steps of this process; NaN without any."""
+    stop_reason: str
+    finished: bool
+    """Whether the run completed; False if it was stopped with more to do, here or in another process."""
+    restored_from: str | None
+    windows: Mapping[str, Sequence[WindowRow]]
+    """By "head/metric": the rows of the windows that ended in this run."""
+    checkpoint: str | None
+    """The last checkpoint that was saved."""
+    evaluation: Evaluation | None = None
+    """The last evaluation of this run, where `evaluate` of its config asks for some."""
+    evaluations: int = 0
+    """How many evaluations there were in this run."""
+    best: BestEvaluation | None = None
+    """The best evaluation, of all runs."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By table: ids refused because the table is full, in this process; a server logs its own."""
+    overdue: Mapping[str, int] = field(default_factory=dict)
+    """By table: expired rows that were kept, because too many expired at once."""
+    departed: bool = False
+    """Whether this worker was told to stop and has left the rest of its work to the others, who go on."""
+    lost: Lost = field(default_factory=Lost)
+    """What was lost with other processes while the run kept going."""
+
+
+class FirstAndLastSteps(Hook):
+    """When the first step began, and what the last ones lost. Reads no loss before it is asked: that would
+    make the CPU wait for the device."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+        """By `time.monotonic`; None before there was one."""
+        self._losses: deque[Tensor] = deque(maxlen=LOSS_STEPS)
+
+    def before_step(self, run: Run) -> None:  # noqa: ARG002
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        self._losses.append(result.loss.detach())
+
+    def loss(self) -> float:
+        """Return the mean of the last steps that were trained on; NaN without any."""
+        return float(torch.stack([*self._losses]).double().nanmean()) if self._losses else math.nan
