@@ -69,7 +69,6 @@ OWNERS = {
     "ray": {"cluster"},
     "rich": {"observe", "bench", "cli"},
     "safetensors": {"checkpoint"},
-    "starlette": {"serve"},
     "tensorboard": {"observe"},
     "tyro": {"config", "cli"},
     "uvicorn": {"serve"},

@@ -31,12 +31,15 @@ One tree, so that a caller can catch as much or as little as it means to:
     │   └── GradientError       a gradient of what may have none                     (also RuntimeError)
     │       └── SparseGradientError  a sparse one, for a dense optimizer        (also NotImplementedError)
     ├── RequestError            a message of another process is malformed or too large  (also ValueError)
+    │   ├── RequestTooLargeError  it is larger than a limit allows
+    │   └── UnknownModelError   no model or version of that name is served           (also LookupError)
     ├── ClusterError            processes cannot find, reach or agree with each other
     │   ├── AddressError        a text is no host:port                               (also ValueError)
     │   ├── DiscoveryError      a registry refused, was closed, or lost what it was told (also OSError)
     │   └── RetryableError      what may pass by itself: failover tries again after these
     │       ├── UnavailableError       a peer or a registry is gone                  (also ConnectionError)
     │       │   └── LostStateError     it is there, and no longer holds what it did
+    │       ├── OverloadedError        a server has more to do than it may hold
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
     ├── MetricError             a metric was given what it cannot measure            (also ValueError)
@@ -199,6 +202,14 @@ class RequestError(MonolithError, ValueError):
     """A message from another process is malformed, or asks for more than a limit allows. Nothing was done."""
 
 
+class RequestTooLargeError(RequestError):
+    """A message, or what it asks for, is larger than a limit of this server allows."""
+
+
+class UnknownModelError(RequestError, LookupError):
+    """No model, or no version of it, of that name is served here."""
+
+
 class ClusterError(MonolithError):
     """Processes cannot find, reach or agree with each other."""
 
@@ -225,6 +236,10 @@ class FailedPeerError(UnavailableError):
 
 class LostStateError(UnavailableError):
     """A server restarted or began another run, and no longer holds what the caller works on."""
+
+
+class OverloadedError(RetryableError):
+    """A server has as many requests as it may hold; a later one, or one elsewhere, may be answered."""
 
 
 class DeadlineExceededError(RetryableError, TimeoutError):

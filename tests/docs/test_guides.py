@@ -122,6 +122,10 @@ def check_serving(names: dict[str, Any]) -> None:
     assert len(set(clicks)) == 3
     assert all(0 < click < 1 for click in clicks)
     assert names["said"] == "row 0 of 1: features.price: column 'price' is [nan]"
+    served = names["served_clicks"]
+    assert served[0] > served[1]  # u0004 likes drama, u0001 does not like westerns
+    assert names["served"]["parameters"]["step"] > 0
+    assert names["status"] == 0
 
 
 CLAIMS = {

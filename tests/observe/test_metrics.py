@@ -199,3 +199,17 @@ def test_other_pages_are_served_beside_the_metrics_and_guarded_like_them():
             request = urllib.request.Request(path, headers={"Authorization": "Bearer t"})
             with urllib.request.urlopen(request, timeout=10) as answer:
                 assert found in answer.read()
+
+
+def test_a_series_is_added_to_without_naming_its_labels_again():
+    metrics = Metrics()
+    add = metrics.counter("asked", "Questions", ["by"]).series(by="ann")
+    seen = metrics.histogram("seconds", "Time", buckets=[1.0]).series()
+    for _ in range(2):
+        add(1.0)
+        seen(0.5)
+    text = metrics.render().decode()
+    assert 'monolith_asked_total{by="ann"} 2.0' in text
+    assert 'monolith_seconds_bucket{le="1.0"} 2.0' in text
+    with pytest.raises(ConfigError, match="takes the labels"):
+        metrics.counter("asked", "Questions", ["by"]).series()

@@ -252,6 +252,38 @@ class ExperimentMovielensOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchServeOptions:
+    """Measure a served DeepFM over gRPC, HTTP and in-process, beside the bare predictor and plain torch."""
+
+    rows: int = 10_000_000
+    """The number of rows of all tables together."""
+    features: int = 26
+    """The number of features, with one id each in every row of a request."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batches: tuple[int, ...] = (1, 32, 256)
+    """The numbers of rows of a request to measure."""
+    connections: tuple[int, ...] = (1, 8, 64)
+    """The numbers of callers that ask at the same time to measure."""
+    processes: int = 2
+    """The number of processes of the server, which share its ports."""
+    seconds: float = 3.0
+    """How long each case is measured."""
+    repeats: int = 3
+    """The number of rounds of the predictor beside torch; the best counts."""
+    folder: str | None = None
+    """The folder for the model, which is removed in the end; by default that for temporary files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same rows and requests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentDefaultsOptions:
     """Compare what models begin with, on several public sets, by their valid parts alone."""
 

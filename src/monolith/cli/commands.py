@@ -15,6 +15,7 @@ from monolith.bench.options import (
     BenchDataOptions,
     BenchFleetOptions,
     BenchScaleOptions,
+    BenchServeOptions,
     BenchStoreOptions,
     BenchSyncOptions,
     BenchTableOptions,
@@ -51,6 +52,7 @@ from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
+from monolith.cli.options.serve import AskOptions, ServeOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
@@ -86,6 +88,8 @@ COMMANDS = {
     "evaluate": Command(EvaluateOptions, "monolith.cli.evaluation", "evaluate"),
     "predict": Command(PredictOptions, "monolith.cli.evaluation", "predict"),
     "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
+    "serve": Command(ServeOptions, "monolith.cli.serve", positional=True),
+    "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
@@ -96,6 +100,7 @@ COMMANDS = {
     "bench store": Command(BenchStoreOptions, "monolith.bench.store"),
     "bench fleet": Command(BenchFleetOptions, "monolith.bench.fleet"),
     "bench sync": Command(BenchSyncOptions, "monolith.bench.sync"),
+    "bench serve": Command(BenchServeOptions, "monolith.bench.serve"),
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
     "experiment defaults": Command(ExperimentDefaultsOptions, "monolith.bench.defaults"),

@@ -56,8 +56,7 @@ OPTIONAL = {
     "ray": ("ray", "launching on a cluster"),
     "mpi4py": ("mpi", "launching under MPI"),
     "tensorboard": ("tensorboard", "summaries"),
-    "starlette": ("http", "predictions over HTTP"),
-    "uvicorn": ("http", "predictions over HTTP"),
+    "uvicorn": ("serve", "predictions over HTTP"),
 }
 """Distribution -> (the extra that installs it, what it is for)."""
 

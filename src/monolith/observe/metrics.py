@@ -63,6 +63,12 @@ class Counter(_Metric):
         family = cast("prometheus_client.Counter", self._family)
         (family.labels(**labels) if labels else family).inc(amount)
 
+    def series(self, **labels: str) -> Callable[[float], None]:
+        """Return what adds to one series: for who does so often, labels are looked up once."""
+        self._check(labels)
+        family = cast("prometheus_client.Counter", self._family)
+        return (family.labels(**labels) if labels else family).inc
+
 
 class Gauge(_Metric):
     """A number that goes up and down."""
@@ -82,6 +88,12 @@ class Histogram(_Metric):
         self._check(labels)
         family = cast("prometheus_client.Histogram", self._family)
         (family.labels(**labels) if labels else family).observe(value)
+
+    def series(self, **labels: str) -> Callable[[float], None]:
+        """Return what counts in one series: for who does so often, labels are looked up once."""
+        self._check(labels)
+        family = cast("prometheus_client.Histogram", self._family)
+        return (family.labels(**labels) if labels else family).observe
 
 
 M = TypeVar("M", bound=_Metric)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from monolith.cluster.security import Guard
+    from monolith.cluster.security import Guard, SecurityConfig
     from monolith.run import RunConfig
     from monolith.wire.limits import Limits
 
@@ -54,6 +54,11 @@ def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) ->
     from monolith.cluster.security import guard_listener
 
     return guard_listener(bind, _run_config(options, environ).security, insecure=options.insecure)
+
+
+def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:
+    """Return what flags, the run's config and the environment say of certificates and tokens."""
+    return _run_config(options, environ).security
 
 
 def limits_of(options: SecurityOptions, environ: Mapping[str, str]) -> Limits:

@@ -1,0 +1,232 @@
+"""`monolith serve DIR...`: exported models, asked over HTTP and gRPC.
+
+One process serves until SIGTERM or Ctrl-C: then it is not ready any more, answers what is in flight, and
+ends with status 0. With --processes, one more watches over those that share the ports, and restarts what is
+killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from monolith.cli.data_service import reachable_host, say, told_to_stop
+from monolith.cli.options.security import SecurityOptions, guard_of, security_of
+from monolith.cli.options.serve import ServeOptions
+from monolith.cli.serve_shards import remote_rows, serve_rows
+from monolith.cluster.launch.processes import Member, launch
+from monolith.cluster.security import ssl_context
+from monolith.errors import ConfigError
+from monolith.serve.server import (
+    BatchingConfig,
+    InferenceServer,
+    Route,
+    ServeConfig,
+    ServedFolder,
+    ServeLimits,
+    ServePeers,
+    VersionPolicy,
+)
+from monolith.serve.server.catalog import ServableCatalog, example_row, served_folder
+from monolith.serve.server.server import bound_socket
+from monolith.wire.ports import join_address
+
+READY = "ready"
+"""What each of several processes says when it serves."""
+RESTARTS = 1_000_000
+"""How often a process that is killed is restarted: as often as it takes."""
+
+
+def run(options: ServeOptions) -> int:
+    """Serve until told to stop."""
+    if options.processes < 1:
+        raise ConfigError(f"serve: --processes must be at least 1, got {options.processes}")
+    if options.role == "ps":
+        return serve_rows(options)
+    if options.processes > 1:
+        return serve_together(options)
+    policy = VersionPolicy.parse(options.version_policy)
+    folders = [served_folder(text, policy) for text in options.folders]
+    names = [one.name for one in folders]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"serve: two folders hold models of one name ({', '.join(names)}); write NAME=DIR")
+    config = serve_config(options)
+    guard = guard_of(options.security, options.host, os.environ)
+    context = ssl_context(security_of(options.security, os.environ), server=True)
+    catalog = ServableCatalog(
+        threads=options.predict_threads,
+        allow_module=options.allow_module,
+        rows=remote_rows(options, guard) if options.role == "entry" else None,
+    )
+    index, count, folder = peers_of(options.peers)
+    with told_to_stop(os.environ) as stop:
+        peers = ServePeers(folder, index, count, guard)
+        with InferenceServer(config, folders, catalog, guard=guard, context=context, peers=peers) as server:
+            if options.peers is None:
+                for line in banner(server, folders, options):
+                    say(line)
+            else:
+                say(READY)
+            stop.wait()
+            sys.stderr.write("stopping: not ready any more; answering what is in flight\n")
+    return 0
+
+
+def serve_config(options: ServeOptions) -> ServeConfig:
+    """Return the config that flags name."""
+    return ServeConfig(
+        host=options.host,
+        port=options.port,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port,
+        limits=ServeLimits(
+            request_bytes=options.max_request_bytes,
+            rows=options.max_rows,
+            queue=options.max_queue,
+            concurrency=options.max_concurrency,
+            timeout=timedelta(seconds=options.timeout),
+        ),
+        batching=BatchingConfig(
+            max_rows=options.max_batch_rows,
+            max_delay=timedelta(milliseconds=options.max_delay_ms),
+            runners=options.runners,
+        ),
+        splits=tuple(map(Route.parse, options.split)),
+        shadows=tuple(map(Route.parse, options.shadow)),
+        poll=timedelta(seconds=options.poll),
+        drain=timedelta(seconds=options.drain),
+        threads=options.threads,
+        access_log=options.access_log,
+    )
+
+
+def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: ServeOptions) -> list[str]:
+    """Return what a person wants to know of a server that has begun."""
+    host = reachable_host(options.host, None)
+    lines = []
+    if server.http_url is not None:
+        scheme, _, address = server.http_url.partition("://")
+        http = f"{scheme}://{join_address(host, int(address.rpartition(':')[2]))}"
+        lines.append(f"http     {http}  (/docs, /metrics, /v2/health/ready)")
+    if server.grpc_address is not None:
+        grpc = f"grpc://{join_address(host, int(server.grpc_address.rpartition(':')[2]))}"
+        lines.append(f"grpc     {grpc}")
+    for one in folders:
+        versions = ", ".join(server.inference.repository.versions(one.name)) or "none that can be loaded"
+        lines.append(f"model    {one.name}  version {versions}  from {one.folder}")
+    first = folders[0]
+    if server.inference.repository.is_ready(first.name):
+        with server.inference.repository.held(first.name) as held:
+            row = json.dumps(example_row(first.folder, held.model), ensure_ascii=False)
+        url = http if server.http_url is not None else grpc
+        which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
+        lines.append(f"ask it   monolith ask {url}{which} --row {shlex.quote(row)}")
+    return lines
+
+
+# Several processes
+
+
+def serve_together(options: ServeOptions) -> int:
+    """Start the processes that share the ports, and restart what is killed, until told to stop."""
+    guard_of(options.security, options.host, os.environ)  # says now what each of them would say
+    serve_config(options)
+    with ExitStack() as open_things:
+        folder = Path(open_things.enter_context(tempfile.TemporaryDirectory(prefix="monolith-serve-")))
+        chosen = with_ports(options, open_things)
+        members = [
+            Member(role="process", index=index, command=command_of(chosen, index, folder))
+            for index in range(options.processes)
+        ]
+        told: set[str] = set()
+
+        def tap(name: str, line: str) -> bool:
+            if line != READY:
+                return False
+            if name not in told:
+                told.add(name)
+                if len(told) == options.processes:
+                    for text in together_banner(chosen):
+                        say(text)
+            return True
+
+        outcome = launch(
+            members,
+            output=sys.stderr,
+            grace=timedelta(seconds=options.drain + 5),
+            followers=(),
+            restarts=RESTARTS,
+            tap=tap,
+        )
+    if outcome.failed is not None:
+        raise ConfigError(f"serve: {outcome.text}; its lines above say why")
+    return 0
+
+
+def with_ports(options: ServeOptions, open_things: ExitStack) -> ServeOptions:
+    """Return the options with ports chosen, which are kept for the processes while `open_things` is open."""
+    names = ("port",) if options.port is not None else ("http_port", "grpc_port")
+    chosen: dict[str, Any] = {}
+    for name in names:
+        wanted = getattr(options, name)
+        if wanted is not None:
+            held: socket.socket = bound_socket(options.host, wanted, share=True)
+            open_things.callback(held.close)
+            chosen[name] = held.getsockname()[1]
+    return replace(options, **chosen)
+
+
+def together_banner(options: ServeOptions) -> list[str]:
+    host = reachable_host(options.host, None)
+    scheme = "https" if options.security.tls_cert is not None else "http"
+    http = options.http_port if options.port is None else options.port
+    grpc = options.grpc_port if options.port is None else options.port
+    lines = []
+    if http is not None:
+        lines.append(f"http     {scheme}://{join_address(host, http)}  (/docs, /metrics, /v2/health/ready)")
+    if grpc is not None:
+        lines.append(f"grpc     grpc://{join_address(host, grpc)}")
+    return [*lines, f"serving  with {options.processes} processes from {', '.join(options.folders)}"]
+
+
+def command_of(options: ServeOptions, index: int, folder: Path) -> tuple[str, ...]:
+    """Return the command line of one of several processes."""
+    one = replace(options, processes=1, peers=f"{index}/{options.processes}:{folder}")
+    words = [sys.executable, "-m", "monolith", "serve", *options.folders]
+    return (*words, *flags_of(one, ServeOptions(folders=())), *flags_of(one.security, SecurityOptions()))
+
+
+def flags_of(given: object, usual: object) -> list[str]:
+    """Return the flags that make `given` of `usual`, both of one dataclass."""
+    words: list[str] = []
+    for field in fields(given):  # type: ignore[arg-type]
+        value = getattr(given, field.name)
+        if field.name in ("folders", "security") or value == getattr(usual, field.name):
+            continue
+        words.append(f"--{field.name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def peers_of(text: str | None) -> tuple[int, int, Path | None]:
+    """Read what `command_of` wrote."""
+    if text is None:
+        return 0, 1, None
+    place, _, folder = text.partition(":")
+    index, _, count = place.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and folder):
+        raise ConfigError(f"serve: --peers is set by --processes; got {text!r}")
+    return int(index), int(count), Path(folder)

@@ -1,0 +1,78 @@
+"""`monolith serve --role ps | entry`: rows of one model over serving servers, and who asks them.
+
+A serving server (`ps`) answers lookups in the rows of its shard, as one replica of it, and is found in a
+registry. An entry is a model server without rows of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from monolith.cli.data_service import reachable_host, say, told_to_stop
+from monolith.cli.options.security import guard_of, limits_of
+from monolith.cli.options.serve import ServeOptions
+from monolith.cluster import open_discovery_url
+from monolith.cluster.security import Guard
+from monolith.errors import ConfigError
+from monolith.observe import progress
+from monolith.serve.rows import RowSource
+from monolith.serve.servable.manifest import read_servable
+from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
+
+SERVERS_WITHIN = 30.0
+"""Seconds that an entry waits for a server of every shard before it tries a version."""
+
+
+def serve_rows(options: ServeOptions) -> int:
+    """Answer lookups of one shard until told to stop."""
+    if len(options.folders) != 1:
+        raise ConfigError("serve --role ps: a serving server has the rows of one folder")
+    url = registry_of(options)
+    guard = guard_of(options.security, options.host, os.environ)
+    with told_to_stop(os.environ) as stop, open_discovery_url(url, os.environ) as discovery:
+        server = ServingServer(
+            options.folders[0],
+            options.shard,
+            host=options.host,
+            port=options.port or 0,
+            guard=guard,
+            discovery=discovery,
+            replica=options.replica,
+            advertise=reachable_host(options.host, options.advertise),
+            threads=options.predict_threads,
+            limits=limits_of(options.security, os.environ),
+        )
+        with server:
+            with progress(f"Loading shard {options.shard}", server.file_bytes, "bytes") as bar:
+                server.prefault(bar)
+            server.start()
+            say(
+                f"rows     {server.address}  shard {server.shard}, replica {server.replica} of {server.model}"
+            )
+            stop.wait()
+    return 0
+
+
+def remote_rows(options: ServeOptions, guard: Guard) -> Callable[[str], RowSource]:
+    """Return what opens the rows of a version, given its folder: over the serving servers of the registry."""
+    config = ShardsConfig(discovery=registry_of(options), missing=options.missing)
+
+    def open_rows(folder: str) -> RowSource:
+        rows = open_remote_rows(read_servable(folder), config, guard=guard, environ=os.environ)
+        end = time.monotonic() + SERVERS_WITHIN
+        while not rows.ready and time.monotonic() < end:
+            time.sleep(0.02)
+        return rows
+
+    return open_rows
+
+
+def registry_of(options: ServeOptions) -> str:
+    if options.discovery is None:
+        raise ConfigError(
+            f"serve --role {options.role}: say with --discovery where serving servers are found: "
+            "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
+        )
+    return options.discovery

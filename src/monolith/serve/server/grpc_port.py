@@ -1,0 +1,305 @@
+"""The Open Inference Protocol over gRPC.
+
+Messages are read and written here and nowhere else. A thread for each request, and not an event loop: on one
+core, Python's loop for gRPC took a quarter more time for a request (docs/decisions/0040).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+
+from monolith import __version__
+from monolith.cluster.security import Guard, add_grpc_port, grpc_interceptors
+from monolith.errors import MissingExtraError, RequestError
+from monolith.serve.server.inference import Inference, code_of
+from monolith.serve.server.peers import ServePeers
+from monolith.serve.server.protocol import EXTENSIONS, GRPC_STATUS, INTERNAL, PLATFORM, SERVER_NAME, TIMEOUT
+from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
+from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+from monolith.wire.open_inference import (
+    SERVICE,
+    message_pool,
+    message_types,
+    packed_infer_type,
+    service_methods,
+)
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_FIELDS = sorted(set(_CONTENTS.values()))
+
+
+class GrpcPort:
+    """Answers gRPC until closed.
+
+    Args:
+        inference: Answers.
+        address: host:port, with port 0 for any free one; or unix:path.
+        guard: What callers must show.
+        peers: Other processes that serve the same models, and load and unload with this one.
+    """
+
+    def __init__(self, inference: Inference, address: str, guard: Guard, peers: ServePeers) -> None:
+        grpc = import_grpc()
+        config = inference.config
+        self._inference = inference
+        self._peers = peers
+        self._grpc = grpc
+        self._types = message_types()
+        self._packed = packed_infer_type()
+        self._threads = ThreadPoolExecutor(config.threads, thread_name_prefix="grpc")
+        self._server = grpc.server(
+            self._threads,
+            interceptors=grpc_interceptors(guard),
+            maximum_concurrent_rpcs=config.limits.concurrency,
+            options=[
+                ("grpc.max_receive_message_length", config.limits.request_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", int(peers.share_port)),
+                ("grpc.max_metadata_size", 64 << 10),
+                ("grpc.server_handshake_timeout_ms", int(config.limits.read_timeout.total_seconds() * 1e3)),
+                ("grpc.http2.max_ping_strikes", 0),
+            ],
+        )
+        self._server.add_generic_rpc_handlers((self._handlers(),))
+        self._reflect()
+        self.port = add_grpc_port(self._server, address, guard)
+        self._server.start()
+
+    def close(self, grace: float) -> None:
+        """Refuse new requests and wait so many seconds for those in flight."""
+        self._server.stop(grace).wait()
+        self._threads.shutdown(wait=False)
+
+    def _infer_packed(self, data: bytes, context: Any) -> bytes:
+        """Answer a request; one with raw contents and nothing unusual without reading what is as ever."""
+        try:
+            packed = self._packed.FromString(data)
+        except Exception:
+            return self._infer_whole(data, context)  # which says what is wrong
+        inputs, contents = packed.inputs, packed.raw_input_contents
+        if packed.parameters or not contents or len(inputs) != len(contents):
+            return self._infer_whole(data, context)
+        kind = self._types.ModelInferRequest
+        try:
+            asked = InferRequest(
+                model=packed.model_name,
+                version=packed.model_version,
+                id=packed.id,
+                tensors=PackedInputs(tuple(inputs), contents, lambda: _tensors(kind.FromString(data))),
+                outputs=[kind.InferRequestedOutputTensor.FromString(one).name for one in packed.outputs],
+                timeout=context.time_remaining(),
+                transport="grpc",
+            )
+            answered: bytes = self._reply(self._inference.infer(asked)).SerializeToString()
+        except Exception as error:
+            self._abort(context, error)
+        return answered
+
+    def _handlers(self) -> Any:
+        methods = service_methods()
+        answers = {name: self._method(getattr(self, f"_{_snake(name)}"), *methods[name]) for name in methods}
+        self._infer_whole, answers["ModelInfer"] = answers["ModelInfer"], self._infer_packed
+        handlers = {
+            name: self._grpc.unary_unary_rpc_method_handler(answer) for name, answer in answers.items()
+        }
+        return self._grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _reflect(self) -> None:
+        """Let tools such as grpcurl ask which methods there are, where the package for it is installed."""
+        try:
+            from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
+        except ImportError:
+            return
+        names = (SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server, pool=message_pool())
+
+    def _method(
+        self, answer: Callable[[Any, Any], Any], kind: Any, reply: Any
+    ) -> Callable[[bytes, Any], bytes]:
+        """Return a handler of bytes: gRPC itself would call a message that cannot be read our mistake."""
+        read, write = kind.FromString, reply.SerializeToString
+
+        def handle(data: bytes, context: Any) -> bytes:
+            try:
+                request = read(data)
+            except Exception as cause:
+                error = RequestError(f"the message is no {kind.DESCRIPTOR.full_name}: {cause}")
+                self._inference.refuse("grpc", error)
+                self._abort(context, error)
+            try:
+                answered: bytes = write(answer(request, context))
+            except Exception as error:
+                if kind is not self._types.ModelInferRequest:  # of which `Inference` has taken note
+                    self._inference.refuse("grpc", error)
+                self._abort(context, error)
+            return answered
+
+        return handle
+
+    def _abort(self, context: Any, error: Exception) -> NoReturn:
+        code = code_of(error)
+        text = INTERNAL if code == "internal" else str(error)
+        context.abort(getattr(self._grpc.StatusCode, GRPC_STATUS[code]), text)
+        raise AssertionError("abort returned")
+
+    def _server_live(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return self._types.ServerLiveResponse(live=True)
+
+    def _server_ready(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return self._types.ServerReadyResponse(ready=self._inference.is_ready)
+
+    def _model_ready(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return self._types.ModelReadyResponse(ready=self._inference.has_ready(request.name, request.version))
+
+    def _server_metadata(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        return self._types.ServerMetadataResponse(
+            name=SERVER_NAME, version=__version__, extensions=EXTENSIONS
+        )
+
+    def _model_metadata(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        signature, versions, _ = self._inference.describe(request.name, request.version)
+        kind = self._types.ModelMetadataResponse
+        return kind(
+            name=request.name,
+            versions=versions,
+            platform=PLATFORM,
+            inputs=[
+                kind.TensorMetadata(name=one.name, datatype=one.datatype, shape=one.shape)
+                for one in signature.inputs
+            ],
+            outputs=[
+                kind.TensorMetadata(name=one.name, datatype=one.datatype, shape=one.shape)
+                for one in signature.outputs
+            ],
+        )
+
+    def _repository_index(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        kind = self._types.RepositoryIndexResponse
+        return kind(
+            models=[
+                kind.ModelIndex(name=one.name, version=one.version, state=one.state, reason=one.reason)
+                for one in self._inference.index(request.ready)
+            ]
+        )
+
+    def _repository_model_load(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        self._inference.repository.load(request.model_name)
+        self._peers.tell("load", request.model_name)
+        return self._types.RepositoryModelLoadResponse()
+
+    def _repository_model_unload(self, request: Any, context: Any) -> Any:  # noqa: ARG002
+        self._inference.repository.unload(request.model_name)
+        self._peers.tell("unload", request.model_name)
+        return self._types.RepositoryModelUnloadResponse()
+
+    def _model_infer(self, request: Any, context: Any) -> Any:
+        try:
+            asked = InferRequest(
+                model=request.model_name,
+                version=request.model_version,
+                id=request.id,
+                tensors=_tensors(request),
+                outputs=[one.name for one in request.outputs],
+                timeout=_timeout(request, context.time_remaining()),
+                transport="grpc",
+            )
+        except RequestError as error:
+            self._inference.refuse("grpc", error, request.model_name, request.id)
+            raise
+        return self._reply(self._inference.infer(asked))
+
+    def _reply(self, reply: InferReply) -> Any:
+        kind = self._types.ModelInferResponse
+        message = kind(model_name=reply.model, model_version=reply.version, id=reply.id)
+        for key, value in reply.parameters.items():
+            _set(message.parameters[key], value)
+        for tensor in reply.outputs:
+            message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            message.raw_output_contents.append(raw_bytes(tensor.values))
+        return message
+
+
+def _tensors(request: Any) -> list[WireTensor]:
+    """Return the inputs of a request, raw or typed."""
+    inputs = request.inputs
+    raws = request.raw_input_contents
+    if raws:
+        if len(raws) != len(inputs):
+            raise RequestError(
+                f"the request has {len(inputs)} inputs and {len(raws)} raw contents; it needs one for each, "
+                "or none"
+            )
+        return [
+            raw_tensor(one.name, one.datatype, one.shape, raw) for one, raw in zip(inputs, raws, strict=True)
+        ]
+    return [_typed_tensor(one) for one in inputs]
+
+
+def _typed_tensor(one: Any) -> WireTensor:
+    contents = one.contents
+    field = _CONTENTS.get(one.datatype)
+    if field is None:
+        if one.datatype == "FP16":
+            raise RequestError(f"input {one.name!r}: FP16 is sent raw, in raw_input_contents")
+        return raw_tensor(one.name, one.datatype, one.shape, b"")  # says that there is no such datatype
+    wrong = [other for other in _FIELDS if other != field and len(getattr(contents, other))]
+    if wrong:
+        raise RequestError(f"input {one.name!r}: {one.datatype} is sent in {field}, got values in {wrong[0]}")
+    values = getattr(contents, field)
+    if one.datatype in ("INT8", "INT16", "UINT8", "UINT16"):
+        kind = np.iinfo(one.datatype.lower())
+        outside = [value for value in values if not kind.min <= value <= kind.max]
+        if outside:
+            raise RequestError(f"input {one.name!r}: {outside[0]} is too large for {one.datatype}")
+    return listed_tensor(one.name, one.datatype, one.shape, values)
+
+
+def _timeout(request: Any, remaining: float | None) -> float | None:
+    """Return the seconds that a caller waits, by its deadline and by the parameter of Triton's clients."""
+    if TIMEOUT not in request.parameters:
+        return remaining
+    value = request.parameters[TIMEOUT]
+    asked: float = (value.int64_param or value.uint64_param) / 1e6
+    if asked <= 0:
+        return remaining
+    return asked if remaining is None else min(asked, remaining)
+
+
+def _set(parameter: Any, value: Parameter) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = value
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
+
+
+def import_grpc() -> Any:
+    try:
+        import grpc  # type: ignore[import-untyped]
+    except ImportError as cause:
+        raise MissingExtraError("grpcio", "serve", "serving over gRPC") from cause
+    return grpc

@@ -1,0 +1,221 @@
+"""The Open Inference Protocol over HTTP: from a whole request to a whole answer, on any thread.
+
+It knows no web server: `http_port` reads requests, within limits, and hands them over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from monolith import __version__
+from monolith.cluster.security import REFUSAL
+from monolith.errors import MonolithError, RequestError
+from monolith.serve.server.http_bodies import JSON_LENGTH, read_infer, read_json, unpacked, write_infer
+from monolith.serve.server.inference import Inference, code_of
+from monolith.serve.server.openapi import DOCS_PAGE, openapi_document
+from monolith.serve.server.peers import PEER_HEADER, ServePeers
+from monolith.serve.server.protocol import EXTENSIONS, HTTP_STATUS, INTERNAL, PLATFORM, SERVER_NAME
+
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+OPEN = ("/v2/health/live", "/v2/health/ready")
+"""Answered to everybody: a probe has no token, and they say nothing else."""
+_RETRY = {"retry-after": "1"}
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """A request, read to its end."""
+
+    method: str
+    path: str
+    """As it was sent, without what follows a question mark."""
+    headers: Mapping[str, str]
+    """By their names in lower case."""
+    body: bytes = b""
+
+
+@dataclass(slots=True)
+class HttpReply:
+    """What to answer."""
+
+    status: int
+    body: bytes = b""
+    content_type: str = JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class HttpApi:
+    """Answers requests. Thread-safe.
+
+    Args:
+        inference: Answers those that ask a model.
+        admits: Whether a caller with this "authorization" header, "" for none, is answered.
+        peers: Other processes that serve the same models.
+    """
+
+    def __init__(self, inference: Inference, admits: Callable[[str], bool], peers: ServePeers) -> None:
+        self._inference = inference
+        self._admits = admits
+        self._peers = peers
+        self._most = inference.config.limits.request_bytes
+
+    def refused(self, request: HttpRequest) -> HttpReply | None:
+        """Return the answer to a caller who may not come in, before its body is read; None for others."""
+        if request.path in OPEN or self._admits(request.headers.get("authorization", "")):
+            return None
+        return _error(401, REFUSAL, {"www-authenticate": "Bearer"})
+
+    def error_reply(self, error: Exception) -> HttpReply:
+        """Return the answer to a request that failed."""
+        code = code_of(error)
+        headers = _RETRY if code in ("overloaded", "unavailable") else {}
+        return _error(HTTP_STATUS[code], INTERNAL if code == "internal" else str(error), headers)
+
+    def answer(self, request: HttpRequest) -> HttpReply:
+        """Answer a request; whatever is wrong with it is an answer, too."""
+        noted = False
+        try:
+            parts = [unquote(part, errors="strict") for part in request.path.split("/")[1:]]
+            allowed = self._routes(parts, request)
+            if allowed is None:
+                return _error(404, f"there is nothing at {request.path[:200]}; /docs lists what there is")
+            method = "GET" if request.method == "HEAD" else request.method
+            if method not in allowed:
+                return _error(
+                    405, f"{request.path[:200]} takes {', '.join(allowed)}", {"allow": ", ".join(allowed)}
+                )
+            noted = parts[-1] == "infer"
+            reply = allowed[method]()
+        except UnicodeDecodeError:
+            return _error(400, "the path is no UTF-8")
+        except Exception as error:
+            if not noted or not isinstance(error, MonolithError):
+                self._inference.refuse("http", error)
+            return self.error_reply(error)
+        if request.method == "HEAD":
+            reply.body = b""
+        return reply
+
+    def _routes(self, parts: list[str], request: HttpRequest) -> Mapping[str, Callable[[], HttpReply]] | None:
+        """Return what can be done at a path: method -> what answers."""
+        match parts:
+            case ["metrics"]:
+                return {"GET": lambda: self._metrics(request)}
+            case ["openapi.json"]:
+                return {"GET": lambda: _json(openapi_document())}
+            case ["docs"]:
+                return {"GET": lambda: HttpReply(200, DOCS_PAGE.encode(), "text/html; charset=utf-8")}
+            case ["v2"] | ["v2", ""]:
+                return {"GET": self._about}
+            case ["v2", "health", "live"]:
+                return {"GET": lambda: _json({"live": True})}
+            case ["v2", "health", "ready"]:
+                return {"GET": lambda: _readiness(self._inference.is_ready)}
+            case ["v2", "repository", "index"]:
+                return {"POST": lambda: self._index(request)}
+            case ["v2", "repository", "models", name, "load" | "unload" as verb]:
+                return {"POST": lambda: self._change(name, verb, request)}
+            case ["v2", "models", name, "versions", version, *rest]:
+                return self._model(name, version, rest, request)
+            case ["v2", "models", name, *rest]:
+                return self._model(name, "", rest, request)
+        return None
+
+    def _model(
+        self, name: str, version: str, rest: list[str], request: HttpRequest
+    ) -> Mapping[str, Callable[[], HttpReply]] | None:
+        match rest:
+            case []:
+                return {"GET": lambda: self._metadata(name, version)}
+            case ["ready"]:
+                return {"GET": lambda: _readiness(self._inference.has_ready(name, version), name)}
+            case ["infer"]:
+                return {"POST": lambda: self._infer(name, version, request)}
+        return None
+
+    def _metrics(self, request: HttpRequest) -> HttpReply:
+        own = self._inference.render_metrics()
+        return HttpReply(200, own if PEER_HEADER in request.headers else self._peers.metrics(own), METRICS)
+
+    def _about(self) -> HttpReply:
+        return _json({"name": SERVER_NAME, "version": __version__, "extensions": list(EXTENSIONS)})
+
+    def _metadata(self, name: str, version: str) -> HttpReply:
+        signature, versions, _ = self._inference.describe(name, version)
+        return _json(
+            {
+                "name": name,
+                "versions": list(versions),
+                "platform": PLATFORM,
+                "inputs": [_tensor(one) for one in signature.inputs],
+                "outputs": [_tensor(one) for one in signature.outputs],
+            }
+        )
+
+    def _index(self, request: HttpRequest) -> HttpReply:
+        asked = self._json_body(request)
+        ready = asked.get("ready", False)
+        if not isinstance(ready, bool):
+            raise RequestError("`ready` must be true or false")
+        return _json(
+            [
+                {"name": one.name, "version": one.version, "state": one.state, "reason": one.reason}
+                for one in self._inference.index(ready)
+            ]
+        )
+
+    def _change(self, name: str, verb: str, request: HttpRequest) -> HttpReply:
+        self._json_body(request)
+        repository = self._inference.repository
+        (repository.load if verb == "load" else repository.unload)(name)
+        if PEER_HEADER not in request.headers:
+            self._peers.tell(verb, name)
+        return _json({})
+
+    def _infer(self, name: str, version: str, request: HttpRequest) -> HttpReply:
+        try:
+            body = unpacked(request.body, request.headers.get("content-encoding", "").lower(), self._most)
+            asked, binary = read_infer(name, version, body, request.headers)
+        except RequestError as error:
+            self._inference.refuse("http", error, name)
+            raise
+        reply, head = write_infer(self._inference.infer(asked), binary)
+        if head is None:
+            return HttpReply(200, reply)
+        return HttpReply(200, reply, OCTETS, {JSON_LENGTH: str(head)})
+
+    def _json_body(self, request: HttpRequest) -> Mapping[str, Any]:
+        """Return the JSON object of a body; an empty one where there is none."""
+        body = unpacked(request.body, request.headers.get("content-encoding", "").lower(), self._most)
+        asked = read_json(body) if body.strip() else {}
+        if not isinstance(asked, dict):
+            raise RequestError("the body must be a JSON object")
+        return asked
+
+
+def _readiness(ready: bool, name: str | None = None) -> HttpReply:
+    said: dict[str, Any] = {"ready": ready} if name is None else {"name": name, "ready": ready}
+    return _json(said, 200 if ready else 503)
+
+
+def _tensor(one: Any) -> dict[str, Any]:
+    return {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
+
+
+def _json(value: Any, status: int = 200) -> HttpReply:
+    return HttpReply(status, json.dumps(value).encode())
+
+
+def _error(status: int, text: str, headers: Mapping[str, str] | None = None) -> HttpReply:
+    return HttpReply(status, json.dumps({"error": text}).encode(), headers=dict(headers or {}))
+
+
+def plain_error(status: int, text: str) -> HttpReply:
+    """Return an answer that says what is wrong, and ends the connection."""
+    return _error(status, text, {"connection": "close"})

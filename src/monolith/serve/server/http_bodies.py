@@ -1,0 +1,255 @@
+"""The bodies of the Open Inference Protocol over HTTP: JSON, and tensors in binary behind it.
+
+With the header `Inference-Header-Content-Length: N`, the first N bytes of a body are JSON, and the rest are
+the raw tensors of those inputs that say `"parameters": {"binary_data_size": ...}`, one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from monolith.errors import RequestError, RequestTooLargeError
+from monolith.serve.server.protocol import TIMEOUT
+from monolith.serve.server.requests import InferReply, InferRequest
+from monolith.serve.server.tensors import WireTensor, listed_tensor, raw_bytes, raw_tensor
+
+JSON_LENGTH = "inference-header-content-length"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+BINARY_SIZE = "binary_data_size"
+BINARY = "binary_data"
+BINARY_OUTPUT = "binary_data_output"
+_DEEPEST = 10
+_WINDOWS = {"gzip": 31, "deflate": 15}
+
+
+def unpacked(body: bytes, encoding: str, most: int) -> bytes:
+    """Return a body as it was before it was packed.
+
+    Raises:
+        RequestError: It is not packed that way.
+        RequestTooLargeError: It has more bytes than `most`; no more than those were unpacked.
+    """
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in _WINDOWS:
+        raise RequestError(f"cannot unpack {encoding[:40]!r}; send gzip, deflate, or nothing packed")
+    unpack = zlib.decompressobj(_WINDOWS[encoding])
+    try:
+        whole = unpack.decompress(body, most + 1)
+    except zlib.error as cause:
+        raise RequestError(f"the body is not {encoding}: {cause}") from cause
+    if len(whole) > most:
+        raise RequestTooLargeError(f"the body has more than {most} bytes when unpacked, which are the most")
+    if not unpack.eof:
+        raise RequestError(f"the body is not {encoding}: it ends too early")
+    return whole
+
+
+def read_json(body: bytes | memoryview) -> Any:
+    """Return what a body says.
+
+    Raises:
+        RequestError: It is no JSON.
+    """
+    try:
+        return json.loads(bytes(body), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as cause:
+        why = "it is nested too deeply" if isinstance(cause, RecursionError) else str(cause)
+        raise RequestError(f"the body is no JSON: {why}") from cause
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def read_infer(
+    model: str, version: str, body: bytes, headers: Mapping[str, str]
+) -> tuple[InferRequest, BinaryOutputs]:
+    """Return the request that a body is, and which outputs are to be sent in binary.
+
+    Raises:
+        RequestError: It is none; says where.
+    """
+    view = memoryview(body)
+    said = headers.get(JSON_LENGTH)
+    if said is None:
+        head, rest = view, view[:0]
+    else:
+        length = _whole(said, JSON_LENGTH)
+        if length > len(body):
+            raise RequestError(f"{JSON_LENGTH} is {length}, the body has {len(body)} bytes")
+        head, rest = view[:length], view[length:]
+    message = read_json(head)
+    if not isinstance(message, dict):
+        raise RequestError("the body must be a JSON object with `inputs`")
+    parameters = _object(message, "parameters")
+    wanted = _outputs(message)
+    request = InferRequest(
+        model=model,
+        version=version,
+        id=_string(message, "id", ""),
+        tensors=list(_inputs(message, rest)),
+        outputs=[name for name, _ in wanted],
+        timeout=_timeout(headers, parameters),
+        transport="http",
+    )
+    return request, BinaryOutputs(
+        _flag(parameters, BINARY_OUTPUT), {name: given[BINARY] for name, given in wanted if BINARY in given}
+    )
+
+
+class BinaryOutputs:
+    """Which outputs a caller wants in binary."""
+
+    def __init__(self, by_default: bool, chosen: Mapping[str, Any]) -> None:
+        for name, value in chosen.items():
+            if not isinstance(value, bool):
+                raise RequestError(f"outputs: {BINARY} of {name[:80]!r} must be true or false")
+        self._by_default = by_default
+        self._chosen = chosen
+
+    def has(self, name: str) -> bool:
+        return bool(self._chosen.get(name, self._by_default))
+
+
+def write_infer(reply: InferReply, binary: BinaryOutputs) -> tuple[bytes, int | None]:
+    """Return the body of an answer, and the length of its JSON where tensors follow it."""
+    outputs: list[dict[str, Any]] = []
+    raws: list[bytes] = []
+    for tensor in reply.outputs:
+        line: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.shape),
+        }
+        if binary.has(tensor.name):
+            raws.append(raw_bytes(tensor.values))
+            line["parameters"] = {BINARY_SIZE: len(raws[-1])}
+        else:
+            line["data"] = _plain(tensor)
+        outputs.append(line)
+    message: dict[str, Any] = {"model_name": reply.model, "model_version": reply.version, "outputs": outputs}
+    if reply.id:
+        message["id"] = reply.id
+    if reply.parameters:
+        message["parameters"] = reply.parameters
+    head = json.dumps(message).encode()
+    return (b"".join([head, *raws]), len(head)) if raws else (head, None)
+
+
+def _plain(tensor: WireTensor) -> list[Any]:
+    if isinstance(tensor.values, list):
+        return [one.decode("utf-8", "replace") for one in tensor.values]
+    return [
+        None if isinstance(one, float) and not math.isfinite(one) else one for one in tensor.values.tolist()
+    ]
+
+
+def _inputs(message: Mapping[str, Any], rest: memoryview) -> Iterator[WireTensor]:
+    inputs = message.get("inputs")
+    if not isinstance(inputs, list):
+        raise RequestError("the body must have `inputs`, a list")
+    at = 0
+    for number, one in enumerate(inputs):
+        where = f"inputs[{number}]"
+        if not isinstance(one, dict):
+            raise RequestError(f"{where} must be an object")
+        name, datatype, shape = _string(one, "name"), _string(one, "datatype"), _shape(one, where)
+        size = _object(one, "parameters").get(BINARY_SIZE)
+        if size is None:
+            if "data" not in one:
+                raise RequestError(f"{where} must have `data`, or {BINARY_SIZE} among its parameters")
+            yield listed_tensor(name, datatype, shape, _flat(one["data"], where))
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest) - at:
+            raise RequestError(
+                f"{where}: {BINARY_SIZE} must be a number of bytes that the body has; "
+                f"{len(rest) - at} are left"
+            )
+        yield raw_tensor(name, datatype, shape, rest[at : at + size])
+        at += size
+    if at != len(rest):
+        raise RequestError(f"{len(rest) - at} bytes are left after the inputs")
+
+
+def _outputs(message: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    outputs = message.get("outputs")
+    if outputs is None:
+        return []
+    if not isinstance(outputs, list) or not all(isinstance(one, dict) for one in outputs):
+        raise RequestError("`outputs` must be a list of objects")
+    return [(_string(one, "name"), _object(one, "parameters")) for one in outputs]
+
+
+def _flat(data: Any, where: str, depth: int = 0) -> list[Any]:
+    """Return nested lists as one, the innermost first."""
+    if not isinstance(data, list):
+        raise RequestError(f"{where}: `data` must be a list")
+    if depth > _DEEPEST:
+        raise RequestError(f"{where}: `data` is nested too deeply")
+    if not any(isinstance(one, list) for one in data):
+        return data
+    flat: list[Any] = []
+    for one in data:
+        flat += _flat(one, where, depth + 1)
+    return flat
+
+
+def _shape(one: Mapping[str, Any], where: str) -> Sequence[int]:
+    shape = one.get("shape")
+    if not isinstance(shape, list) or not all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 40 for size in shape
+    ):
+        raise RequestError(f"{where} must have `shape`, a list of numbers from 0 on")
+    return shape
+
+
+def _string(one: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = one.get(key, default)
+    if not isinstance(value, str) or len(value) > 1024:
+        raise RequestError(f"`{key}` must be a text of at most 1024 characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(f"`{key}` has half of a character") from cause
+    return value
+
+
+def _object(one: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = one.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"`{key}` must be an object")
+    return value
+
+
+def _flag(one: Mapping[str, Any], key: str) -> bool:
+    value = one.get(key, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"`{key}` must be true or false")
+    return value
+
+
+def _timeout(headers: Mapping[str, str], parameters: Mapping[str, Any]) -> float | None:
+    """Return the seconds that a caller waits, by our header and by the parameter of Triton's clients."""
+    found: list[float] = []
+    if TIMEOUT_HEADER in headers:
+        found.append(_whole(headers[TIMEOUT_HEADER], TIMEOUT_HEADER) / 1e3)
+    asked = parameters.get(TIMEOUT)
+    if asked is not None:
+        if not isinstance(asked, int) or isinstance(asked, bool) or not 0 <= asked < 1 << 63:
+            raise RequestError(f"the parameter `{TIMEOUT}` must be a number of microseconds")
+        if asked:
+            found.append(asked / 1e6)
+    return min(found) if found else None
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise RequestError(f"the header {name} must be a whole number from 0 on, got {text[:40]!r}")
+    return int(text)

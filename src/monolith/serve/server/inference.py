@@ -1,0 +1,325 @@
+"""Inference: from a decoded request to its answer, whatever it came over.
+
+Here the parts meet: limits, the route, the version that is held meanwhile, the batch, the shadow.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from monolith.errors import (
+    DeadlineExceededError,
+    MonolithError,
+    OverloadedError,
+    RequestError,
+    RequestTooLargeError,
+    UnavailableError,
+    UnknownModelError,
+)
+from monolith.serve.server.batching import FoundOutputs, RequestBatcher
+from monolith.serve.server.config import ServeConfig, ServedFolder, Target
+from monolith.serve.server.observing import AccessLog, ServeMetrics
+from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
+from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
+from monolith.serve.server.served import Catalog, ServedModel, ServedSignature
+from monolith.serve.server.tensors import Columns, ColumnsPlan, columns_of, output_tensor
+from monolith.serve.server.traffic import TrafficRoutes
+
+_log = logging.getLogger(__name__)
+
+SHADOWS_WAITING = 64
+"""Requests that may wait for shadows; more are dropped, and counted."""
+PLANS = 256
+"""Kinds of requests to a version whose names, types and shapes are remembered."""
+PLAN_BYTES = 64 << 10
+"""The longest description of inputs that is."""
+CODES: Mapping[type[BaseException], str] = {
+    UnknownModelError: "not_found",
+    RequestTooLargeError: "too_large",
+    RequestError: "invalid",
+    OverloadedError: "overloaded",
+    DeadlineExceededError: "deadline",
+    UnavailableError: "unavailable",
+}
+"""Kinds of errors, the narrower first, and what they are called in metrics and logs."""
+
+
+def code_of(error: BaseException) -> str:
+    """Return what an error is called: "internal" for one that is our own mistake."""
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), "internal")
+
+
+class Inference:
+    """All that a server does for its callers, over any transport. Thread-safe.
+
+    Args:
+        folders: What is served.
+        catalog: Finds and loads versions.
+        metrics: Counts.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folders: Sequence[ServedFolder],
+        catalog: Catalog,
+        metrics: ServeMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        generator: random.Random | None = None,
+    ) -> None:
+        draw = generator or random.Random()
+        self.config = config
+        self.metrics = metrics
+        self._clock = clock
+        self._limits = config.limits
+        self._timeout = config.limits.timeout.total_seconds()
+        self._access = AccessLog(config.access_log, draw, clock)
+        self.traffic = TrafficRoutes(config.splits, config.shadows, [one.name for one in folders], draw)
+        self.repository = Repository(
+            folders, catalog, self._batcher, pinned=self.traffic.pinned(), clock=clock
+        )
+        self._lock = threading.Lock()  # guards the three below
+        self._idle = threading.Condition(self._lock)
+        self._in_flight = 0
+        self._shadows_waiting = 0
+        self._draining = False
+        self._shadow_thread = ThreadPoolExecutor(1, thread_name_prefix="shadow") if config.shadows else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model that is wanted can answer, and the server is not about to stop."""
+        return not self._draining and self.repository.all_ready
+
+    def infer(self, request: InferRequest) -> InferReply:
+        """Answer a request.
+
+        Raises:
+            UnknownModelError: There is no such model or version.
+            RequestError: The inputs are not what the model takes; RequestTooLargeError: they are too many.
+            OverloadedError: Too many requests are being answered.
+            DeadlineExceededError: The caller's time, or the longest that is allowed, was up.
+            UnavailableError: The server is stopping, or the model is not loaded.
+        """
+        begun = self._clock()
+        try:
+            self._enter()
+            try:
+                reply, rows = self._answer(request, begun)
+            finally:
+                self._leave()
+        except Exception as error:
+            self._note_refusal(request, error)
+            raise
+        seconds = self._clock() - begun
+        self.metrics.answered(
+            model=reply.model,
+            version=reply.version,
+            transport=request.transport,
+            code="ok",
+            rows=rows,
+            seconds=seconds,
+        )
+        self._access.answered(
+            model=reply.model,
+            version=reply.version,
+            transport=request.transport,
+            id=request.id,
+            rows=rows,
+            seconds=seconds,
+        )
+        return reply
+
+    def refuse(self, transport: str, error: BaseException, model: str = "", id: str = "") -> None:  # noqa: A002
+        """Note a request that was refused before it could be decoded."""
+        code = code_of(error)
+        known = model if model in self.repository.names or model in self.traffic.names else ""
+        self.metrics.answered(model=known, version="", transport=transport, code=code)
+        self._access.refused(model=model, transport=transport, id=id, code=code, why=str(error))
+        if code == "internal":
+            _log.error("a request failed by a mistake of the server or its model", exc_info=error)
+
+    def describe(self, name: str, version: str = "") -> tuple[ServedSignature, tuple[str, ...], str]:
+        """Return what a model takes and gives, its versions, and the name under which it has them."""
+        model, chosen = (name, version) if version else self.traffic.main(name)
+        with self.repository.held(model, chosen) as held:
+            return held.model.signature, self.repository.versions(model), model
+
+    def has_ready(self, name: str, version: str = "") -> bool:
+        """Whether a model can answer.
+
+        Raises:
+            UnknownModelError: There is no such model.
+        """
+        if name not in self.repository.names and name not in self.traffic.names:
+            self.repository.versions(name)
+        model, chosen = (name, version) if version else self.traffic.main(name)
+        return not self._draining and self.repository.is_ready(model, chosen)
+
+    def index(self, ready: bool = False) -> list[ModelStatus]:
+        lines = self.repository.index()
+        return [line for line in lines if line.state == "READY"] if ready else lines
+
+    def stop_being_ready(self) -> None:
+        """Say that the server is not ready, so that balancers send nothing more; answer what still comes."""
+        self._draining = True
+
+    def render_metrics(self) -> bytes:
+        self.metrics.in_flight(self._in_flight)
+        return self.metrics.all.render()
+
+    def wait_idle(self, seconds: float) -> bool:
+        with self._lock:
+            return self._idle.wait_for(lambda: self._in_flight == 0, seconds)
+
+    def close(self) -> None:
+        if self._shadow_thread is not None:
+            self._shadow_thread.shutdown(cancel_futures=True)
+        self.repository.close()
+
+    def _batcher(self, model: ServedModel) -> RequestBatcher:
+        return RequestBatcher(
+            model.predict,
+            self.config.batching,
+            queue=self._limits.queue,
+            clock=self._clock,
+            report=lambda requests, rows: self.metrics.batched(model.name, requests, rows),
+        )
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._in_flight >= self._limits.concurrency:
+                raise OverloadedError(
+                    f"{self._in_flight} requests are being answered, which is the most. Ask again later, or "
+                    "start more servers."
+                )
+            self._in_flight += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._idle.notify_all()
+
+    def _answer(self, request: InferRequest, begun: float) -> tuple[InferReply, int]:
+        allowed = self._timeout if request.timeout is None else min(request.timeout, self._timeout)
+        if allowed <= 0:
+            raise DeadlineExceededError("the request's time was up when it arrived")
+        deadline = begun + allowed
+        name, version = self.traffic.target(request.model, request.version)
+        with self.repository.held(name, version) as held:
+            columns = self._columns(request, held)
+            found = held.batcher.run(columns, deadline)
+            if found.missing:
+                self.metrics.missing(found.missing)
+            reply = _reply(request, name, held, found)
+        for shadow in self.traffic.shadows(request.model):
+            self._ask_shadow(shadow, request, found)
+        return reply, columns.rows
+
+    def _columns(self, request: InferRequest, held: LoadedVersion) -> Columns:
+        given = request.tensors
+        columns = (
+            _packed_columns(given, held)
+            if isinstance(given, PackedInputs)
+            else columns_of(given, held.model.signature)
+        )
+        if columns.rows > self._limits.rows:
+            raise RequestTooLargeError(
+                f"the request has {columns.rows} rows; the most are {self._limits.rows}. Send several."
+            )
+        return columns
+
+    def _note_refusal(self, request: InferRequest, error: Exception) -> None:
+        self.refuse(request.transport, error, request.model, request.id)
+
+    def _ask_shadow(self, shadow: Target, request: InferRequest, found: FoundOutputs) -> None:
+        assert self._shadow_thread is not None
+        label = f"{shadow.model}/{shadow.version}" if shadow.version else shadow.model
+        with self._lock:
+            full = self._shadows_waiting >= SHADOWS_WAITING
+            self._shadows_waiting += not full
+        if full:
+            self.metrics.shadowed(request.model, label, "dropped")
+            return
+        try:
+            self._shadow_thread.submit(self._compare, shadow, label, request, found)
+        except RuntimeError:  # the server is closing
+            with self._lock:
+                self._shadows_waiting -= 1
+
+    def _compare(self, shadow: Target, label: str, request: InferRequest, found: FoundOutputs) -> None:
+        try:
+            with self.repository.held(shadow.model, shadow.version) as held:
+                other = held.batcher.run(self._columns(request, held), self._clock() + self._timeout)
+            difference = _difference(found, other)
+            outcome = "same" if difference == 0 else "different"
+            self.metrics.shadowed(request.model, label, outcome, difference)
+        except MonolithError as error:
+            _log.debug("the shadow %s failed: %s", label, error)
+            self.metrics.shadowed(request.model, label, "failed")
+        except Exception:
+            _log.exception("the shadow %s failed", label)
+            self.metrics.shadowed(request.model, label, "failed")
+        finally:
+            with self._lock:
+                self._shadows_waiting -= 1
+
+
+def _packed_columns(given: PackedInputs, held: LoadedVersion) -> Columns:
+    """Return the columns of a request, by a plan where one like it was seen before."""
+    plan = held.plans.get(given.key)
+    if plan is not None:
+        columns = plan.columns(given.contents)
+        if columns is not None:
+            return columns
+    tensors = given.read()
+    columns = columns_of(tensors, held.model.signature)
+    if plan is None and sum(map(len, given.key)) <= PLAN_BYTES and (made := ColumnsPlan.of(tensors, columns)):
+        if len(held.plans) >= PLANS:
+            held.plans.clear()
+        held.plans[given.key] = made
+    return columns
+
+
+def _reply(request: InferRequest, name: str, held: LoadedVersion, found: FoundOutputs) -> InferReply:
+    model = held.model
+    parameters: dict[str, Parameter] = {}
+    for key in ("step", "watermark"):
+        value = model.about.get(key)
+        if value is not None:
+            parameters[key] = value if isinstance(value, (int, float, str)) else str(value)
+    if found.missing:
+        parameters["missing_shards"] = ",".join(found.missing)
+    wanted = request.outputs or list(found.outputs)
+    unknown = [one for one in wanted if one not in found.outputs]
+    if unknown:
+        raise RequestError(f"the model has no output {unknown[0][:200]!r}; it has {', '.join(found.outputs)}")
+    return InferReply(
+        model=name,
+        version=model.version,
+        id=request.id,
+        outputs=[output_tensor(one, found.outputs[one]) for one in wanted],
+        parameters=parameters,
+    )
+
+
+def _difference(one: FoundOutputs, other: FoundOutputs) -> float:
+    """Return the largest difference of any value; infinite where outputs are not the same ones."""
+    if one.outputs.keys() != other.outputs.keys():
+        return float("inf")
+    largest = 0.0
+    for name, values in one.outputs.items():
+        others = other.outputs[name]
+        if values.shape != others.shape:
+            return float("inf")
+        if values.size:
+            largest = max(largest, float(np.abs(values.astype(np.float64) - others).max()))
+    return largest

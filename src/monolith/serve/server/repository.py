@@ -1,0 +1,313 @@
+"""The models of a server: which versions are loaded, and how one takes the place of another.
+
+A folder is looked at every now and then. A new version is loaded and warmed up beside the one that answers;
+then, in one assignment, it answers, and the other one is left to those who hold it: the last to let go
+closes it.
+
+    found ──► LOADING ──► READY ──a newer one is ready──► UNLOADING ──nobody holds it──► closed
+                 └──fails──► UNAVAILABLE, with the reason: the one before goes on answering
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from monolith.errors import MonolithError, UnavailableError, UnknownModelError
+from monolith.serve.server.batching import RequestBatcher
+from monolith.serve.server.config import ServedFolder
+from monolith.serve.server.served import Catalog, ServedModel
+from monolith.serve.server.tensors import ColumnsPlan
+
+_log = logging.getLogger(__name__)
+
+RETRY_AFTER = 30.0
+"""Seconds after which a version that could not be loaded is tried again."""
+
+
+class LoadedVersion:
+    """A version that answers, and those who hold it."""
+
+    def __init__(self, model: ServedModel, batcher: RequestBatcher) -> None:
+        self.model = model
+        self.batcher = batcher
+        self.plans: dict[tuple[bytes, ...], ColumnsPlan] = {}
+        """By what requests say of their inputs; for those that were seen before."""
+        self._lock = threading.Lock()  # guards the two below
+        self._holders = 1  # the repository
+        self._retired = False
+
+    def hold(self) -> bool:
+        """Whether the caller holds it now, until it lets go; a version that is about to close, nobody can."""
+        with self._lock:
+            if self._retired:
+                return False
+            self._holders += 1
+            return True
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self.model.close()
+
+    def retire(self) -> None:
+        """Have it closed as soon as nobody holds it."""
+        with self._lock:
+            if self._retired:
+                return
+            self._retired = True
+        self.let_go()
+
+    @property
+    def is_held(self) -> bool:
+        with self._lock:
+            return self._holders > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One line of the index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What is known of one folder. Only the thread that holds `Repository._changing` changes it."""
+
+    config: ServedFolder
+    pinned: frozenset[str] = frozenset()
+    """Versions that routes name."""
+    wanted: bool = True
+    """False from an unload to a load."""
+    failed: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Version -> why it could not be loaded, and when that was."""
+    loading: str = ""
+
+
+class Repository:
+    """All models of a server. Thread-safe.
+
+    Args:
+        folders: What is served, each under its name.
+        catalog: Finds and loads versions.
+        batcher: Makes the batcher of a loaded version.
+        pinned: Model -> versions that are served whatever the policy says.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[ServedFolder],
+        catalog: Catalog,
+        batcher: Callable[[ServedModel], RequestBatcher],
+        *,
+        pinned: Mapping[str, frozenset[str]] | None = None,
+        clock: Callable[[], float],
+    ) -> None:
+        named = pinned or {}
+        self._folders = {one.name: _Folder(one, named.get(one.name, frozenset())) for one in folders}
+        self._catalog = catalog
+        self._batcher = batcher
+        self._clock = clock
+        self._changing = threading.RLock()  # one thread loads and unloads at a time
+        self._serving: dict[str, dict[str, LoadedVersion]] = {name: {} for name in self._folders}
+        """Model -> version -> what answers, the oldest first. The inner one is replaced, never changed."""
+        self._retiring: list[LoadedVersion] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._folders)
+
+    @contextmanager
+    def held(self, name: str, version: str = "") -> Iterator[LoadedVersion]:
+        """Hold a version while the block lasts: it is not closed before.
+
+        Args:
+            version: The newest one that is loaded, if empty.
+
+        Raises:
+            UnknownModelError: There is no such model, or not that version of it.
+            UnavailableError: The model has no version that can answer.
+        """
+        while True:
+            found = self._find(name, version)
+            if found.hold():
+                break
+        try:
+            yield found
+        finally:
+            found.let_go()
+
+    def versions(self, name: str) -> tuple[str, ...]:
+        """Return the versions that can answer, the oldest first."""
+        self._folder(name)
+        return tuple(self._serving[name])
+
+    def is_ready(self, name: str, version: str = "") -> bool:
+        serving = self._serving.get(name, {})
+        return version in serving if version else bool(serving)
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether each model that was not unloaded has a version that can answer."""
+        return all(self._serving[name] for name, folder in self._folders.items() if folder.wanted)
+
+    def index(self) -> list[ModelStatus]:
+        """Return what is served, what is being loaded, and what could not be."""
+        lines: list[ModelStatus] = []
+        for name, folder in self._folders.items():
+            ready = self._serving[name]
+            lines += [ModelStatus(name, version, "READY") for version in ready]
+            if folder.loading:
+                lines.append(ModelStatus(name, folder.loading, "LOADING"))
+            lines += [
+                ModelStatus(name, version, "UNAVAILABLE", reason)
+                for version, (reason, _) in list(folder.failed.items())
+                if version not in ready
+            ]
+            if not ready and not folder.failed and not folder.loading:
+                why = "no complete version in its folder" if folder.wanted else "unloaded"
+                lines.append(ModelStatus(name, "", "UNAVAILABLE", why))
+        return lines
+
+    def refresh(self) -> None:
+        """Look at every folder, load what is new, and retire what is no longer wanted."""
+        for name in self._folders:
+            with self._changing:
+                if self._folders[name].wanted:
+                    self._bring_up_to_date(name)
+
+    def load(self, name: str) -> None:
+        """Load the versions that the policy wants, also those that failed before, and after an unload.
+
+        Raises:
+            UnknownModelError: There is no such model.
+            UnavailableError: None of its versions could be loaded.
+        """
+        folder = self._folder(name)
+        with self._changing:
+            folder.wanted = True
+            folder.failed.clear()
+            self._bring_up_to_date(name)
+            if not self._serving[name]:
+                reasons = "; ".join(f"version {one}: {why}" for one, (why, _) in folder.failed.items())
+                raise UnavailableError(
+                    f"cannot load model {name!r}: "
+                    + (reasons or f"no complete version in {folder.config.folder}")
+                )
+
+    def unload(self, name: str) -> None:
+        """Stop serving a model; requests in flight end first."""
+        folder = self._folder(name)
+        with self._changing:
+            folder.wanted = False
+            folder.failed.clear()
+            self._serve(name, {})
+
+    def close(self) -> None:
+        """Retire every version; each is closed when nobody holds it."""
+        with self._changing:
+            for name, folder in self._folders.items():
+                folder.wanted = False
+                self._serve(name, {})
+
+    @property
+    def retiring(self) -> int:
+        """How many versions no longer answer and are still held."""
+        self._retiring = [one for one in self._retiring if one.is_held]
+        return len(self._retiring)
+
+    def _folder(self, name: str) -> _Folder:
+        try:
+            return self._folders[name]
+        except KeyError:
+            served = ", ".join(self._folders) or "none"
+            raise UnknownModelError(f"there is no model {name[:200]!r}; this server has {served}") from None
+
+    def _find(self, name: str, version: str) -> LoadedVersion:
+        folder = self._folder(name)
+        serving = self._serving[name]
+        if not version:
+            if serving:
+                return next(reversed(serving.values()))
+            why = "it was unloaded" if not folder.wanted else "no version of it is loaded"
+            raise UnavailableError(f"model {name!r} cannot answer: {why}")
+        try:
+            return serving[version]
+        except KeyError:
+            raise UnknownModelError(
+                f"model {name!r} has no version {version[:200]!r}; it has {', '.join(serving) or 'none'}"
+            ) from None
+
+    def _bring_up_to_date(self, name: str) -> None:
+        folder = self._folders[name]
+        try:
+            found = list(self._catalog.versions(folder.config.folder))
+        except (MonolithError, OSError) as error:
+            _log.warning("cannot look for versions of model %r: %s", name, error)
+            return
+        wanted = self._wanted(folder, found)
+        before = self._serving[name]
+        loaded = {version: before[version] for version in wanted if version in before}
+        new = [version for version in wanted if version not in before and self._may_try(folder, version)]
+        for version in new:
+            made = self._try_to_load(folder, version)
+            if made is not None:
+                loaded[version] = made
+        folder.failed = {one: why for one, why in folder.failed.items() if one in found}
+        if not any(version in loaded for version in wanted):
+            loaded = before  # better the old ones than none
+        elif any(version in folder.failed for version in wanted):
+            loaded = {**before, **loaded}
+        order = {version: place for place, version in enumerate(found)}
+        self._serve(name, dict(sorted(loaded.items(), key=lambda item: order.get(item[0], -1))))
+
+    def _wanted(self, folder: _Folder, found: list[str]) -> list[str]:
+        wanted = set(folder.config.policy.wanted(found)) | folder.pinned
+        return [version for version in found if version in wanted]
+
+    def _may_try(self, folder: _Folder, version: str) -> bool:
+        failed = folder.failed.get(version)
+        return failed is None or self._clock() - failed[1] >= RETRY_AFTER
+
+    def _try_to_load(self, folder: _Folder, version: str) -> LoadedVersion | None:
+        name = folder.config.name
+        folder.loading = version
+        try:
+            model = self._catalog.load(folder.config.folder, version)
+            try:
+                model.warm_up()
+            except BaseException:
+                model.close()
+                raise
+        except Exception as error:  # whatever is wrong with the new one, the old one goes on
+            folder.failed[version] = (str(error) or type(error).__name__, self._clock())
+            _log.error(
+                "cannot load version %s of model %r: %s",
+                *(version, name, error),
+                exc_info=not isinstance(error, MonolithError),
+            )
+            return None
+        finally:
+            folder.loading = ""
+        folder.failed.pop(version, None)
+        _log.info("model %r: version %s is ready", name, version)
+        return LoadedVersion(model, self._batcher(model))
+
+    def _serve(self, name: str, versions: dict[str, LoadedVersion]) -> None:
+        before = self._serving[name]
+        self._serving[name] = versions
+        for version, old in before.items():
+            if version not in versions:
+                _log.info("model %r: version %s is closed after its last request", name, version)
+                self._retiring = [*(one for one in self._retiring if one.is_held), old]
+                old.retire()

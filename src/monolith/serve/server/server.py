@@ -1,0 +1,201 @@
+"""The server: models from folders, answered over HTTP and gRPC until it is told to stop.
+
+    with InferenceServer(config, folders, catalog) as server:
+        print(server.http_url, server.grpc_address)
+
+On the way out it is first not ready, then takes no new requests, then waits for those in flight, and closes
+the models last.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import socket
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from monolith.cluster.security import Guard
+from monolith.errors import ListenError
+from monolith.observe.metrics import Metrics
+from monolith.serve.server.config import ServeConfig, ServedFolder
+from monolith.serve.server.grpc_port import GrpcPort
+from monolith.serve.server.http_api import HttpApi
+from monolith.serve.server.http_port import HttpPort
+from monolith.serve.server.inference import Inference
+from monolith.serve.server.observing import ServeMetrics
+from monolith.serve.server.peers import ServePeers
+from monolith.serve.server.served import Catalog
+from monolith.wire.ports import join_address, listen_error
+
+_log = logging.getLogger(__name__)
+
+
+class InferenceServer:
+    """Serves from construction to `close`.
+
+    Args:
+        folders: What is served.
+        catalog: Finds and loads versions.
+        guard: What callers must show.
+        context: For TLS over HTTP; it asks callers for a certificate.
+        peers: Other processes on the same port.
+        metrics: Where requests are counted.
+
+    Raises:
+        ListenError: A port is taken.
+        MissingExtraError: A package of the extra `serve` is missing.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folders: Sequence[ServedFolder],
+        catalog: Catalog,
+        *,
+        guard: Guard | None = None,
+        context: ssl.SSLContext | None = None,
+        peers: ServePeers | None = None,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        generator: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self._guard = guard or Guard()
+        self._peers = peers or ServePeers()
+        self._context = context
+        self.inference = Inference(
+            config,
+            folders,
+            catalog,
+            ServeMetrics(metrics or Metrics()),
+            clock=clock,
+            generator=generator,
+        )
+        self._stop = threading.Event()
+        self._poller: threading.Thread | None = None
+        self._folder: Path | None = None
+        self._grpc: GrpcPort | None = None
+        self._http: HttpPort | None = None
+        self.http_url: str | None = None
+        self.grpc_address: str | None = None
+        try:
+            self.inference.repository.refresh()
+            self._listen()
+        except BaseException:
+            self.close()
+            raise
+        self._poller = threading.Thread(target=self._poll, name="versions", daemon=True)
+        self._poller.start()
+
+    def close(self) -> None:
+        """Stop in order, and return when what was in flight has ended, or had time to. Again does nothing."""
+        grace = self.config.drain.total_seconds()
+        self.inference.stop_being_ready()
+        self._stop.set()
+        # gRPC behind the port of HTTP goes last: what is in flight there comes through HTTP's loop.
+        shared = self.config.port is not None
+        closing = [self._grpc, self._http] if shared else [self._http, self._grpc]
+        threads = [threading.Thread(target=one.close, args=(grace,)) for one in closing if one is not None]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.inference.wait_idle(grace)
+        if self._poller is not None:
+            self._poller.join(grace)
+        self.inference.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._grpc = self._http = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _poll(self) -> None:
+        while not self._stop.wait(self.config.poll.total_seconds()):
+            try:
+                self.inference.repository.refresh()
+            except Exception:  # whatever it is, the models that are loaded go on answering
+                _log.exception("cannot look for new versions")
+
+    def _listen(self) -> None:
+        config = self.config
+        relay: Path | None = None
+        scheme = "http" if self._context is None else "https"
+        http_port = config.http_port if config.port is None else config.port
+        if config.port is not None:
+            # Behind the shared port, where HTTP's listener has ended TLS; it is reached by this user alone.
+            self._folder = Path(tempfile.mkdtemp(prefix="monolith-serve-"))
+            relay = self._folder / "grpc.sock"
+            self._grpc = GrpcPort(
+                self.inference, f"unix:{relay}", Guard(token=self._guard.token), self._peers
+            )
+        elif config.grpc_port is not None:
+            address = join_address(config.host, config.grpc_port)
+            self._grpc = GrpcPort(self.inference, address, self._guard, self._peers)
+            self.grpc_address = join_address(config.host, self._grpc.port)
+        if http_port is None and self._peers.socket is None:
+            return
+        sockets = [] if http_port is None else [bound_socket(config.host, http_port, self._peers.share_port)]
+        if self._context is not None and relay is not None:
+            self._context.set_alpn_protocols(["h2", "http/1.1"])
+        if peer_socket := self._peers.socket:
+            with suppress(FileNotFoundError):
+                peer_socket.unlink()
+        ports = [one.getsockname()[1] for one in sockets]
+        self._http = HttpPort(
+            HttpApi(self.inference, self._guard.admits, self._peers),
+            sockets,
+            context=self._context,
+            limits=config.limits,
+            threads=config.threads,
+            relay=relay,
+            peer_socket=peer_socket,
+        )
+        if ports:
+            address = join_address(config.host, ports[0])
+            self.http_url = f"{scheme}://{address}"
+            if relay is not None:
+                self.grpc_address = address
+
+
+def bound_socket(host: str, port: int, share: bool) -> socket.socket:
+    """Return a socket that is bound, and not listening yet.
+
+    Args:
+        share: Whether other processes of this user may listen on the same port.
+
+    Raises:
+        ListenError: The port is taken, or the address is not of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as cause:
+        raise listen_error("serve", host, port, cause) from cause
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as cause:
+        made.close()
+        if isinstance(cause, OverflowError):
+            raise ListenError(f"serve: cannot listen on {host}:{port}: a port is from 0 to 65535") from cause
+        raise listen_error("serve", host, port, cause) from cause
+    return made

@@ -1,0 +1,358 @@
+"""Tensors as the Open Inference Protocol sends them, and the columns that a model takes.
+
+Whatever came is checked here, against itself and against the model's signature, before anything works on
+it: a datatype that is none, a shape that does not fit the bytes, lengths that lead outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monolith.errors import RequestError
+from monolith.serve.server.served import ServedSignature, ServedTensor
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype("?"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+"""All but BYTES, as they lie in a raw tensor."""
+DATATYPES = ("BYTES", *DTYPES)
+SPLITS = ".row_splits"
+"""After the name of an input: where each row's items begin among all items, for lists of any length."""
+_LENGTH_BYTES = 4
+_MOST_DIMENSIONS = 8
+
+Values = NDArray[Any] | list[bytes]
+
+
+@dataclass(slots=True)
+class WireTensor:
+    """A named tensor; its values one after another, the last dimension fastest."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Values
+
+
+def raw_tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> WireTensor:
+    """Return the tensor that these bytes are. They are borrowed, not copied, but for BYTES.
+
+    Raises:
+        RequestError: They are not one.
+    """
+    dims = tuple(shape)
+    count = _count(name, dims)
+    if datatype == "BYTES":
+        return WireTensor(name, datatype, dims, _read_texts(name, count, data))
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise _no_datatype(name, datatype)
+    if len(data) != count * dtype.itemsize:
+        raise RequestError(
+            f"input {name!r}: {datatype} of shape {list(dims)} takes {count * dtype.itemsize} bytes, "
+            f"got {len(data)}"
+        )
+    return WireTensor(name, datatype, dims, np.frombuffer(data, dtype))
+
+
+def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) -> WireTensor:
+    """Return the tensor of plain values, flat: numbers, booleans, or texts for BYTES.
+
+    Raises:
+        RequestError: A value is not of that datatype, or there are more or fewer than the shape says.
+    """
+    dims = tuple(shape)
+    count = _count(name, dims)
+    given = list(values)
+    if len(given) != count:
+        raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
+    if datatype == "BYTES":
+        return WireTensor(name, datatype, dims, [_text(name, row, one) for row, one in enumerate(given)])
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        raise _no_datatype(name, datatype)
+    return WireTensor(name, datatype, dims, _numbers(name, datatype, dtype, given))
+
+
+def raw_bytes(values: Values) -> bytes:
+    """Return values as they lie in a raw tensor."""
+    if isinstance(values, list):
+        return b"".join(part for one in values for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
+    return np.ascontiguousarray(values).tobytes()
+
+
+def output_tensor(name: str, values: NDArray[Any]) -> WireTensor:
+    """Return an output of a model as a tensor."""
+    for datatype, dtype in DTYPES.items():
+        if values.dtype == dtype:
+            return WireTensor(name, datatype, values.shape, values.reshape(-1))
+    return WireTensor(name, "FP32", values.shape, values.astype(np.float32).reshape(-1))
+
+
+@dataclass(slots=True)
+class Columns:
+    """What a model is asked, checked."""
+
+    values: dict[str, Any]
+    rows: int
+    layout: tuple[tuple[str, int], ...]
+    """Name and width of each column: requests of one layout can be answered together."""
+
+
+def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Columns:
+    """Return tensors as columns of a model.
+
+    Raises:
+        RequestError: The model has no such input, or it is of another type or shape, or has other rows.
+    """
+    if not tensors:
+        raise RequestError("the request has no inputs; it needs " + _names(signature))
+    known = {spec.name: spec for spec in signature.inputs}
+    given: dict[str, WireTensor] = {}
+    for tensor in tensors:
+        if tensor.name in given:
+            raise RequestError(f"input {tensor.name!r} is given twice")
+        given[tensor.name] = tensor
+    values: dict[str, Any] = {}
+    layout: list[tuple[str, int]] = []
+    rows = -1
+    for name, tensor in given.items():
+        if name not in known:
+            if name.endswith(SPLITS) and name.removesuffix(SPLITS) in given:
+                continue
+            raise RequestError(f"the model has no input {name!r}; it takes {_names(signature)}")
+        splits = given.get(name + SPLITS)
+        if splits is None:
+            column, found, width = _fixed(tensor, known[name])
+        else:
+            ends = _splits(splits, tensor)
+            column, found, width = _typed(tensor, known[name]), len(ends) - 1, -1
+            values[name + SPLITS] = ends
+        if rows == -1:
+            rows = found
+        elif found != rows:
+            raise RequestError(f"input {name!r} has {found} rows, those before it have {rows}")
+        values[name] = column
+        layout.append((name, width))
+    layout.sort()
+    return Columns(values, rows, tuple(layout))
+
+
+class ColumnsPlan:
+    """Makes columns of raw contents whose names, types and shapes were checked before."""
+
+    __slots__ = ("_layout", "_parts", "_rows")
+
+    def __init__(
+        self, parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]], columns: Columns
+    ) -> None:
+        self._parts = parts
+        self._rows = columns.rows
+        self._layout = columns.layout
+
+    @classmethod
+    def of(cls, tensors: Sequence[WireTensor], columns: Columns) -> ColumnsPlan | None:
+        """Return the plan that makes these columns of the contents of these tensors.
+
+        None where more is done with values than to read them: lists of any length, other types.
+        """
+        parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]] = []
+        for tensor in tensors:
+            column = columns.values.get(tensor.name)
+            if tensor.name + SPLITS in columns.values or column is None:
+                return None
+            if isinstance(column, list):
+                if column is not tensor.values:
+                    return None
+                parts.append((tensor.name, None, len(column), None))
+                continue
+            assert not isinstance(tensor.values, list)
+            if column.dtype != tensor.values.dtype:
+                return None
+            shape = column.shape if column.ndim == 2 else None
+            parts.append((tensor.name, column.dtype, tensor.values.nbytes, shape))
+        return cls(parts, columns)
+
+    def columns(self, contents: Sequence[bytes]) -> Columns | None:
+        """Return the columns; None where contents have another length than those of the plan.
+
+        Raises:
+            RequestError: Texts do not lie as they should.
+        """
+        values: dict[str, Any] = {}
+        for (name, dtype, size, shape), raw in zip(self._parts, contents, strict=True):
+            if dtype is None:
+                values[name] = _read_texts(name, size, raw)
+            elif len(raw) != size:
+                return None
+            elif shape is None:
+                values[name] = np.frombuffer(raw, dtype)
+            else:
+                values[name] = np.frombuffer(raw, dtype).reshape(shape)
+        return Columns(values, self._rows, self._layout)
+
+
+def merged(parts: Sequence[Columns]) -> dict[str, Any]:
+    """Return the rows of all parts, which have one layout, one after another."""
+    first = parts[0].values
+    whole: dict[str, Any] = {}
+    for name in first:
+        columns = [part.values[name] for part in parts]
+        if name.endswith(SPLITS) and name.removesuffix(SPLITS) in first:
+            whole[name] = _joined_splits(columns)
+        elif isinstance(columns[0], list):
+            whole[name] = [one for column in columns for one in column]
+        else:
+            whole[name] = np.concatenate(columns)
+    return whole
+
+
+def _joined_splits(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    before = 0
+    joined = [np.zeros(1, np.int64)]
+    for ends in columns:
+        joined.append(ends[1:] + before)
+        before += int(ends[-1])
+    return np.concatenate(joined)
+
+
+def _count(name: str, shape: tuple[int, ...]) -> int:
+    if len(shape) > _MOST_DIMENSIONS:
+        raise RequestError(f"input {name!r} has {len(shape)} dimensions; the most are {_MOST_DIMENSIONS}")
+    if shape and min(shape) < 0:
+        raise RequestError(f"input {name!r}: no dimension can be negative, got the shape {list(shape)}")
+    return math.prod(shape)
+
+
+def _read_texts(name: str, count: int, data: bytes | memoryview) -> list[bytes]:
+    whole = bytes(data)
+    size = len(whole)
+    if count * _LENGTH_BYTES > size:
+        raise RequestError(
+            f"input {name!r}: {count} texts with their lengths take at least {count * _LENGTH_BYTES} bytes, "
+            f"got {size}"
+        )
+    texts: list[bytes] = []
+    at = 0
+    for number in range(count):
+        begin = at + _LENGTH_BYTES
+        end = begin + int.from_bytes(whole[at:begin], "little")
+        if begin > size or end > size:
+            raise RequestError(
+                f"input {name!r}: text {number} at byte {at} would end at {end}, the tensor at {size}"
+            )
+        texts.append(whole[begin:end])
+        at = end
+    if at != size:
+        raise RequestError(f"input {name!r}: {size - at} bytes are left after its {count} texts")
+    return texts
+
+
+def _text(name: str, row: int, value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise RequestError(f"input {name!r}: value {row} must be a text, got {_shown(value)}")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(f"input {name!r}: value {row} is half of a character") from cause
+
+
+def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: list[Any]) -> NDArray[Any]:
+    allowed = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}[dtype.kind]
+    for row, value in enumerate(values):
+        if not isinstance(value, allowed) or (dtype.kind != "b" and isinstance(value, bool)):
+            raise RequestError(f"input {name!r}: value {row} must be of {datatype}, got {_shown(value)}")
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(values, dtype)
+    except (OverflowError, ValueError) as cause:
+        raise RequestError(f"input {name!r}: a value is too large for {datatype}") from cause
+
+
+def _fixed(tensor: WireTensor, spec: ServedTensor) -> tuple[Any, int, int]:
+    """Return a column of rows of one width, how many rows, and the width; 0 for a value alone."""
+    shape = tensor.shape
+    if len(shape) not in (1, 2):
+        raise RequestError(
+            f"input {tensor.name!r} must have the shape [rows] or [rows, values], got {list(shape)}"
+        )
+    column = _typed(tensor, spec)
+    if len(shape) == 1 or (shape[1] == 1 and len(spec.shape) == 1):
+        return column, shape[0], 0
+    width = shape[1]
+    if len(spec.shape) == 2 and spec.shape[1] not in (-1, width):
+        raise RequestError(
+            f"input {tensor.name!r} must have {spec.shape[1]} values in each row, got the shape {list(shape)}"
+        )
+    if isinstance(column, list):
+        return [column[row * width : (row + 1) * width] for row in range(shape[0])], shape[0], width
+    return column.reshape(shape), shape[0], width
+
+
+def _typed(tensor: WireTensor, spec: ServedTensor) -> Any:
+    """Return values as a model takes them: texts, int64 or float32."""
+    values = tensor.values
+    if isinstance(values, list) or spec.datatype == "BYTES":
+        if not isinstance(values, list) or spec.datatype != "BYTES":
+            raise RequestError(f"input {tensor.name!r} must be {spec.datatype}, got {tensor.datatype}")
+        return values
+    if DTYPES[spec.datatype].kind == "f":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float32, copy=False)
+    if values.dtype.kind == "f":
+        raise RequestError(
+            f"input {tensor.name!r} must be {spec.datatype} or another whole number, got {tensor.datatype}"
+        )
+    if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
+        raise RequestError(f"input {tensor.name!r}: {int(values.max())} is too large for INT64")
+    return values.astype(np.int64, copy=False)
+
+
+def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
+    ends = splits.values
+    if isinstance(ends, list) or ends.dtype.kind not in "iu" or len(splits.shape) != 1 or len(ends) < 1:
+        raise RequestError(f"input {splits.name!r} must be INT64 of the shape [rows + 1]")
+    if len(items.shape) != 1:
+        raise RequestError(
+            f"input {items.name!r} must have one dimension, all items of all rows, beside {splits.name!r}"
+        )
+    whole = ends.astype(np.int64)
+    if whole[0] != 0 or whole[-1] != len(items.values) or bool((np.diff(whole) < 0).any()):
+        raise RequestError(
+            f"input {splits.name!r} must rise from 0 to the {len(items.values)} items of {items.name!r}"
+        )
+    return whole
+
+
+def _names(signature: ServedSignature) -> str:
+    names = [spec.name for spec in signature.inputs]
+    return ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
+
+
+def _no_datatype(name: str, datatype: str) -> RequestError:
+    return RequestError(
+        f"input {name[:80]!r}: there is no datatype {datatype[:20]!r}; one of {', '.join(DATATYPES)}"
+    )
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60] if not isinstance(value, (list, dict)) else f"a {type(value).__name__}"

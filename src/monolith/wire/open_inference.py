@@ -1,0 +1,90 @@
+"""The messages of the Open Inference Protocol, apart from those of other packages.
+
+The names in `proto/open_inference.proto` belong to the standard, and clients such as tritonclient define the
+same ones. Protobuf holds every name once per pool, so both in the usual pool of one process would fail:
+whichever came second. These messages live in a pool of their own.
+
+    python -m grpc_tools.protoc -I monolith/wire=proto \\
+        --descriptor_set_out=src/monolith/wire/open_inference.binpb monolith/wire/open_inference.proto
+
+writes what is read here.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+from types import SimpleNamespace
+from typing import Any
+
+SERVICE = "inference.GRPCInferenceService"
+
+
+@cache
+def message_pool() -> Any:
+    """Return the descriptors of the protocol, in a pool of their own."""
+    from google.protobuf import (  # type: ignore[import-untyped]
+        descriptor_pb2,
+        descriptor_pool,
+    )
+
+    read = resources.files(__package__).joinpath("open_inference.binpb").read_bytes()
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(read).file:
+        pool.Add(file)
+    return pool
+
+
+@cache
+def message_types() -> Any:
+    """Return every message of the protocol as a class, by name: `message_types().ModelInferRequest`."""
+    from google.protobuf import message_factory
+
+    file = message_pool().FindFileContainingSymbol(SERVICE)
+    return SimpleNamespace(
+        **{
+            name: message_factory.GetMessageClass(message)
+            for name, message in file.message_types_by_name.items()
+        }
+    )
+
+
+@cache
+def packed_infer_type() -> Any:
+    """Return `ModelInferRequest` with its parts left as bytes: `parameters`, `inputs` and `outputs`.
+
+    Requests of one caller differ in their raw contents alone. Whoever has seen such inputs before need not
+    read their names, types and shapes again.
+    """
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+    )
+
+    whole = message_types().ModelInferRequest.DESCRIPTOR
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="packed_infer_request.proto", package="monolith", syntax="proto3"
+    )
+    message = file.message_type.add(name="PackedInferRequest")
+    for field in whole.fields:
+        message.field.add(
+            name=field.name,
+            number=field.number,
+            type=kinds.TYPE_BYTES if field.message_type else field.type,
+            label=kinds.LABEL_REPEATED if field.is_repeated else kinds.LABEL_OPTIONAL,
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("monolith.PackedInferRequest"))
+
+
+def service_methods() -> dict[str, tuple[Any, Any]]:
+    """Return for every method of the service the classes of its request and its answer."""
+    types = message_types()
+    service = message_pool().FindServiceByName(SERVICE)
+    return {
+        method.name: (getattr(types, method.input_type.name), getattr(types, method.output_type.name))
+        for method in service.methods
+    }

@@ -1,0 +1,213 @@
+"""`monolith serve`: real processes, a real servable."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serve.served_tasks import exported, trained
+from services import warm
+
+from monolith.cli.main import main, parse_options
+from monolith.cli.options.serve import ServeOptions
+from monolith.cli.serve import command_of, peers_of, serve_config
+from monolith.errors import ConfigError
+from monolith.serve import Predictor
+from monolith.serve.exporting import ExportHow
+
+pytest.importorskip("grpc")
+pytest.importorskip("uvicorn")
+PATIENCE = 120
+
+
+@pytest.fixture(scope="module")
+def servables(tmp_path_factory) -> Path:
+    """A folder with a version of a small model, and the training it is of beside it."""
+    folder = tmp_path_factory.mktemp("served")
+    config = trained(folder / "run")
+    exported(config, folder / "out", step=3)
+    exported(config, folder / "later", step=6)
+    exported(config, folder / "kept", step=6)
+    return folder
+
+
+class Server:
+    """`monolith serve` in a process, and what it has said so far."""
+
+    def __init__(self, *words: str, until: str = "ask it") -> None:
+        self.process = warm.Popen(["-m", "monolith", "serve", *words], stdout=warm.PIPE)
+        self.lines: list[str] = []
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith(until):
+                break
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
+
+    def said(self, begin: str) -> str:
+        (found,) = [line for line in self.lines if line.startswith(begin)]
+        return found.removeprefix(begin).strip()
+
+    @property
+    def url(self) -> str:
+        return self.said("http").split()[0]
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(PATIENCE)
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servables, tmp_path, capsys):
+    root = tmp_path / "out"
+    root.mkdir()
+    (servables / "out" / "3").rename(root / "3")
+    server = Server(str(root), "--http-port", "0", "--grpc-port", "0", "--poll", "0.05")
+    try:
+        assert "version 3" in server.said("model")
+        words = shlex.split(server.said("ask it"))
+        assert words[:2] == ["monolith", "ask"]
+        assert main([*words[1:], "--json"]) == 0  # the very line that it told us to type
+        first = json.loads(capsys.readouterr().out)
+        assert (first["version"], first["step"]) == ("3", 3)
+        assert 0 < first["outputs"]["click"][0] < 1
+        assert main(["ask", server.said("grpc"), *words[3:], "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["outputs"] == first["outputs"]
+        (servables / "later" / "6").rename(root / "6")
+        until(lambda: b'"6"' in server.get(f"/v2/models/{first['model']}")[1])
+        assert main([*words[1:], "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["version"] == "6"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+    finally:
+        server.close()
+
+
+def test_an_entry_answers_with_the_rows_of_serving_servers(tmp_path, capsys):
+    config = trained(tmp_path / "run", steps=3)
+    exported(config, tmp_path / "sharded", step=3, how=ExportHow(shards=2))
+    exported(config, tmp_path / "whole", step=3)
+    registry = f"files://{tmp_path}/registry"
+    folder = str(tmp_path / "sharded")
+    shared = ("--discovery", registry)
+    with ExitStack() as open_things:
+        for shard in ("0", "1"):
+            words = [folder, "--role", "ps", "--shard", shard, *shared]
+            open_things.callback(Server(*words, until="rows").close)
+        entry = Server(folder, "--role", "entry", *shared, "--http-port", "0", "--grpc-port", "None")
+        open_things.callback(entry.close)
+        words = shlex.split(entry.said("ask it"))
+        assert main([*words[1:], "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        with Predictor(str(tmp_path / "whole"), show=False) as predictor:
+            row = json.loads(words[-1])
+            wanted = predictor.predict({name: [value] for name, value in row.items()})
+        assert said["outputs"]["click"] == pytest.approx(wanted.outputs["click"].tolist())
+        assert "missing_shards" not in said
+
+
+def test_what_cannot_be_served_is_said(tmp_path, capsys):
+    assert main(["serve", str(tmp_path / "nowhere")]) == 2
+    assert "nothing to serve in" in capsys.readouterr().err
+    for words, says in (
+        (["--version-policy", "newest"], "version policy"),
+        (["--role", "ps"], "say with --discovery"),
+        (["--processes", "0"], "--processes must be at least 1"),
+        (["--processes", "2", "--split", "x"], "cannot read the route"),
+        (["--processes", "2", "--host", "0.0.0.0"], "neither certificates nor a token"),
+    ):
+        assert main(["serve", str(tmp_path), *words]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_flags_make_the_config():
+    words = ["a", "b=c", "--port", "0", "--max-delay-ms", "2.5", "--max-rows", "7", "--timeout", "0.5"]
+    config = serve_config(parse_options("serve", words))
+    assert config.port == 0
+    assert config.batching.max_delay.total_seconds() == 0.0025
+    assert config.limits.rows == 7
+    assert config.limits.timeout.total_seconds() == 0.5
+
+
+def test_each_of_several_processes_is_started_with_the_same_flags(tmp_path):
+    words = ["a", "--split", "x=a/1,a/2", "y=a", "--allow-module", "--grpc-port", "None", "--threads", "3"]
+    options = parse_options("serve", [*words, "--processes", "2", "--token-file", "t"])
+    command = command_of(options, 1, tmp_path)
+    assert command[1:4] == ("-m", "monolith", "serve")
+    again = parse_options("serve", list(command[4:]))
+    assert isinstance(again, ServeOptions)
+    assert (again.folders, again.split, again.allow_module) == (("a",), ("x=a/1,a/2", "y=a"), True)
+    assert (again.grpc_port, again.threads, again.processes) == (None, 3, 1)
+    assert again.security.token_file == Path("t")
+    assert peers_of(again.peers) == (1, 2, tmp_path)
+    with pytest.raises(ConfigError, match="--peers is set by --processes"):
+        peers_of("x")
+
+
+def test_a_killed_process_fails_only_what_was_in_flight_and_is_restarted(servables):
+    root = str(servables / "kept")
+    server = Server(root, "--processes", "2", "--http-port", "0", "--grpc-port", "None", until="serving")
+    try:
+        stop = threading.Event()
+        outcomes: list[int] = []
+
+        def ask() -> None:
+            while not stop.is_set():
+                try:
+                    outcomes.append(server.get("/v2/health/ready")[0])
+                except OSError:
+                    outcomes.append(0)
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        killed, _ = serving_processes(root)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: len(serving_processes(root) - {killed}) == 2)
+        until(lambda: server.get("/metrics")[1].count(b"monolith_serve_in_flight{process=") == 2)
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert outcomes.count(200) > 10
+        assert set(outcomes) <= {0, 200}
+        # Those in flight, and who connected before the system had closed its sockets; others by hundreds.
+        assert outcomes.count(0) <= 10
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+    finally:
+        server.close()
+
+
+def serving_processes(root: str) -> set[int]:
+    """Return the processes that serve a folder together, without those that watch over them."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        isolated = any(word.startswith(b"-I") for word in words)
+        if b"--peers" in words and root.encode() in words and not isolated:
+            found.add(int(entry.parent.name))
+    return found
