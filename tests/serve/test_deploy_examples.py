@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from monolith.cli.serve import serve_config
 from serve.server.linear import one_model
 from serve.server.serving import ask_http, serving
 
 from monolith.cli.main import parse_options, shared_parser, split_command
+from monolith.cli.serve import serve_config
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 

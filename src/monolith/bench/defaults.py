@@ -44,7 +44,7 @@ NUMBERS = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class LabelledColumns:
     """Examples of several features of one id each."""
 
     ids: Mapping[str, Tensor]
@@ -127,9 +127,9 @@ SETS: Mapping[str, PublicSet] = {
 }
 
 
-def _columns(table: pd.DataFrame, names: Mapping[str, str], label: Any) -> Columns:
+def _columns(table: pd.DataFrame, names: Mapping[str, str], label: Any) -> LabelledColumns:
     ids = {name: torch.tensor(table[column].to_numpy("int64")) for name, column in names.items()}
-    return Columns(ids, torch.tensor(label.to_numpy("float32")))
+    return LabelledColumns(ids, torch.tensor(label.to_numpy("float32")))
 
 
 def _pickled(folder: Path, path: str) -> pd.DataFrame:

@@ -123,7 +123,7 @@ class Packer:
         """Return the same of columns in the core's form, which may be more than are needed."""
         if not self._names:
             return None
-        read = [columns[column] for column in self._columns.values()]
+        read: list[Any] = [columns[column] for column in self._columns.values()]
         packed = self._packer.pack(read)
         if packed is None:
             return None
