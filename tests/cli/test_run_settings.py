@@ -69,6 +69,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "examples": ("feature/spec/*.py", "data/spec_batches.py"),
     "model": ("run/config.py",),
     "candidates": ("run/config_task.py",),
+    "export": ("run/servables.py", "cli/export.py"),
     "kafka": ("data/kafka/config.py", "data/kafka/source.py"),
     "data_service": ("data/config.py", "cli/data_roles.py", "cli/extra_workers.py"),
     "admission": ("store/local.py",),

@@ -213,6 +213,7 @@ def test_what_is_lost_when_all_others_have_ended_is_read_by_the_chief(tmp_path: 
         wait_for(lambda: ended.times, "the chief to have read everything")
         may.set()
         report = chief.report()
+        wait_for(lambda: other.found, "the other to be gone")
     assert isinstance(other.found, Killed)
     assert report.finished
     check_at_least_once(task, tmp_path, again=8)
