@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from monolith.errors import DeadlineExceededError, OverloadedError, RetryableError
 from monolith.serve.server.config import BatchingConfig
 from monolith.serve.server.served import ServedAnswer
-from monolith.serve.server.tensors import Columns, merged
+from monolith.serve.server.tensors import RequestColumns, merged
 
 Clock = Callable[[], float]
 _LATE = "the request's time was up before the model answered"
@@ -55,7 +55,7 @@ class _Waiting:
 
     __slots__ = ("columns", "deadline", "error", "found", "gone", "leads", "since", "wake")
 
-    def __init__(self, columns: Columns, deadline: float | None, since: float) -> None:
+    def __init__(self, columns: RequestColumns, deadline: float | None, since: float) -> None:
         self.columns = columns
         self.deadline = deadline
         self.since = since
@@ -96,7 +96,7 @@ class RequestBatcher:
         self._queue: deque[_Waiting] = deque()
         self._leaders = 0
 
-    def run(self, columns: Columns, deadline: float | None) -> FoundOutputs:
+    def run(self, columns: RequestColumns, deadline: float | None) -> FoundOutputs:
         """Return the answer to one request.
 
         Raises:

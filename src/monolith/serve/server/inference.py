@@ -29,7 +29,7 @@ from monolith.serve.server.observing import AccessLog, ServeMetrics
 from monolith.serve.server.repository import LoadedVersion, ModelStatus, Repository
 from monolith.serve.server.requests import InferReply, InferRequest, PackedInputs, Parameter
 from monolith.serve.server.served import Catalog, ServedModel, ServedSignature
-from monolith.serve.server.tensors import Columns, ColumnsPlan, columns_of, output_tensor
+from monolith.serve.server.tensors import ColumnsPlan, RequestColumns, columns_of, output_tensor
 from monolith.serve.server.traffic import TrafficRoutes
 
 _log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Inference:
             self._ask_shadow(shadow, request, found)
         return reply, columns.rows
 
-    def _columns(self, request: InferRequest, held: LoadedVersion) -> Columns:
+    def _columns(self, request: InferRequest, held: LoadedVersion) -> RequestColumns:
         given = request.tensors
         columns = (
             _packed_columns(given, held)
@@ -273,7 +273,7 @@ class Inference:
                 self._shadows_waiting -= 1
 
 
-def _packed_columns(given: PackedInputs, held: LoadedVersion) -> Columns:
+def _packed_columns(given: PackedInputs, held: LoadedVersion) -> RequestColumns:
     """Return the columns of a request, by a plan where one like it was seen before."""
     plan = held.plans.get(given.key)
     if plan is not None:

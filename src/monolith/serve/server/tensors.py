@@ -107,7 +107,7 @@ def output_tensor(name: str, values: NDArray[Any]) -> WireTensor:
 
 
 @dataclass(slots=True)
-class Columns:
+class RequestColumns:
     """What a model is asked, checked."""
 
     values: dict[str, Any]
@@ -116,7 +116,7 @@ class Columns:
     """Name and width of each column: requests of one layout can be answered together."""
 
 
-def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Columns:
+def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> RequestColumns:
     """Return tensors as columns of a model.
 
     Raises:
@@ -152,7 +152,7 @@ def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Col
         values[name] = column
         layout.append((name, width))
     layout.sort()
-    return Columns(values, rows, tuple(layout))
+    return RequestColumns(values, rows, tuple(layout))
 
 
 class ColumnsPlan:
@@ -161,14 +161,16 @@ class ColumnsPlan:
     __slots__ = ("_layout", "_parts", "_rows")
 
     def __init__(
-        self, parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]], columns: Columns
+        self,
+        parts: list[tuple[str, np.dtype[Any] | None, int, tuple[int, int] | None]],
+        columns: RequestColumns,
     ) -> None:
         self._parts = parts
         self._rows = columns.rows
         self._layout = columns.layout
 
     @classmethod
-    def of(cls, tensors: Sequence[WireTensor], columns: Columns) -> ColumnsPlan | None:
+    def of(cls, tensors: Sequence[WireTensor], columns: RequestColumns) -> ColumnsPlan | None:
         """Return the plan that makes these columns of the contents of these tensors.
 
         None where more is done with values than to read them: lists of any length, other types.
@@ -190,7 +192,7 @@ class ColumnsPlan:
             parts.append((tensor.name, column.dtype, tensor.values.nbytes, shape))
         return cls(parts, columns)
 
-    def columns(self, contents: Sequence[bytes]) -> Columns | None:
+    def columns(self, contents: Sequence[bytes]) -> RequestColumns | None:
         """Return the columns; None where contents have another length than those of the plan.
 
         Raises:
@@ -206,10 +208,10 @@ class ColumnsPlan:
                 values[name] = np.frombuffer(raw, dtype)
             else:
                 values[name] = np.frombuffer(raw, dtype).reshape(shape)
-        return Columns(values, self._rows, self._layout)
+        return RequestColumns(values, self._rows, self._layout)
 
 
-def merged(parts: Sequence[Columns]) -> dict[str, Any]:
+def merged(parts: Sequence[RequestColumns]) -> dict[str, Any]:
     """Return the rows of all parts, which have one layout, one after another."""
     first = parts[0].values
     whole: dict[str, Any] = {}
