@@ -30,7 +30,7 @@ def test_of_those_answered_a_share_is_logged(heard, share, least, most):
     log = AccessLog(share, random.Random(0), lambda: 0.0)
     for _ in range(1000):
         log.answered(**ANSWERED)
-    assert least <= len(heard) <= most
+    assert least <= len(heard.records) <= most
 
 
 def test_of_those_refused_some_a_second_are_logged_and_no_flood(heard):
@@ -38,9 +38,9 @@ def test_of_those_refused_some_a_second_are_logged_and_no_flood(heard):
     log = AccessLog(0.0, random.Random(0), lambda: now[0])
     for _ in range(3 * REFUSALS_PER_SECOND):
         log.refused(**REFUSED)
-    assert len(heard) == REFUSALS_PER_SECOND
+    assert len(heard.records) == REFUSALS_PER_SECOND
     now[0] = 101.0
     log.refused(**REFUSED)
-    assert len(heard) == REFUSALS_PER_SECOND + 1
+    assert len(heard.records) == REFUSALS_PER_SECOND + 1
     assert "no column 'user'" in heard.records[-1].getMessage()
     assert heard.records[-1].code == "invalid"
