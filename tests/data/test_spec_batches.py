@@ -63,6 +63,21 @@ def test_bad_records_are_kept_by_the_source_and_said(caplog: pytest.LogCaptureFi
     assert "left out 1 of 3 records so far: features.x" in caplog.text
 
 
+def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    one = FeatureSpec(features={"x": FloatFeature(missing=-1.0), "y": FloatFeature()}, labels={}, max_bad=0.5)
+    some = records(x=[[1.0], [], [2.0], []], y=[[1.0], [1.0], [float("inf")], [2.0]])
+    for _ in range(3):  # a pass to train on, two to evaluate: they are not said anew
+        (batch,) = Pipeline(ListSource([some])).to_batches(one)
+        assert batch.floats["x"].tolist() == [[1.0], [-1.0], [-1.0]]
+    assert one.reader.empty.counts == {"x": 6}
+    said = [text for text in caplog.messages if "empty cell" in text]
+    assert [text.split(" so far")[0] for text in said] == [
+        "features.x: 2 of 3 records",
+        "features.x: 4 of 6 records",
+    ]
+    assert "reads as its `missing`, -1." in said[0]
+
+
 def test_a_batch_of_bad_records_alone_is_passed_over() -> None:
     one = FeatureSpec(features={"x": FloatFeature()}, labels={}, max_bad=0.5)
     parts = [records(x=[[float("nan")]]), records(x=[[1.0], [2.0]])]

@@ -15,7 +15,7 @@ from train.fleets import Tallied, read_model, run_fleet
 from train.tasks import Clicks, rows_of
 
 from monolith.checkpoint import read_checkpoint_state
-from monolith.errors import ConfigError, DivergedError
+from monolith.errors import ConfigError, DivergedError, NonFiniteError
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.train import (
@@ -30,6 +30,7 @@ from monolith.train import (
     TrainConfig,
     Trainer,
 )
+from monolith.train.skipping import Skipping
 
 
 class Watch(Hook):
@@ -121,6 +122,17 @@ def test_a_bad_batch_leaves_no_trace_but_a_count(how: str, caplog: pytest.LogCap
     assert (report.step, report.examples, report.skipped) == (17, 17 * 64, 3)
     assert caplog.text.count("skipped a batch") == 3
     assert how.removesuffix(" gradient").replace("row", "rows") in caplog.text
+
+
+def test_a_batch_skipped_for_want_of_labels_names_the_label(caplog: pytest.LogCaptureFixture) -> None:
+    batch = next(iter(Clicks().dataset(Mode.TRAIN)))
+    labels = {
+        "click": torch.tensor([math.nan] * 3 + [1.0] * (len(batch) - 3)),
+        "like": torch.ones(len(batch)),
+    }
+    Skipping(1).note(NonFiniteError("the loss is nan"), 7, replace(batch, labels=labels))
+    assert "the loss is nan (of its 64 examples, 3 have no label 'click': leave" in caplog.text
+    assert "like" not in caplog.text
 
 
 def test_a_nan_in_one_float_of_one_record_spoils_nothing(tmp_path: Path) -> None:

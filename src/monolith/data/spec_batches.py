@@ -60,7 +60,7 @@ class SpecBatchMaker:
             if not len(records):
                 return None
             reading = self._spec.reader.read(records)
-        batch = reading.batch()
+        batch = self._spec.reader.batch(reading)
         return batch if self._kept is None else self._kept.beside(batch, records)
 
     def end(self) -> None:

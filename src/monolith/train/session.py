@@ -496,7 +496,7 @@ class Session:
         except NonFiniteError as cause:
             for buffer, before in buffers:  # a forward pass changes them: the means of a batch norm
                 buffer.copy_(before)
-            self._skipping.note(cause, self.step, len(batch))
+            self._skipping.note(cause, self.step, batch)
             return None
         self._skipping.note_trained()
         return outputs

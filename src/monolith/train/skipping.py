@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from monolith.errors import DivergedError, NonFiniteError
+from monolith.feature import Batch
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Skipping:
         self.batches = 0
         """Skipped so far, in all runs."""
 
-    def note(self, cause: NonFiniteError, step: int, examples: int) -> None:
+    def note(self, cause: NonFiniteError, step: int, batch: Batch) -> None:
         """Count a batch that was not trained on, after `step` steps.
 
         Raises:
@@ -43,19 +44,30 @@ class Skipping:
             self._in_a_row = 0
             raise DivergedError(
                 f"stopped at step {step} without saving: {many} in a row could not be trained on; in the "
-                f"last one, {cause}. Lower the learning rate or clip gradients; look for NaN in the data "
-                "with `monolith data validate`; or, if the weights are NaN, go back to an earlier checkpoint "
-                "with --restore-checkpoint. max_skipped_in_a_row sets how many are skipped."
+                f"last one, {cause}{_without_labels(batch)}. Lower the learning rate or clip gradients; look "
+                "for NaN in the data with `monolith data validate`; or, if the weights are NaN, go back to "
+                "an earlier checkpoint with --restore-checkpoint. max_skipped_in_a_row sets how many "
+                "are skipped."
             ) from cause
         if self.batches <= LINES or self.batches % 100 == 0:
             _log.warning(
-                "skipped a batch of %d examples after step %d: %s. Nothing of it was applied; %d so far",
-                examples,
+                "skipped a batch of %d examples after step %d: %s%s. Nothing of it was applied; %d so far",
+                len(batch),
                 step,
                 cause,
+                _without_labels(batch),
                 self.batches,
             )
 
     def note_trained(self) -> None:
         """Start counting those in a row anew."""
         self._in_a_row = 0
+
+
+def _without_labels(batch: Batch) -> str:
+    """Return which labels are not there, the likeliest cause of a loss of NaN; nothing where all are."""
+    empty = {name: int(values.isnan().sum()) for name, values in batch.labels.items()}
+    said = [f"{count} have no label {name!r}" for name, count in empty.items() if count]
+    if not said:
+        return ""
+    return f" (of its {len(batch)} examples, {' and '.join(said)}: leave such records out of the data)"

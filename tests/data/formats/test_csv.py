@@ -69,6 +69,20 @@ def test_quotes_hold_delimiters_quotes_and_newlines(path: Path) -> None:
     assert records.strings("s") == [[b"a,b"], [b'say "x"'], [b"two\nlines"], [b"\xff"]]
 
 
+def test_the_mark_that_spreadsheets_put_before_the_first_name_is_no_part_of_it(path: Path) -> None:
+    path.write_text("user,n\n7,2\n8,3\n", encoding="utf-8-sig")
+    records, bad = read(path)
+    assert not bad
+    assert records["user"].to_list() == [[7], [8]]
+
+
+def test_nor_is_it_part_of_the_first_value_without_a_header(path: Path) -> None:
+    path.write_text("7,2\n8,3\n", encoding="utf-8-sig")
+    records, bad = read(path, CsvFormat(header=False, types={"a": torch.int64, "b": torch.int64}))
+    assert not bad
+    assert records["a"].to_list() == [[7], [8]]
+
+
 def test_bad_lines_are_left_out_and_told(path: Path) -> None:
     path.write_text("id,n\n1,2\n3\nx,4\n5,6,7\n\n99999999999999999999,1\n1_0,1\n8,9\n")
     types = {"id": torch.int64, "n": torch.int64}

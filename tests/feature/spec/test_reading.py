@@ -171,6 +171,16 @@ def test_numbers_are_scaled():
     assert batch.floats["pair"].tolist() == [[1.0, 2.0], [-1.0, -1.0], [3.0, 4.0]]
 
 
+def test_numbers_that_are_not_there_are_counted():
+    one = FeatureSpec(
+        features={"x": FloatFeature(), "age": FloatFeature(), "may_lack": FloatFeature()},
+        labels={},
+        optional=("may_lack",),
+    )
+    one.make(records(["age"], x=[[3.0], []], age=[[]]))
+    assert one.reader.empty.counts == {"x": 1, "age": 2}
+
+
 def test_labels_may_be_made_of_a_threshold():
     one = FeatureSpec(
         features={"item": IdFeature()},

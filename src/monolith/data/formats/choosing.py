@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from monolith.data.format import Format
+from monolith.data.formats.compressed import COMPRESSED_SUFFIXES
 from monolith.data.formats.csv import CsvFormat
 from monolith.data.formats.framed import FramedFormat
 from monolith.data.formats.json_lines import JsonLinesFormat
@@ -43,8 +44,6 @@ BY_SUFFIX = {
 }
 """TFRecords are most often of TensorFlow's examples; those of Monolith's have to be named."""
 
-_COMPRESSED = (".gz", ".zlib", ".zz")
-
 
 def format_of(
     path: str, name: str | None = None, *, types: Mapping[str, torch.dtype] | None = None
@@ -61,7 +60,7 @@ def format_of(
     known = ", ".join(FORMATS)
     if name is None:
         plain = path.lower()
-        for suffix in _COMPRESSED:
+        for suffix in COMPRESSED_SUFFIXES:
             plain = plain.removesuffix(suffix)
         found = [kind for suffix, kind in BY_SUFFIX.items() if plain.endswith(suffix)]
         if not found:

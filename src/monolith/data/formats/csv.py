@@ -14,6 +14,7 @@ what. Here is what surrounds it: the names, the types, and the stretch of the fi
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import logging
@@ -27,9 +28,9 @@ import torch
 
 from monolith import native
 from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.compressed import OpenText, write_text
 from monolith.data.records import DTYPES, Records
 from monolith.errors import ConfigError, CorruptFileError, DataError
-from monolith.filesystem import atomic_write, open_read
 from monolith.tensors import RaggedTensor
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ _DTYPES = {type_: dtype for dtype, type_ in _TYPES.items()}
 
 
 class CsvFormat:
-    """Reads and writes CSV, in UTF-8 or whatever bytes there are.
+    """Reads and writes CSV, in UTF-8 or whatever bytes there are, compressed where the name ends so (.gz).
 
     Args:
         delimiter: Between fields: one character.
@@ -102,18 +103,18 @@ class CsvFormat:
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the records of a file from byte `start` on; see `Format`."""
-        with open_read(path) as file:
-            layout = self._layout(file, path)
+        with OpenText(path) as text:
+            layout = self._layout(text.file, path)
             if layout is None:
                 return
             if not start:
                 self._warn_of_delimiter(path, layout.names)
             wanted = [name for name in layout.names if columns is None or name in columns]
             lines = _Lines(path)
-            self._warn_of_odd(file, layout, wanted, lines)
+            self._warn_of_odd(text.file, layout, wanted, lines)
             positions = [(layout.names.index(name), _TYPES[layout.types[name]]) for name in wanted]
             parser = native.CsvParser(self._dialect, len(layout.names), positions)
-            window = _Window(file, max(start, layout.begin))
+            window = _Window(text.file, max(start, layout.begin))
             window.fill(self._chunk_bytes + _READ_BYTES)
             while True:
                 parsed = parser.parse(window.view, window.last, self._chunk_bytes)
@@ -122,7 +123,7 @@ class CsvFormat:
                     window.move(parsed.next)
                     if not parsed.records and not bad:
                         return
-                    yield Chunk(_records(parsed, wanted), window.place, bad, window.place)
+                    yield Chunk(_records(parsed, wanted), window.place, bad, text.reached(window.place))
                     window.fill(self._chunk_bytes + _READ_BYTES)
                 else:
                     window.move(parsed.next)
@@ -131,14 +132,14 @@ class CsvFormat:
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
         """Open a file to write; see `Format`."""
-        with atomic_write(path) as file:
+        with write_text(path) as file:
             yield _Writer(file, self._delimiter, self._separator, self._header)
 
     def odd_values(self, path: str) -> list[str]:
         """Return what is odd in a file: columns that are text only because a few values are no numbers."""
-        with open_read(path) as file:
-            layout = self._layout(file, path)
-            return [] if layout is None else list(self._odd(file, layout, layout.names, _Lines(path)))
+        with OpenText(path) as text:
+            layout = self._layout(text.file, path)
+            return [] if layout is None else list(self._odd(text.file, layout, layout.names, _Lines(path)))
 
     # Reading
 
@@ -184,6 +185,9 @@ class CsvFormat:
     def _layout(self, file: BinaryIO, path: str) -> _Layout | None:
         """Read names and types from the head of a file; None for an empty one."""
         window = _Window(file, 0)
+        window.fill(len(codecs.BOM_UTF8))
+        if bytes(window.view).startswith(codecs.BOM_UTF8):  # spreadsheets put it before the first name
+            window.move(len(codecs.BOM_UTF8))
         if self._header:
             first = self._first_record(window, path)
             if first is None:
@@ -252,9 +256,9 @@ class _Lines:
         return self._line
 
     def _read_to(self, place: int) -> None:
-        with open_read(self.path) as file:
-            file.seek(self._place)
-            while self._place < place and (piece := file.read(min(place - self._place, 1 << 20))):
+        with OpenText(self.path) as text:
+            text.file.seek(self._place)
+            while self._place < place and (piece := text.file.read(min(place - self._place, 1 << 20))):
                 self._pass(piece)
 
     def _pass(self, piece: bytes) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from monolith import native
 from monolith.data.format import Chunk, RecordWriter
+from monolith.data.formats.compressed import AUTO, check_compression, compression_of
 from monolith.data.formats.examples import (
     DATA_SOURCE_KEY,
     ParsedPayloads,
@@ -24,12 +25,9 @@ from monolith.data.formats.examples import (
     example_kind,
 )
 from monolith.data.formats.streams import (
-    AUTO,
     CHUNK_BYTES,
     RECORD_BYTES,
-    check_compression,
     check_record_bytes,
-    compression_of,
     open_writer,
     read_chunks,
 )

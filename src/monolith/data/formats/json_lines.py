@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.compressed import OpenText, write_text
 from monolith.data.formats.objects import (
     Cell,
     json_object,
@@ -30,11 +31,10 @@ from monolith.data.formats.objects import (
 )
 from monolith.data.records import DTYPES, Records
 from monolith.errors import ConfigError, DataError
-from monolith.filesystem import atomic_write, open_read
 
 
 class JsonLinesFormat:
-    """Reads and writes JSON lines.
+    """Reads and writes JSON lines, compressed where the name ends so (.gz).
 
     Args:
         types: Key to int64, float32 or uint8 (text). A key that is not here gets the narrowest type that
@@ -65,7 +65,8 @@ class JsonLinesFormat:
 
     def chunks(self, path: str, *, start: int = 0, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         """Yield the records of a file from byte `start` on; see `Format`."""
-        with open_read(path) as file:
+        with OpenText(path) as text:
+            file = text.file
             types = self._infer(file)
             wanted = {name: dtype for name, dtype in types.items() if columns is None or name in columns}
             file.seek(start)
@@ -74,7 +75,7 @@ class JsonLinesFormat:
             begun = end = start
             for place, line in self._lines(file, start):
                 if place - begun >= self._chunk_bytes and (rows or bad):
-                    yield Chunk(rows_as_records(rows, wanted), place, tuple(bad), place)
+                    yield Chunk(rows_as_records(rows, wanted), place, tuple(bad), text.reached(place))
                     rows, bad, begun = [], [], place
                 end = place + len(line)
                 try:
@@ -84,12 +85,12 @@ class JsonLinesFormat:
                 except ValueError as cause:  # malformed JSON and UTF-8, too
                     bad.append(BadRecord(place, f"line at byte {place}: {cause}", line))
             if rows or bad:
-                yield Chunk(rows_as_records(rows, wanted), end, tuple(bad), end)
+                yield Chunk(rows_as_records(rows, wanted), end, tuple(bad), text.reached(end))
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:
         """Open a file to write; see `Format`."""
-        with atomic_write(path) as file:
+        with write_text(path) as file:
             yield _Writer(file)
 
     def _infer(self, file: BinaryIO) -> dict[str, torch.dtype]:

@@ -8,11 +8,8 @@ from a place reads the file from its beginning.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import BinaryIO, Protocol
 
 import numpy as np
@@ -20,33 +17,21 @@ from numpy.typing import NDArray
 
 from monolith import filesystem, native
 from monolith.data.format import BadRecord, Chunk
+from monolith.data.formats.compressed import (
+    AUTO,
+    Decompressing,
+    StreamCompressor,
+    compression_of,
+    compressor_of,
+)
 from monolith.data.formats.examples import ParsedPayloads, PayloadParser, PayloadWriter
 from monolith.data.records import Records
-from monolith.errors import ConfigError, CorruptFileError, DataError
+from monolith.errors import ConfigError, CorruptFileError
 
 CHUNK_BYTES = 4 << 20
 RECORD_BYTES = 256 << 20
 """The most that one record may have, header and all, where nobody says otherwise."""
-AUTO = "auto"
-COMPRESSIONS = ("gzip", "zlib", "zstd", "snappy")
-
-_PIECES = {"gzip": 16 << 10, "zlib": 16 << 10}
-"""How much of a compressed file is taken at a time: what it holds may be a thousand times as much."""
-_PIECE_BYTES = 4 << 10
-"""The same for other compressions: with zstd, it may be thirty thousand times as much."""
 _SKIP_BYTES = 1 << 20
-_SUFFIXES = {
-    ".gz": "gzip",
-    ".gzip": "gzip",
-    ".zlib": "zlib",
-    ".zz": "zlib",
-    ".zst": "zstd",
-    ".zstd": "zstd",
-    ".snappy": "snappy",
-}
-_WINDOWS = {"gzip": 31, "zlib": 15}
-"""How zlib is told which of its two wrappings is meant."""
-
 Split = Callable[[bytes], native.SplitStream]
 Amend = Callable[[ParsedPayloads, NDArray[np.int64]], Records]
 """Gets payloads and the headers of their frames; returns their records."""
@@ -56,24 +41,11 @@ Seal = Callable[[Records, bytes, NDArray[np.int64]], bytes]
 """Gets records, their payloads end to end, and where each begins; returns a stream."""
 
 
-def check_compression(compression: str | None) -> str | None:
-    """Return the compression if there is one of that name, or none, or "auto"."""
-    if compression not in (None, AUTO, *COMPRESSIONS):
-        known = ", ".join(COMPRESSIONS)
-        raise ConfigError(f"there is no compression {compression!r}; there are {known}, auto and None")
-    return compression
-
-
 def check_record_bytes(record_bytes: int) -> int:
     """Return the most that one record may have, if that makes sense."""
     if record_bytes < 1:
         raise ConfigError(f"record_bytes must be at least 1, got {record_bytes}")
     return record_bytes
-
-
-def compression_of(path: str) -> str | None:
-    """Return the compression that a file's name tells."""
-    return next((name for suffix, name in _SUFFIXES.items() if path.endswith(suffix)), None)
 
 
 def read_chunks(
@@ -171,35 +143,14 @@ def open_writer(
     writer: PayloadWriter,
 ) -> Iterator[StreamWriter]:
     """Write a file that appears under its name when the block ends well; `seal` wraps payloads."""
-    compressor = _compressor(compression_of(path) if compression == AUTO else compression)
+    compressor = compressor_of(compression_of(path) if compression == AUTO else compression)
     with filesystem.atomic_write(path) as file:
         yield StreamWriter(file, compressor, seal, writer)
         if compressor is not None:
             file.write(compressor.flush())
 
 
-# Compression
-
-
-class StreamCompressor(Protocol):
-    """Takes a stream in pieces."""
-
-    def compress(self, data: bytes, /) -> bytes: ...
-
-    def flush(self) -> bytes: ...
-
-
-class Decompressor(Protocol):
-    """Takes one compressed stream in pieces."""
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes:
-        """What follows the end of the stream."""
-
-    def decompress(self, data: bytes, /) -> bytes: ...
+# Opening
 
 
 class _Reader(Protocol):
@@ -210,51 +161,6 @@ class _Reader(Protocol):
         """Return how many bytes of the file were read, compressed as they are."""
 
     def close(self) -> None: ...
-
-
-class _Decompressing:
-    """Reads what a compressed file holds. Streams may follow each other, as `cat` leaves them."""
-
-    def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
-        self._file = file
-        self._path = path
-        self._compression = compression
-        self._piece_bytes = _PIECES.get(compression, _PIECE_BYTES)
-        self._stream: Decompressor | None = None
-        self._ready = bytearray()
-        self._taken = self._given = 0
-
-    def read(self, size: int, /) -> bytes:
-        while len(self._ready) < size and (piece := self._file.read(self._piece_bytes)):
-            self._take(piece)
-            self._taken += len(piece)
-        if len(self._ready) < size and self._stream is not None and not self._stream.eof:
-            raise CorruptFileError(
-                self._path, self._taken, f"the file ends inside its {self._compression} stream"
-            )
-        result = bytes(self._ready[:size])
-        del self._ready[:size]
-        self._given += len(result)
-        return result
-
-    def tell(self) -> int:
-        # Of what was taken, some is not read yet: a small file is decompressed at once.
-        return self._taken * self._given // max(self._given + len(self._ready), 1)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _take(self, piece: bytes) -> None:
-        while piece:
-            if self._stream is None or self._stream.eof:
-                self._stream = _decompressor(self._compression)
-            try:
-                self._ready += self._stream.decompress(piece)
-            except Exception as cause:  # zlib and zstandard have errors of their own
-                raise CorruptFileError(
-                    self._path, self._taken, f"from here on this is not a {self._compression} stream: {cause}"
-                ) from cause
-            piece = self._stream.unused_data if self._stream.eof else b""
 
 
 def _open(path: str, start: int, compression: str | None) -> _Reader:
@@ -268,7 +174,7 @@ def _open(path: str, start: int, compression: str | None) -> _Reader:
             file.seek(start)
             undo.pop_all()
             return file
-        reader = _Decompressing(file, path, compression)
+        reader = Decompressing(file, path, compression)
         left = start
         while left:
             if not (skipped := reader.read(min(left, _SKIP_BYTES))):
@@ -276,33 +182,3 @@ def _open(path: str, start: int, compression: str | None) -> _Reader:
             left -= len(skipped)
         undo.pop_all()
         return reader
-
-
-def _decompressor(compression: str) -> Decompressor:
-    if compression in _WINDOWS:
-        return zlib.decompressobj(_WINDOWS[compression])
-    stream: Decompressor = _zstandard(compression).ZstdDecompressor().decompressobj()
-    return stream
-
-
-def _compressor(compression: str | None) -> StreamCompressor | None:
-    if compression is None:
-        return None
-    if compression in _WINDOWS:
-        return zlib.compressobj(wbits=_WINDOWS[compression])
-    stream: StreamCompressor = _zstandard(compression).ZstdCompressor().compressobj()
-    return stream
-
-
-def _zstandard(compression: str) -> ModuleType:
-    if compression == "snappy":
-        raise DataError(
-            "snappy is not read or written here: there are several ways to cut it into blocks, and files do "
-            "not say which. Decompress the file, or write it with gzip, zlib or zstd."
-        )
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as cause:
-        raise DataError(
-            "zstd needs the package 'zstandard', which is not installed: pip install zstandard"
-        ) from cause

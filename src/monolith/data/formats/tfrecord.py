@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from monolith import filesystem, native
 from monolith.data.format import Chunk, RecordWriter
+from monolith.data.formats.compressed import AUTO, check_compression
 from monolith.data.formats.examples import PayloadParser, PayloadWriter, example_kind
 from monolith.data.formats.streams import (
-    AUTO,
     CHUNK_BYTES,
     RECORD_BYTES,
-    check_compression,
     check_record_bytes,
     open_writer,
     read_chunks,

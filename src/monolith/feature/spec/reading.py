@@ -18,6 +18,7 @@ from monolith import native
 from monolith.errors import DataError
 from monolith.feature.batches import Batch, FeatureIds
 from monolith.feature.fids import SIGNATURE_BITS, make_fid
+from monolith.feature.spec.empty_cells import EmptyCells
 from monolith.feature.spec.kinds import (
     BucketFeature,
     CrossFeature,
@@ -65,6 +66,8 @@ class Reading:
     floats: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
     event_times: Tensor | None = None
+    empty: dict[str, int] = field(default_factory=dict)
+    """Float feature to how many records had nothing in its column."""
     group: str | None = None
     """The feature that groups examples."""
 
@@ -128,6 +131,14 @@ class RawReader:
             self._unlearned: str | None = spec.to_learn[0]
         else:
             self._unlearned = None
+        self.empty = EmptyCells(
+            {
+                name: one.missing
+                for name, one in spec.features.items()
+                if isinstance(one, FloatFeature) and one.missing is not None
+            }
+        )
+        """What was empty of all that `batch` was asked for."""
 
     def make(self, records: RawColumns) -> Batch:
         """Return a batch of all records; see `FeatureSpec.make`."""
@@ -142,6 +153,11 @@ class RawReader:
         if reading.bad:
             record = min(reading.bad)
             raise DataError(f"features: record {record} of {records.size} is bad: {reading.bad[record]}")
+        return self.batch(reading)
+
+    def batch(self, reading: Reading) -> Batch:
+        """Return a batch of what was read, none of it bad, and count what was empty."""
+        self.empty.note(reading.empty, reading.size)
         return reading.batch()
 
     @property
@@ -343,6 +359,8 @@ class RawReader:
             whole = lengths == one.width
             places = ranges(numbers.row_splits[:-1][whole], lengths[whole])
             made[whole] = _scaled(one, numbers.flat_values[places].to(torch.float32).view(-1, one.width))
+            if column in records.columns and one.missing is not None:
+                found.empty[name] = int((lengths == 0).sum()) * (1 if rows == found.size else found.size)
         found.floats[name] = made if rows == found.size else made.expand(found.size, one.width)
 
     def _label(self, task: str, label: Label, records: RawColumns, found: Reading) -> None:

@@ -1,0 +1,244 @@
+"""Compressed files: what they hold, in pieces, and as a file to read lines from.
+
+A place in a compressed file is a byte of what it decompresses to; going back to one reads the file from its
+beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import zlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
+
+from monolith.errors import ConfigError, CorruptFileError, DataError
+from monolith.filesystem import atomic_write, open_read
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+AUTO = "auto"
+COMPRESSIONS = ("gzip", "zlib", "zstd", "snappy")
+
+_PIECES = {"gzip": 16 << 10, "zlib": 16 << 10}
+"""How much of a compressed file is taken at a time: what it holds may be a thousand times as much."""
+_PIECE_BYTES = 4 << 10
+"""The same for other compressions: with zstd, it may be thirty thousand times as much."""
+_BUFFER_BYTES = 64 << 10
+COMPRESSED_SUFFIXES = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".zlib": "zlib",
+    ".zz": "zlib",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".snappy": "snappy",
+}
+_WINDOWS = {"gzip": 31, "zlib": 15}
+"""How zlib is told which of its two wrappings is meant."""
+
+
+def check_compression(compression: str | None) -> str | None:
+    """Return the compression if there is one of that name, or none, or "auto"."""
+    if compression not in (None, AUTO, *COMPRESSIONS):
+        known = ", ".join(COMPRESSIONS)
+        raise ConfigError(f"there is no compression {compression!r}; there are {known}, auto and None")
+    return compression
+
+
+def compression_of(path: str) -> str | None:
+    """Return the compression that a file's name tells."""
+    return next((name for suffix, name in COMPRESSED_SUFFIXES.items() if path.lower().endswith(suffix)), None)
+
+
+class OpenText:
+    """A file of text, open to read, which its name may say is compressed."""
+
+    def __init__(self, path: str) -> None:
+        opened = open_read(path)
+        compression = compression_of(path)
+        self._held = None if compression is None else _Held(opened, path, compression)
+        self.file = (
+            opened if self._held is None else cast(BinaryIO, io.BufferedReader(self._held, _BUFFER_BYTES))
+        )
+
+    def __enter__(self) -> OpenText:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def reached(self, place: int) -> int:
+        """Return how many bytes of the file, as it is on disk, were read when the text is read to a place.
+
+        Of a compressed one, that is about as many as were read by now.
+        """
+        return place if self._held is None else self._held.reached
+
+
+@contextlib.contextmanager
+def write_text(path: str) -> Iterator[BinaryIO]:
+    """Write a file that appears under its name when the block ends well, compressed as the name says."""
+    compressor = compressor_of(compression_of(path))
+    with atomic_write(path) as file:
+        if compressor is None:
+            yield file
+        else:
+            yield cast(BinaryIO, _Compressing(file, compressor))
+            file.write(compressor.flush())
+
+
+class _Compressing:
+    def __init__(self, file: BinaryIO, compressor: StreamCompressor) -> None:
+        self._file = file
+        self._compressor = compressor
+
+    def write(self, data: bytes) -> int:
+        self._file.write(self._compressor.compress(data))
+        return len(data)
+
+
+class _Held(io.RawIOBase):
+    """What a compressed file holds, as a file one can read and seek."""
+
+    def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
+        self._file = file
+        self._path = path
+        self._compression = compression
+        self._stream = Decompressing(file, path, compression)
+        self._place = 0
+
+    @property
+    def reached(self) -> int:
+        """How many bytes of the file were read, compressed as they are."""
+        return self._stream.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: WriteableBuffer, /) -> int:
+        with memoryview(into) as room:
+            data = self._stream.read(len(room))
+            room[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, place: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("the size of what a compressed file holds is not known")
+        if place < self._place:
+            self._file.seek(0)
+            self._stream = Decompressing(self._file, self._path, self._compression)
+            self._place = 0
+        while self._place < place and (skipped := self._stream.read(min(place - self._place, _BUFFER_BYTES))):
+            self._place += len(skipped)
+        return self._place
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+class StreamCompressor(Protocol):
+    """Takes a stream in pieces."""
+
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+class Decompressor(Protocol):
+    """Takes one compressed stream in pieces."""
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes:
+        """What follows the end of the stream."""
+
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+class Decompressing:
+    """Reads what a compressed file holds. Streams may follow each other, as `cat` leaves them."""
+
+    def __init__(self, file: BinaryIO, path: str, compression: str) -> None:
+        self._file = file
+        self._path = path
+        self._compression = compression
+        self._piece_bytes = _PIECES.get(compression, _PIECE_BYTES)
+        self._stream: Decompressor | None = None
+        self._ready = bytearray()
+        self._taken = self._given = 0
+
+    def read(self, size: int, /) -> bytes:
+        while len(self._ready) < size and (piece := self._file.read(self._piece_bytes)):
+            self._take(piece)
+            self._taken += len(piece)
+        if len(self._ready) < size and self._stream is not None and not self._stream.eof:
+            raise CorruptFileError(
+                self._path, self._taken, f"the file ends inside its {self._compression} stream"
+            )
+        result = bytes(self._ready[:size])
+        del self._ready[:size]
+        self._given += len(result)
+        return result
+
+    def tell(self) -> int:
+        # Of what was taken, some is not read yet: a small file is decompressed at once.
+        return self._taken * self._given // max(self._given + len(self._ready), 1)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _take(self, piece: bytes) -> None:
+        while piece:
+            if self._stream is None or self._stream.eof:
+                self._stream = _decompressor(self._compression)
+            try:
+                self._ready += self._stream.decompress(piece)
+            except Exception as cause:  # zlib and zstandard have errors of their own
+                raise CorruptFileError(
+                    self._path, self._taken, f"from here on this is not a {self._compression} stream: {cause}"
+                ) from cause
+            piece = self._stream.unused_data if self._stream.eof else b""
+
+
+def _decompressor(compression: str) -> Decompressor:
+    if compression in _WINDOWS:
+        return zlib.decompressobj(_WINDOWS[compression])
+    stream: Decompressor = _zstandard(compression).ZstdDecompressor().decompressobj()
+    return stream
+
+
+def compressor_of(compression: str | None) -> StreamCompressor | None:
+    if compression is None:
+        return None
+    if compression in _WINDOWS:
+        return zlib.compressobj(wbits=_WINDOWS[compression])
+    stream: StreamCompressor = _zstandard(compression).ZstdCompressor().compressobj()
+    return stream
+
+
+def _zstandard(compression: str) -> ModuleType:
+    if compression == "snappy":
+        raise DataError(
+            "snappy is not read or written here: there are several ways to cut it into blocks, and files do "
+            "not say which. Decompress the file, or write it with gzip, zlib or zstd."
+        )
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as cause:
+        raise DataError(
+            "zstd needs the package 'zstandard', which is not installed: pip install zstandard"
+        ) from cause
