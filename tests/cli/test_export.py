@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from serve.served_tasks import Predicted, Served, columns, exported, predictions, trained
+from torch import nn
 
 from monolith.cli import export
 from monolith.cli.export import as_trained, run, train_options, with_flags
 from monolith.cli.main import answer, parse_options
 from monolith.cli.options.export import ExportOptions
+from monolith.data import FileSource, Pipeline, Stream
+from monolith.data.formats import CsvFormat
 from monolith.errors import ConfigError
+from monolith.feature import Batch, FeatureSpec, IdFeature, Label
+from monolith.model import DeepFM
 from monolith.observe import Metrics
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import STATE_FILE, ExportListener, exports_when_saving
 from monolith.serve import Predictor
 from monolith.serve.servable.versions import HeldVersion, list_versions
-from monolith.train import KeepConfig, SaveConfig, TrainConfig, Trainer
+from monolith.train import KeepConfig, Mode, SaveConfig, TrainConfig, Trainer
 
 TASK = "serve.served_tasks:Served"
 
@@ -219,3 +225,27 @@ def test_a_run_that_keeps_nothing_is_told_so():
         exports_when_saving(Served(), TrainConfig(), ExportConfig(when_saving=True)),
     ):
         pass
+
+
+@dataclass(frozen=True)
+class FromCsv(Served):
+    """Learns from a file of which nobody knows the records before they are read."""
+
+    path: str = ""
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:  # noqa: ARG002
+        spec = FeatureSpec(features={"user": IdFeature(kind="string")}, labels={"click": Label()})
+        source = FileSource(self.path, CsvFormat(types=spec.columns), batch_size=4)
+        return Pipeline(source).to_batches(spec)
+
+    def model(self) -> nn.Module:
+        spec = FeatureSpec(features={"user": IdFeature(kind="string")}, labels={"click": Label()})
+        return DeepFM(spec, dim=2, hidden=(4,), threads=1)
+
+
+def test_warm_up_requests_are_drawn_from_a_csv(tmp_path):
+    (tmp_path / "clicks.csv").write_text("user,click\n" + "".join(f"u{n},{n % 2}\n" for n in range(24)))
+    task = FromCsv(path=str(tmp_path / "clicks.csv"))
+    exported(trained(tmp_path / "run", task), tmp_path / "out", task=task)
+    drawn = json.loads((tmp_path / "out" / "6" / "warmup.json").read_text())["requests"]
+    assert drawn[0]["inputs"][0]["data"] == ["u0"]

@@ -17,7 +17,7 @@ from torch import nn
 from monolith import filesystem
 from monolith.checkpoint import Saver
 from monolith.checkpoint.offline.reading import complete_names
-from monolith.data import keep_columns, known_size
+from monolith.data import fraction_read, keep_columns, known_size
 from monolith.errors import ConfigError, ExportError, MonolithError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model import ReadyModel
@@ -113,7 +113,7 @@ def _sample_of(
     """Look at the first batch of the evaluation data, where that has an end: a live stream may have none."""
     floats = dict(module.floats.widths) if isinstance(module, ReadyModel) else {}
     try:
-        batch = _first_batch(task, spec)
+        batch = _first_batch(task, spec, say)
     except MonolithError as error:
         say(f"no warm-up requests: the evaluation data cannot be read: {error}")
         batch = None
@@ -125,9 +125,10 @@ def _sample_of(
     return _Sample(floats=floats, labels=tuple(batch.labels), requests=requests)
 
 
-def _first_batch(task: Task, spec: FeatureSpec | None) -> Batch | None:
+def _first_batch(task: Task, spec: FeatureSpec | None, say: Callable[[str], object]) -> Batch | None:
     with closing(task.dataset(Mode.EVALUATE)) as data:
-        if known_size(data) is None:
+        if known_size(data) is None and fraction_read(data, data.position()) is None:
+            say("no warm-up requests: nobody knows whether the evaluation data ends")
             return None
         if spec is not None:
             keep_columns(data, [name for name in spec.inputs if name not in spec.optional])
