@@ -25,6 +25,7 @@ from monolith.cli.train import Stopper, reported_to_yarn, serve_metrics
 from monolith.cluster import FilesConfig, FilesDiscovery, Waiting
 from monolith.errors import ConfigError, DeadlineExceededError, UnavailableError
 from monolith.observe import Metrics
+from monolith.observe.logs import process_label
 from monolith.run import RunConfig, load_run_config
 from monolith.train import Hook
 from monolith.train.fleet.parameter_server import ServerEnd
@@ -171,7 +172,8 @@ def test_who_is_waited_for_is_said_now_and_then(capsys: pytest.CaptureFixture[st
     stopper = Stopper()
     for found, seconds in ((0, 0), (0, 5), (1, 6), (1, 10), (1, 30)):
         stopper.check(waiting(found, seconds))
-    assert [line[:22] for line in capsys.readouterr().err.splitlines()] == [
+    said = [line.removeprefix(process_label()) for line in capsys.readouterr().err.splitlines()]
+    assert [line[:22] for line in said] == [
         "waiting for ps: 0 of 3",
         "waiting for ps: 1 of 3",
         "waiting for ps: 1 of 3",
