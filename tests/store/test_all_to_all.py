@@ -172,7 +172,8 @@ def test_an_interpreter_that_was_a_rank_ends_as_it_should() -> None:
         [sys.executable, "-c", lines], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
 
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
+    assert "terminate called" not in ended.stderr  # that the other rank is gone may be said
 
 
 def test_a_rank_that_has_closed_keeps_no_connection_even_where_somebody_keeps_its_error() -> None:
