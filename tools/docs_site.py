@@ -12,6 +12,7 @@ import ast
 import posixpath
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -113,6 +114,11 @@ def docstring(folder: Path) -> str:
 def door_of(folder: Path) -> ast.Module:
     stub = folder / "__init__.pyi"
     path = stub if stub.exists() else folder / "__init__.py"
+    return parsed(path)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -131,7 +137,7 @@ def defined_in(module: str, name: str) -> str | None:
     place = ROOT.joinpath("src", *module.split("."))
     if not place.is_dir() and not place.with_suffix(".py").exists():
         return None  # of the compiled core
-    source = door_of(place) if place.is_dir() else ast.parse(place.with_suffix(".py").read_text("utf-8"))
+    source = door_of(place) if place.is_dir() else parsed(place.with_suffix(".py"))
     for node in source.body:
         match node:
             case ast.ImportFrom(module=str(origin), names=names) if name in [alias.name for alias in names]:

@@ -19,7 +19,8 @@ from monolith.data.kafka import KafkaSink
 TESTS = Path(__file__).resolve().parents[1]
 MESSAGES = 6000
 PARTITIONS = 3
-KILLS = 50
+KILLS = 10
+MANY_KILLS = 50
 
 
 class Consumers:
@@ -71,10 +72,13 @@ def read(state: Path) -> list[int]:
     return json.loads(state.read_text())["ids"] if state.exists() else []
 
 
-def test_after_fifty_kills_every_message_was_read_exactly_once(consumers: Consumers, state: Path) -> None:
+@pytest.mark.parametrize("kills", [KILLS, pytest.param(MANY_KILLS, marks=pytest.mark.soak)])
+def test_after_many_kills_every_message_was_read_exactly_once(
+    kills: int, consumers: Consumers, state: Path
+) -> None:
     chance = random.Random(17)
     cut_short = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         before = len(read(state))
         consumers.say("start")
         if chance.random() < 0.8:  # among its messages; else wherever it is, connecting for the most part
@@ -88,7 +92,7 @@ def test_after_fifty_kills_every_message_was_read_exactly_once(consumers: Consum
     for partition in range(PARTITIONS):
         mine = [number for number in read(state) if number % PARTITIONS == partition]
         assert mine == sorted(mine)
-    assert cut_short >= KILLS // 2  # or the kills have shown little
+    assert cut_short >= kills // 2  # or the kills have shown little
 
 
 def wait_for_progress(state: Path, before: int) -> None:

@@ -23,6 +23,7 @@ def test_ranks_go_on_together_when_one_was_killed(tmp_path: Path) -> None:
         assert "worker 0 was killed by SIGKILL; restarting it (1 of 6)" in ranks.output
 
 
+@pytest.mark.soak
 def test_ranks_and_the_server_with_their_rows_go_on_when_one_was_killed(tmp_path: Path) -> None:
     with LaunchedServedRanks(tmp_path, 480) as ranks:
         for place in (("ps", 0), ("worker", 1)):
