@@ -22,6 +22,7 @@ pytest_plugins = (
 SLOW_FILES = (
     "cluster/launch/test_ray.py",
     "cli/test_launching.py",
+    "cli/test_rank_training.py",
     "contracts/test_discovery.py",
     "cluster/test_ray_discovery.py",
     "cluster/test_ray_connection.py",

@@ -14,6 +14,7 @@ TOGETHER = {
     "Ray": (  # and a ZooKeeper
         "tests/cluster/launch/test_ray.py",
         "tests/cli/test_launching.py",
+        "tests/cli/test_rank_training.py",
         "tests/contracts/test_discovery.py",
         "tests/cluster/test_ray_discovery.py",
         "tests/cluster/test_ray_connection.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -347,3 +347,21 @@ def test_a_server_that_closes_answers_no_more_requests(stack: ExitStack) -> None
         stream.close()
         closing.result()
     assert stream.broken
+
+
+def test_a_server_that_closes_lets_go_of_who_waits(stack: ExitStack) -> None:
+    asked, never = threading.Event(), threading.Event()
+
+    def wait(_: dict[str, Any], gone: Callable[[], bool]) -> dict[str, Any]:
+        asked.set()
+        while not gone():
+            never.wait(0.01)
+        return {"told": True}
+
+    server = serve(stack, polls={"wait": wait})
+    caller = call(stack, server.address)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(caller.call, "wait")
+        assert asked.wait(30)
+        server.close()
+        assert waiting.result(30) == {"told": True}

@@ -281,8 +281,9 @@ class _Endpoint:
 
         def work() -> dict[str, Any]:
             with self._at_work():
-                if name in self.polls:
-                    return {"answer": self.polls[name](self._body(body), gone)}
+                if name in self.polls:  # who closes does not wait for those who wait
+                    over = lambda: self.closing.is_set() or gone()  # noqa: E731
+                    return {"answer": self.polls[name](self._body(body), over)}
                 return {"answer": self._known(self.calls, name)(self._body(body))}
 
         answer = self._answered(name, work)
