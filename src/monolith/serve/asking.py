@@ -125,12 +125,12 @@ class Asker:
 
 
 def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a column as inputs of a request: one, or two where rows are lists of several lengths.
+    """Return a column as inputs of a request: one, or two where rows are lists of several lengths, or none.
 
     Raises:
         RequestError: A value is of another type than the input.
     """
-    plain = not any(isinstance(value, list) for value in values)
+    plain = not any(value is None or isinstance(value, list) for value in values)
     if plain and len(one.shape) == 1:
         column = [_value(one, row, value) for row, value in enumerate(values)]
         return [_input(one.name, one.datatype, [len(column)], column)]
@@ -151,8 +151,8 @@ def _input(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[
 
 def _value(one: AskedTensor, row: int, value: Any) -> Any:
     if one.datatype == "BYTES":
-        if value is None or isinstance(value, (str, int, float)):
-            return "" if value is None else str(value)
+        if isinstance(value, (str, int, float)):
+            return str(value)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         pass
     elif DTYPES[one.datatype].kind == "f" or isinstance(value, int):

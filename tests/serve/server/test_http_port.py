@@ -78,6 +78,12 @@ def test_nested_lists_are_rows(served):
     assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [121]
 
 
+def test_a_cell_that_is_null_is_an_empty_one(served):
+    tags = {"name": "tags", "datatype": "BYTES", "shape": [2], "data": [None, "x"]}
+    body = rows_json("a", "a")
+    assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [101, 111]
+
+
 def binary_request(*users):
     raw = b"".join(len(one).to_bytes(4, "little") + one for one in users)
     item = np.arange(len(users), dtype=np.int64).tobytes()
