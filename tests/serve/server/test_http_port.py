@@ -376,9 +376,17 @@ def test_one_port_serves_both_transports():
             assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [1, 100_000]
 
 
-def test_a_server_that_is_told_to_stop_answers_what_is_in_flight():
+def test_a_connection_that_is_made_while_the_server_stops_is_closed_at_once():
+    with serving(one_model()) as server:
+        server._http._bounds.closing = True  # uvicorn has told all connections that it knew of
+        with connect(server) as late:
+            assert read_all(late) == b""
+
+
+@pytest.mark.parametrize("ports", [{}, {"port": 0}])
+def test_a_server_that_is_told_to_stop_answers_what_is_in_flight(ports):
     model = LinearModel()
-    with serving(one_model(model)) as server:
+    with serving(one_model(model), **ports) as server:
         answers = []
 
         def slow():

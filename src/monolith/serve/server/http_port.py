@@ -82,7 +82,8 @@ class HttpPort:
         )
         config.load()
         config.ssl = context
-        config.monolith = _Bounds(limits, relay)
+        self._bounds = _Bounds(limits, relay)
+        config.monolith = self._bounds
         self._server = uvicorn.Server(config)
         self._config = config
         self._sockets = sockets
@@ -98,6 +99,7 @@ class HttpPort:
 
     def close(self, grace: float) -> None:
         """Take no new requests, and wait so many seconds for those in flight."""
+        self._bounds.closing = True
         self._config.timeout_graceful_shutdown = max(1, int(grace))
         self._server.should_exit = True
         self._thread.join(grace + 5)
@@ -142,6 +144,8 @@ class _Bounds:
         self.read_timeout = limits.read_timeout.total_seconds()
         self.connections = limits.connections
         self.relay = relay
+        self.closing = False
+        """Whether connections that are made from now on are closed: uvicorn tells only those that it had."""
 
 
 class _App:
@@ -297,6 +301,10 @@ def _import_uvicorn() -> tuple[Any, Any]:
             self._in_head = True
             self._known = self._bounds.relay is None
             super().connection_made(transport)
+            if self._bounds.closing:
+                self._timer = None
+                transport.close()
+                return
             if len(self.connections) > self._bounds.connections:
                 self._timer = None
                 self._refuse(503, "too many connections")
