@@ -312,6 +312,9 @@ def test_bodies_that_are_too_large_are_refused(strict):
         made.sendall(b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         made.sendall(b"3000\r\n" + b"x" * 0x3000 + b"\r\n")
         assert b" 413 " in read_all(made)
+    refused = 'monolith_serve_requests_total{code="too_large",model="",transport="http",version=""} '
+    counted = [line for line in get(strict, "/metrics")[1].decode().splitlines() if refused in line]
+    assert counted == [f"{refused}2.0"]  # of those whose bodies were not read to their end
     check_unharmed(strict)
 
 

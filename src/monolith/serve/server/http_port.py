@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from monolith.errors import MissingExtraError, RequestTooLargeError
+from monolith.errors import MissingExtraError, OverloadedError, RequestError, RequestTooLargeError
 from monolith.serve.server.config import ServeLimits
 from monolith.serve.server.http_api import HttpApi, HttpReply, HttpRequest, plain_error
 
@@ -170,7 +170,8 @@ class _App:
             refused.headers["connection"] = "close"
             await _write(send, refused)
         elif self._reading >= self._concurrency:
-            await _write(send, plain_error(429, "too many requests are being read or answered"))
+            busy = OverloadedError(f"{self._reading} requests are being read or answered, which is the most")
+            await _write(send, self._api.refuse(busy))
         else:
             self._reading += 1
             try:
@@ -182,10 +183,11 @@ class _App:
         try:
             body = await self._body(request, receive)
         except RequestTooLargeError as error:
-            await _write(send, plain_error(413, str(error)))
+            await _write(send, self._api.refuse(error))
             return
         except TimeoutError:
-            await _write(send, plain_error(408, f"the body did not arrive within {self._patience:g} s"))
+            late = RequestError(f"the body did not arrive within {self._patience:g} s")
+            await _write(send, self._api.refuse(late, 408))
             return
         if body is None:
             return  # the caller is gone
