@@ -90,15 +90,15 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     ends = None
     if len(dims) == 1 and None in given:
         ends = np.cumsum([0, *(one is not None for one in given)], dtype=np.int64)
-    values: Values
+    read: Values
     if datatype == "BYTES":
-        values = [_text(name, row, one) for row, one in enumerate(given) if one is not None or ends is None]
+        read = [_text(name, row, one) for row, one in enumerate(given) if one is not None or ends is None]
     else:
         dtype = DTYPES.get(datatype)
         if dtype is None:
             raise _no_datatype(name, datatype)
-        values = _numbers(name, datatype, dtype, given, ends is not None)
-    return WireTensor(name, datatype, dims, values, ends)
+        read = _numbers(name, datatype, dtype, given, ends is not None)
+    return WireTensor(name, datatype, dims, read, ends)
 
 
 def raw_bytes(values: Values) -> bytes:
