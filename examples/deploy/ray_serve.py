@@ -4,6 +4,9 @@ Ray Serve chooses the machines, starts and scales replicas and routes requests. 
 of the newest version, so replicas of one machine share their memory. Rows go in, predictions come out:
 
     curl -d '[{"user": "ann", "price": 3.5}]' http://127.0.0.1:8000/
+
+Where a machine is busy, Ray Serve may end its HTTP proxy before it has started ("failed the health check 3
+times in a row"); the variable RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 gives it time.
 """
 
 import sys
