@@ -4,9 +4,13 @@ Ray Serve chooses the machines, starts and scales replicas and routes requests. 
 of the newest version, so replicas of one machine share their memory. Rows go in, predictions come out:
 
     curl -d '[{"user": "ann", "price": 3.5}]' http://127.0.0.1:8000/
+
+Where a machine is busy, Ray Serve may end its HTTP proxy before it has started ("failed the health check 3
+times in a row"); the variable RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60 gives it time.
 """
 
 import sys
+from pathlib import Path
 
 from ray import serve
 
@@ -23,8 +27,9 @@ class Model:
         return self.ask(await request.json())
 
     def ask(self, rows: list[dict]) -> dict:
-        inputs = [one.name for one in self.predictor.signature.inputs if one.name in rows[0]]
-        answer = self.predictor.predict({name: [row[name] for row in rows] for name in inputs})
+        given = {name for row in rows for name in row}
+        inputs = [one.name for one in self.predictor.signature.inputs if one.name in given]
+        answer = self.predictor.predict({name: [row.get(name) for row in rows] for name in inputs})
         return {
             "version": self.predictor.version,
             **{name: values.tolist() for name, values in answer.outputs.items()},
@@ -35,7 +40,7 @@ class Model:
 
 
 def app(folder: str) -> serve.Application:
-    return Model.bind(folder)
+    return Model.bind(str(Path(folder).resolve()))  # replicas start in another folder
 
 
 if __name__ == "__main__":

@@ -175,6 +175,13 @@ def test_a_process_without_a_chief_to_help_asks_nobody(environ: dict[str, str]) 
         assert "mlp-join" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_a_signal_stops_also_while_the_event_is_locked_by_whom_it_interrupts() -> None:
+    with told_to_stop({}) as stop:
+        with stop._cond:  # as `stop.wait` does for a moment before it waits
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.wait(SOON.total_seconds())
+
+
 # Found by discovery
 
 

@@ -106,6 +106,44 @@ def test_a_folder_is_served_asked_and_switched_and_sigterm_ends_it_well(servable
         server.close()
 
 
+def test_a_version_that_is_not_compiled_is_not_served_as_such(servables):
+    server = Server(
+        str(servables / "kept"), "--http-port", "0", "--grpc-port", "None", "--compiled", until="model"
+    )
+    try:
+        assert "none that can be loaded" in server.said("model")
+        index = urllib.request.Request(f"{server.url}/v2/repository/index", b"{}")
+        (line,) = json.load(urllib.request.urlopen(index, timeout=PATIENCE))
+        assert "nothing compiled in it; export it with --compile" in line["reason"]
+        assert server.get("/v2/health/ready")[0] == 503
+    finally:
+        server.close()
+
+
+def test_certificates_and_a_token_are_asked_for_over_every_port(servables, certificates, tmp_path, capsys):
+    (tmp_path / "token").write_text("s3cret")
+    ours = [*certificate_flags(certificates, "ca"), "--token-file", str(tmp_path / "token")]
+    server = Server(str(servables / "kept"), "--http-port", "0", "--grpc-port", "0", *ours)
+    try:
+        words = shlex.split(server.said("ask it"))
+        assert words[2].startswith("https://127.0.0.1:")
+        for url in (words[2], server.said("grpc")):
+            ask = ["ask", url, *words[3:]]
+            assert main([*ask, *ours]) == 0
+            assert main([*ask, *ours, "--tls-server-name", "localhost"]) == 0
+            assert main([*ask, *ours, "--tls-server-name", "somebody"]) != 0
+            assert main([*ask, *certificate_flags(certificates, "ca")]) != 0
+            assert "token" in capsys.readouterr().err
+            assert main([*ask, *certificate_flags(certificates, "other"), *ours[-2:]]) != 0
+    finally:
+        server.close()
+
+
+def certificate_flags(certificates: Path, authority: str) -> list[str]:
+    node = certificates / f"{authority}-node"
+    return ["--tls-cert", f"{node}.crt", "--tls-key", f"{node}.key", "--tls-ca", f"{certificates}/ca.crt"]
+
+
 def test_an_entry_answers_with_the_rows_of_serving_servers(tmp_path, capsys):
     config = trained(tmp_path / "run", steps=3)
     exported(config, tmp_path / "sharded", step=3, how=ExportHow(shards=2))
@@ -154,12 +192,14 @@ def test_flags_make_the_config():
 
 def test_each_of_several_processes_is_started_with_the_same_flags(tmp_path):
     words = ["a", "--split", "x=a/1,a/2", "y=a", "--allow-module", "--grpc-port", "None", "--threads", "3"]
+    words += ["--compiled"]
     options = parse_options("serve", [*words, "--processes", "2", "--token-file", "t"])
     command = command_of(options, 1, tmp_path)
     assert command[1:4] == ("-m", "monolith", "serve")
     again = parse_options("serve", list(command[4:]))
     assert isinstance(again, ServeOptions)
-    assert (again.folders, again.split, again.allow_module) == (("a",), ("x=a/1,a/2", "y=a"), True)
+    assert (again.folders, again.split) == (("a",), ("x=a/1,a/2", "y=a"))
+    assert (again.allow_module, again.compiled) == (True, True)
     assert (again.grpc_port, again.threads, again.processes) == (None, 3, 1)
     assert again.security.token_file == Path("t")
     assert peers_of(again.peers) == (1, 2, tmp_path)

@@ -37,6 +37,12 @@ def test_rows_become_columns_of_the_types_that_the_model_takes(url):
     assert found.parameters["step"] == 100
 
 
+def test_a_value_that_is_null_or_not_there_is_an_empty_cell(url):
+    rows = [{"user": "ann", "tags": "x"}, {"user": "bo", "tags": None}, {"user": "cy"}]
+    with open_asker(url) as asker:
+        assert asker.ask("f", rows).outputs["score"] == [3 + 10, 2, 2]
+
+
 def test_what_is_wrong_is_said(url):
     with open_asker(url) as asker:
         with pytest.raises(RequestError, match="row 0: 'item' must be INT64, got \"x\""):

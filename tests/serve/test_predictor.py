@@ -18,6 +18,7 @@ from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export
 from monolith.serve import FoundRows, Predictor
 from monolith.serve.servable.versions import remove_versions
+from monolith.serve.server.tensors import columns_of, listed_tensor
 from monolith.store import TableIds
 from monolith.tensors import RaggedTensor
 from monolith.train import TrainConfig
@@ -55,6 +56,18 @@ def test_a_ready_batch_is_answered_as_raw_columns_are(predictor):
     records = next(iter(MemorySource(columns(5, seed=9), batch_size=5)))
     found = predictor.predict_batch(SPEC.without_labels().make(records))
     assert torch.equal(found.outputs["click"], predictor.predict(columns(5, seed=9)).outputs["click"])
+
+
+def test_a_cell_that_is_null_over_the_wire_reads_as_one_that_is_empty(predictor):
+    raw = columns(3, seed=9)
+    empty = {name: [raw[name][0], None, raw[name][2]] for name in ("user_id", "item", "tags", "price")}
+    types = {"user_id": "BYTES", "item": "INT64", "tags": "BYTES", "price": "FP32"}
+    sent = [listed_tensor(name, types[name], [3], values) for name, values in empty.items()]
+    sent.append(listed_tensor("where", "FP32", [3, 2], [one for row in raw["where"] for one in row]))
+    sent.append(listed_tensor("history", "INT64", [3], [1, None, 2]))
+    served = predictor.predict(columns_of(sent, predictor.signature).values).outputs["click"]
+    asked = {**raw, **empty, "history": [[1], None, [2]]}
+    assert torch.equal(served, predictor.predict(asked).outputs["click"])
 
 
 def test_columns_may_come_in_many_forms(predictor):

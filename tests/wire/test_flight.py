@@ -62,7 +62,12 @@ def stack() -> Iterator[ExitStack]:
 
 
 def serve(stack: ExitStack, **options: Any) -> Server:
-    exchanges = {"echo": echo, "new": answer_anew, "fail": lambda body, _: (fail(body), b"")}
+    exchanges = {
+        "echo": echo,
+        "new": answer_anew,
+        "fail": lambda body, _: (fail(body), b""),
+        **options.pop("exchanges", {}),
+    }
     server = Server(
         SERVICE,
         {"echo": lambda body: body, "fail": fail, **options.pop("calls", {})},
@@ -333,6 +338,30 @@ def test_a_stream_that_was_cancelled_says_why_and_is_broken(stack: ExitStack) ->
         with pytest.raises(DeadlineExceededError, match=r"nobody answers at .*: enough"):
             waiting.result()
     assert stream.broken
+
+
+def test_a_server_closes_when_requests_are_answered_though_callers_keep_their_streams(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(body: dict[str, Any], data: Any) -> tuple[dict[str, Any], Any]:
+        begun.set()
+        assert go_on.wait(60)
+        return body, data
+
+    monkeypatch.setattr("monolith.wire.flight._LINGER", 600.0)
+    server = serve(stack, exchanges={"slow": slow})
+    stream, _idle = open_stream(stack, server), open_stream(stack, server)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(exchange, stream, "slow", {})
+        assert begun.wait(60)
+        closing = pool.submit(server.close)
+        assert server._closing.wait(60)
+        assert not closing.done()
+        go_on.set()
+        answer.result(60)
+        closing.result(60)
 
 
 def test_a_server_that_closes_answers_no_more_requests(stack: ExitStack) -> None:

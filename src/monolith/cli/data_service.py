@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerOptions
 from monolith.cli.options.security import guard_of, limits_of
+from monolith.cli.stop_signals import STOP_SIGNALS
 from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 
 if TYPE_CHECKING:
@@ -213,20 +215,30 @@ def told_to_stop(
 ) -> Iterator[threading.Event]:
     """An event that SIGTERM, Ctrl-C and, under MLP, the end of the chief set, as long as the block lasts.
 
+    A handler may interrupt whoever waits for the event while it holds the event's lock, and would then wait
+    for itself. So it only leaves a note, and a thread sets the event.
+
     Args:
         check: Whether a host accepts a connection at a port; by default asks there.
     """
     stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    notes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wait_for_a_note() -> None:
+        notes.get()
+        stop.set()
+
+    waiting = threading.Thread(target=wait_for_a_note, name="stop-signals", daemon=True)
+    waiting.start()
+    before = {number: signal.signal(number, lambda *_: notes.put(None)) for number in STOP_SIGNALS}
     stop_with_chief(stop, environ, check)
     try:
         yield stop
     finally:
-        stop.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+        notes.put(None)
+        waiting.join()
 
 
 def stop_with_chief(

@@ -63,13 +63,14 @@ def run(options: ServeOptions) -> int:
     config = serve_config(options)
     guard = guard_of(options.security, options.host, os.environ)
     context = ssl_context(security_of(options.security, os.environ), server=True)
-    catalog = ServableCatalog(
-        threads=options.predict_threads,
-        allow_module=options.allow_module,
-        rows=remote_rows(options, guard) if options.role == "entry" else None,
-    )
     index, count, folder = peers_of(options.peers)
     with told_to_stop(os.environ) as stop:
+        catalog = ServableCatalog(
+            threads=options.predict_threads,
+            allow_module=options.allow_module,
+            compiled=options.compiled,
+            rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
+        )
         peers = ServePeers(folder, index, count, guard)
         with InferenceServer(config, folders, catalog, guard=guard, context=context, peers=peers) as server:
             if options.peers is None:
@@ -188,7 +189,7 @@ def with_ports(options: ServeOptions, open_things: ExitStack) -> ServeOptions:
 
 def together_banner(options: ServeOptions) -> list[str]:
     host = reachable_host(options.host, None)
-    scheme = "https" if options.security.tls_cert is not None else "http"
+    scheme = "https" if security_of(options.security, os.environ).uses_tls else "http"
     http = options.http_port if options.port is None else options.port
     grpc = options.grpc_port if options.port is None else options.port
     lines = []

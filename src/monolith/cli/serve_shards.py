@@ -7,6 +7,7 @@ registry. An entry is a model server without rows of its own.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -55,15 +56,19 @@ def serve_rows(options: ServeOptions) -> int:
     return 0
 
 
-def remote_rows(options: ServeOptions, guard: Guard) -> Callable[[str], RowSource]:
-    """Return what opens the rows of a version, given its folder: over the serving servers of the registry."""
+def remote_rows(options: ServeOptions, guard: Guard, stop: threading.Event) -> Callable[[str], RowSource]:
+    """Return what opens the rows of a version, given its folder: over the serving servers of the registry.
+
+    Args:
+        stop: Once set, no server is waited for any more.
+    """
     config = ShardsConfig(discovery=registry_of(options), missing=options.missing)
 
     def open_rows(folder: str) -> RowSource:
         rows = open_remote_rows(read_servable(folder), config, guard=guard, environ=os.environ)
         end = time.monotonic() + SERVERS_WITHIN
-        while not rows.ready and time.monotonic() < end:
-            time.sleep(0.02)
+        while not rows.ready and time.monotonic() < end and not stop.wait(0.02):
+            pass
         return rows
 
     return open_rows

@@ -125,12 +125,12 @@ class Asker:
 
 
 def tensors_of(one: AskedTensor, values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a column as inputs of a request: one, or two where rows are lists of several lengths.
+    """Return a column as inputs of a request: one, or two where rows are lists of several lengths, or none.
 
     Raises:
         RequestError: A value is of another type than the input.
     """
-    plain = not any(isinstance(value, list) for value in values)
+    plain = not any(value is None or isinstance(value, list) for value in values)
     if plain and len(one.shape) == 1:
         column = [_value(one, row, value) for row, value in enumerate(values)]
         return [_input(one.name, one.datatype, [len(column)], column)]
@@ -151,8 +151,8 @@ def _input(name: str, datatype: str, shape: list[int], data: list[Any]) -> dict[
 
 def _value(one: AskedTensor, row: int, value: Any) -> Any:
     if one.datatype == "BYTES":
-        if value is None or isinstance(value, (str, int, float)):
-            return "" if value is None else str(value)
+        if isinstance(value, (str, int, float)):
+            return str(value)
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         pass
     elif DTYPES[one.datatype].kind == "f" or isinstance(value, int):
@@ -203,7 +203,7 @@ class HttpWire:
         if context is None:
             self._connection = http.client.HTTPConnection(host, port, timeout=timeout + 1)
         else:
-            self._connection = http.client.HTTPSConnection(host, port, timeout=timeout + 1, context=context)
+            self._connection = _NamedConnection(host, port, timeout + 1, context, guard.server_name or host)
 
     def models(self) -> list[str]:
         return sorted({str(one["name"]) for one in self._call("POST", "/v2/repository/index", {})})
@@ -244,6 +244,21 @@ class HttpWire:
             return said
         text = said.get("error", said) if isinstance(said, dict) else said
         raise _ERRORS.get(answer.status, RequestError)(f"{self._where} answered {answer.status}: {text}")
+
+
+class _NamedConnection(http.client.HTTPSConnection):
+    """HTTPS to a server whose certificate may have another name than the host it is reached by."""
+
+    def __init__(
+        self, host: str, port: int, timeout: float, context: ssl.SSLContext, server_name: str
+    ) -> None:
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._trust = context
+        self._server_name = server_name
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._trust.wrap_socket(self.sock, server_hostname=self._server_name)
 
 
 _ERRORS = {

@@ -46,7 +46,9 @@ from monolith.table.frozen_table import (
     FrozenSegment,
     FrozenTable,
     FrozenTables,
+    FrozenTableWriter,
     TableIdsLike,
+    open_frozen_writer,
     write_frozen_table,
 )
 from monolith.table.initializers import (
@@ -129,6 +131,7 @@ __all__ = [
     "FrozenInfo",
     "FrozenSegment",
     "FrozenTable",
+    "FrozenTableWriter",
     "FrozenTables",
     "Ftrl",
     "FusedRows",
@@ -184,6 +187,7 @@ __all__ = [
     "make_filter",
     "merge",
     "merged_name",
+    "open_frozen_writer",
     "read_dump_manifest",
     "sharded_names",
     "table_basename",

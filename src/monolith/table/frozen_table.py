@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
 import torch
@@ -114,30 +114,70 @@ def write_frozen_table(
         TableArgumentError: What came does not fit. Nothing was put in place.
         FilesystemError: The disk is full, or cannot be written. Nothing was put in place.
     """
-    with arguments.core_errors():
-        writer = native.FrozenWriter([(each.dim, _CODINGS[each.coding]) for each in segments], name, rows)
-    with filesystem.atomic_write(path) as file:
-        file.write(writer.begin())
+    with open_frozen_writer(path, segments, rows=rows, name=name) as writer:
         for ids, values in chunks:
-            _check_chunk(ids, values, writer.dim)
-            coded = np.empty(len(ids) * writer.row_bytes, np.uint8)
-            with _names_file(path):
-                writer.add(ids, values, coded)
-            file.write(coded.data)
+            writer.add(ids, values)
+    return writer.info
+
+
+class FrozenTableWriter:
+    """Takes the rows of a file that is being written; see `open_frozen_writer`."""
+
+    def __init__(
+        self,
+        path: str,
+        segments: Sequence[FrozenSegment],
+        name: str,
+        core: native.FrozenWriter,
+        file: BinaryIO,
+    ) -> None:
+        self._path = path
+        self._segments = tuple(segments)
+        self._name = name
+        self._core = core
+        self._file = file
+
+    def add(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Write rows; see the `chunks` of `write_frozen_table`."""
+        _check_chunk(ids, values, self._core.dim)
+        coded = np.empty(len(ids) * self._core.row_bytes, np.uint8)
+        with _names_file(self._path):
+            self._core.add(ids, values, coded)
+        self._file.write(coded.data)
+
+    @property
+    def info(self) -> FrozenInfo:
+        """What was written, once the file is complete."""
+        core = self._core
+        return FrozenInfo(
+            path=self._path,
+            name=self._name,
+            rows=core.rows,
+            bytes=core.size,
+            dim=core.dim,
+            segments=self._segments,
+            largest_error=core.largest_error,
+            mean_error=core.mean_error,
+            crc=core.crc,
+        )
+
+
+@contextmanager
+def open_frozen_writer(
+    path: str, segments: Sequence[FrozenSegment], *, rows: int, name: str = ""
+) -> Iterator[FrozenTableWriter]:
+    """As `write_frozen_table`, for whoever has rows for several files at once: the block adds them.
+
+    The file appears when the block ends without an exception.
+    """
+    with arguments.core_errors():
+        core = native.FrozenWriter([(each.dim, _CODINGS[each.coding]) for each in segments], name, rows)
+    with filesystem.atomic_write(path) as file:
+        file.write(core.begin())
+        yield FrozenTableWriter(path, segments, name, core, file)
         with _names_file(path):
-            tail = writer.finish()
+            tail = core.finish()
         file.write(tail.data)
-    return FrozenInfo(
-        path=path,
-        name=name,
-        rows=writer.rows,
-        bytes=writer.size,
-        dim=writer.dim,
-        segments=tuple(segments),
-        largest_error=writer.largest_error,
-        mean_error=writer.mean_error,
-        crc=writer.crc,
-    )
 
 
 class FrozenTable:

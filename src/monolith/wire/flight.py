@@ -56,7 +56,9 @@ POLL = 1.0
 ANSWER_WITHIN = timedelta(seconds=60)
 _RETRY_AFTER = 0.05
 _LINGER = 10.0
-"""Seconds that a closing server waits for callers who keep a stream open."""
+"""Seconds that a closing server whose callers may keep streams open waits for what is in progress."""
+_FREE_PORT = 0.5
+"""Seconds that it then waits for callers to let go of their streams: the port is free before."""
 _HEAD = re.compile(
     r"^Flight returned \w+ error, with message: (failed to connect to all addresses; last error: )?"
 )
@@ -224,7 +226,7 @@ class Server:
         """Let the calls in progress finish, then free the port. Closing again does nothing.
 
         Streams end with the request they are at. One whose caller sends none and does not let go is left
-        to itself after a while; the port is free all the same.
+        to itself; the port is free all the same.
         """
         if self._closing.is_set():
             return
@@ -236,7 +238,8 @@ class Server:
             return
         ending = threading.Thread(target=self._server.shutdown, name="flight-shutdown", daemon=True)
         ending.start()
-        ending.join(_LINGER)
+        self._endpoint.wait_until_answered(_LINGER)
+        ending.join(_FREE_PORT)
 
 
 class _Endpoint:
@@ -265,6 +268,25 @@ class _Endpoint:
         self._fetch = fetch
         self._message = message
         self._room = threading.BoundedSemaphore(limits.calls)
+        self._answering = 0
+        self._answered_one = threading.Condition()  # guards the one above
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While it lasts, a call or a request of a stream is in progress, and a closing server waits."""
+        with self._answered_one:
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._answered_one:
+                self._answering -= 1
+                self._answered_one.notify_all()
+
+    def wait_until_answered(self, seconds: float) -> None:
+        """Wait until nothing is in progress."""
+        with self._answered_one:
+            self._answered_one.wait_for(lambda: not self._answering, seconds)
 
     @property
     def has_streams(self) -> bool:
@@ -398,11 +420,14 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
             endpoint.meet(context.peer())
             if action.type == _KNOCK:
                 return iter([])
-            return iter([flight.Result(endpoint.answer(action.type, action.body, context.is_cancelled))])
+            with endpoint.answering():
+                answer = endpoint.answer(action.type, action.body, context.is_cancelled)
+            return iter([flight.Result(answer)])
 
         def do_get(self, context: Any, ticket: Any) -> Any:
             endpoint.meet(context.peer())
-            answer, batch = endpoint.fetch(ticket.ticket)
+            with endpoint.answering():
+                answer, batch = endpoint.fetch(ticket.ticket)
             if batch is None:
                 nothing = arrow.schema([], metadata={_ANSWER: answer})
                 return flight.RecordBatchStream(arrow.RecordBatchReader.from_batches(nothing, []))
@@ -416,21 +441,22 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
                     chunk = reader.read_chunk()
                 except (StopIteration, *troubles):  # it hung up, or died
                     return
-                if endpoint.closing.is_set():
-                    raise flight.FlightUnavailableError("it is closing")
-                try:
-                    header, data = wire.take(chunk)
-                except RequestError as error:
-                    answer, sent = endpoint.refused("a request of a stream", error), b""
-                else:
-                    answer, sent = endpoint.exchange(header, data)
-                    endpoint.meter.count(received=len(header) + len(data))
-                    del data
-                del chunk
-                batch = wire.batch(sent)
-                answer = wire.padded(answer, batch.num_rows)
-                endpoint.meter.count(sent=len(answer) + batch.num_rows)
-                writer.write_with_metadata(batch, answer)
+                with endpoint.answering():
+                    if endpoint.closing.is_set():
+                        raise flight.FlightUnavailableError("it is closing")
+                    try:
+                        header, data = wire.take(chunk)
+                    except RequestError as error:
+                        answer, sent = endpoint.refused("a request of a stream", error), b""
+                    else:
+                        answer, sent = endpoint.exchange(header, data)
+                        endpoint.meter.count(received=len(header) + len(data))
+                        del data
+                    del chunk
+                    batch = wire.batch(sent)
+                    answer = wire.padded(answer, batch.num_rows)
+                    endpoint.meter.count(sent=len(answer) + batch.num_rows)
+                    writer.write_with_metadata(batch, answer)
 
         # What Flight has beside these. Its own answers, and an error of get_schema, would show a traceback.
 

@@ -44,12 +44,16 @@ def frozen(
 ) -> tuple[dict[int, list[float]], ServableTable]:
     """Export one table; return its rows by id, and what is said of it."""
     saved = saved_history(SavedTables(read_chain(prefix)), config)
-    made, _ = export_table(saved, config, str(path), "t", **{"coding": "fp32", **how})
+    ((made, _),) = export_table(saved, config, {0: str(path)}, "t", **{"coding": "fp32", **how}).values()
+    return rows_in(path, made), made
+
+
+def rows_in(path: Path, made: ServableTable) -> dict[int, list[float]]:
     asked = torch.arange(-50, 50)
     rows = FrozenTable(str(path)).lookup(asked)
     there = {key: row for key, row in zip(asked.tolist(), rows.tolist(), strict=True) if any(row)}
     assert len(there) == made.rows
-    return there, made
+    return there
 
 
 def values(state: dict[int, tuple[Any, ...]]) -> dict[int, list[float]]:
@@ -76,12 +80,39 @@ def test_rows_of_servers_are_exported_as_those_of_one_process(tmp_path, count):
     assert found == values(servers.content()["item"])
 
 
-def test_rows_are_spread_by_their_id_as_an_unsigned_number(tmp_path):
+def test_rows_are_spread_by_their_id_as_an_unsigned_number_and_read_once(tmp_path):
     run, prefixes, _ = chain(tmp_path / "run")
-    parts = [frozen(prefixes[-1], ITEM, tmp_path / f"{k}", share=(k, 3))[0] for k in range(3)]
-    for number, part in enumerate(parts):
-        assert {key % (1 << 64) % 3 for key in part} == {number}
-    assert {**parts[0], **parts[1], **parts[2]} == values(run.state()["rows"]["item"])
+    saved = saved_history(SavedTables(read_chain(prefixes[-1])), ITEM)
+    paths = {share: tmp_path / f"{share}" for share in range(3)}
+    read = []
+    made = export_table(
+        *(saved, ITEM, {share: str(path) for share, path in paths.items()}, "t"),
+        coding="fp32",
+        shares=3,
+        advance=read.append,
+    )
+    parts = {share: rows_in(path, made[share][0]) for share, path in paths.items()}
+    for share, part in parts.items():
+        assert {key % (1 << 64) % 3 for key in part} == {share}
+    every = values(run.state()["rows"]["item"])
+    assert {**parts[0], **parts[1], **parts[2]} == every
+    assert sum(read) == len(every)
+    again = export_table(saved, ITEM, {1: str(tmp_path / "again")}, "t", coding="fp32", shares=3)
+    assert rows_in(tmp_path / "again", again[1][0]) == parts[1]  # the only one that was missing
+
+
+def test_expired_rows_are_counted_where_they_would_have_been(tmp_path):
+    _, prefixes, states = chain(tmp_path / "run")
+    expiring = replace(ITEM, expiry=Expiry(default=timedelta(seconds=4)))
+    saved = saved_history(SavedTables(read_chain(prefixes[-1])), expiring)
+    paths = {share: str(tmp_path / f"{share}") for share in range(2)}
+    made = export_table(saved, expiring, paths, "t", coding="fp32", shares=2, expired=ExpiredRows(now=7))
+    rows = states[-1]["rows"]["item"]
+    for share, (table, _) in made.items():
+        mine = {key: row for key, row in rows.items() if key % (1 << 64) % 2 == share}
+        kept = {key: row[1] for key, row in mine.items() if 7 - row[0] < 4}
+        assert rows_in(Path(paths[share]), table) == kept
+        assert table.expired == len(mine) - len(kept)
 
 
 def test_a_coding_says_what_it_costs(tmp_path):
@@ -239,23 +270,43 @@ def test_a_killed_export_goes_on_with_the_tables_that_are_complete(config, tmp_p
         assert torch.equal(predictor.predict(columns(3, seed=9)).outputs["click"], wanted["click"])
 
 
-def test_a_killed_sharded_export_goes_on_with_the_parts_that_are_in_place(config, tmp_path, monkeypatch):
+def test_a_killed_sharded_export_goes_on_with_what_is_complete(config, tmp_path, monkeypatch):
+    written: list[str] = []
     real = exporting.export_table
 
-    def dies_at_ps_1(*args: Any, share: tuple[int, int], **how: Any) -> Any:
-        if share[0] == 1:
+    def dies_at_the_second(*args: Any, **how: Any) -> Any:
+        if len(written) == 1:
             raise KeyboardInterrupt
-        return real(*args, share=share, **how)
+        written.append(args[1].name)
+        return real(*args, **how)
 
-    monkeypatch.setattr(exporting, "export_table", dies_at_ps_1)
+    monkeypatch.setattr(exporting, "export_table", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         exported(config, tmp_path, shards=2)
     with pytest.raises(FileMissingError):
         Predictor(str(tmp_path), show=False)  # there is no entry yet
-    monkeypatch.undo()
+
+    def counts(*args: Any, **how: Any) -> Any:
+        written.append(args[1].name)
+        return real(*args, **how)
+
+    monkeypatch.setattr(exporting, "export_table", counts)
+    commit = exporting._commit
+
+    def dies_before_the_entry(new: Any, servable: Any) -> Any:
+        if servable.part == "entry":
+            raise KeyboardInterrupt
+        return commit(new, servable)
+
+    monkeypatch.setattr(exporting, "_commit", dies_before_the_entry)
+    with pytest.raises(KeyboardInterrupt):
+        exported(config, tmp_path, shards=2)
+    assert written == ["item", "tags", "user"]
+    monkeypatch.setattr(exporting, "_commit", commit)
     first = (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns
     exported(config, tmp_path, shards=2)
     assert (tmp_path / "ps_0" / "6" / "servable.json").stat().st_mtime_ns == first
+    assert written == ["item", "tags", "user"]
     assert list_versions(str(tmp_path / "entry")) == list_versions(str(tmp_path / "ps_1")) == ["6"]
 
 

@@ -78,6 +78,12 @@ def test_nested_lists_are_rows(served):
     assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [121]
 
 
+def test_a_cell_that_is_null_is_an_empty_one(served):
+    tags = {"name": "tags", "datatype": "BYTES", "shape": [2], "data": [None, "x"]}
+    body = rows_json("a", "a")
+    assert data_of(infer(served, {"inputs": [*body["inputs"], tags]})[1]) == [101, 111]
+
+
 def binary_request(*users):
     raw = b"".join(len(one).to_bytes(4, "little") + one for one in users)
     item = np.arange(len(users), dtype=np.int64).tobytes()
@@ -306,6 +312,9 @@ def test_bodies_that_are_too_large_are_refused(strict):
         made.sendall(b"POST /v2/models/f/infer HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         made.sendall(b"3000\r\n" + b"x" * 0x3000 + b"\r\n")
         assert b" 413 " in read_all(made)
+    refused = 'monolith_serve_requests_total{code="too_large",model="",transport="http",version=""} '
+    counted = [line for line in get(strict, "/metrics")[1].decode().splitlines() if refused in line]
+    assert counted == [f"{refused}2.0"]  # of those whose bodies were not read to their end
     check_unharmed(strict)
 
 
@@ -370,9 +379,17 @@ def test_one_port_serves_both_transports():
             assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [1, 100_000]
 
 
-def test_a_server_that_is_told_to_stop_answers_what_is_in_flight():
+def test_a_connection_that_is_made_while_the_server_stops_is_closed_at_once():
+    with serving(one_model()) as server:
+        server._http._bounds.closing = True  # uvicorn has told all connections that it knew of
+        with connect(server) as late:
+            assert read_all(late) == b""
+
+
+@pytest.mark.parametrize("ports", [{}, {"port": 0}])
+def test_a_server_that_is_told_to_stop_answers_what_is_in_flight(ports):
     model = LinearModel()
-    with serving(one_model(model)) as server:
+    with serving(one_model(model), **ports) as server:
         answers = []
 
         def slow():

@@ -65,7 +65,6 @@ def test_raw_tensors_that_do_not_fit_are_refused(datatype, shape, data, says):
     [
         ("INT64", [1.5]),
         ("INT64", [True]),
-        ("INT64", [None]),
         ("INT64", [1 << 63]),
         ("INT8", [128]),
         ("UINT8", [-1]),
@@ -111,6 +110,41 @@ def test_lists_of_any_length_are_items_and_where_rows_begin():
     assert columns.rows == 2
     assert columns.values["tags"] == [b"a", b"b", b"c"]
     assert columns.values["tags.row_splits"].tolist() == [0, 0, 3]
+
+
+def test_a_row_without_a_value_is_an_empty_cell():
+    columns = columns_of(
+        [
+            listed_tensor("user", "BYTES", [3], ["a", None, "b"]),
+            listed_tensor("item", "INT64", [3], [None, 7, None]),
+            listed_tensor("price", "FP32", [3], [None] * 3),
+        ],
+        SIGNATURE,
+    )
+    assert columns.rows == 3
+    assert (columns.values["user"], columns.values["user.row_splits"].tolist()) == (
+        [b"a", b"b"],
+        [0, 1, 1, 2],
+    )
+    assert columns.values["item"].tolist() == [7]
+    assert columns.values["item.row_splits"].tolist() == [0, 0, 1, 1]
+    assert columns.values["price.row_splits"].tolist() == [0] * 4
+    assert columns.layout == (("item", -1), ("price", -1), ("user", -1))
+
+
+@pytest.mark.parametrize(("datatype", "values"), [("BYTES", ["a", None]), ("FP32", [None, 1.0])])
+def test_a_value_cannot_be_missing_within_a_row(datatype, values):
+    with pytest.raises(RequestError, match=r"input 'x': value \d must be"):
+        listed_tensor("x", datatype, [1, 2], values)
+
+
+def test_items_and_where_rows_begin_cannot_be_missing():
+    items = listed_tensor("tags", "BYTES", [2], ["a", None])
+    with pytest.raises(RequestError, match=r"no item can be null beside 'tags\.row_splits'"):
+        columns_of([items, listed_tensor("tags.row_splits", "INT64", [2], [0, 2])], SIGNATURE)
+    items = listed_tensor("tags", "BYTES", [1], ["a"])
+    with pytest.raises(RequestError, match="row_splits"):
+        columns_of([items, listed_tensor("tags.row_splits", "INT64", [3], [0, None, 1])], SIGNATURE)
 
 
 @pytest.mark.parametrize("splits", [[], [1, 3], [0, 2], [0, 3, 2, 3], [0, 4]])

@@ -463,6 +463,23 @@ def test_the_token_is_presented(two: Shards) -> None:
         stranger.lookup(table_ids(ITEM, USER))
 
 
+def test_certificates_are_shown_and_asked_for(two: Shards, certificates: Path) -> None:
+    ours, stranger = (
+        SecurityConfig(
+            cert=certificates / f"{signer}-node.crt",
+            key=certificates / f"{signer}-node.key",
+            ca=certificates / "ca.crt",
+        )
+        for signer in ("ca", "other")
+    )
+    for shard in range(2):
+        two.start(shard, guard=guard_listener("127.0.0.1", ours))
+    assert_right(two.entry(guard=guard_caller(ours)))
+    for guard in (guard_caller(stranger), None):
+        with pytest.raises(UnavailableError):
+            two.entry(guard=guard).lookup(table_ids(ITEM, USER))
+
+
 # Opening and closing
 
 

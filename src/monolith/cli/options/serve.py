@@ -79,6 +79,9 @@ class ServeOptions:
     """The number of threads that work on one batch; by default as many as torch uses."""
     allow_module: bool = False
     """Import and run the Python code of a model that could not be exported as a graph."""
+    compiled: bool = False
+    """Run what export --compile put beside the graph: quicker for few rows, and equal to the trainer but for
+    rounding. It is code of whoever exported it; a version without it is not served."""
     access_log: float = 0.0
     """The share of answered requests that are logged, from 0 to 1; of refused ones, ten a second are."""
     peers: str | None = None

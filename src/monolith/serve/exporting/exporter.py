@@ -15,6 +15,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -51,6 +52,8 @@ from monolith.tensors.files import write_tensors
 _DONE = "done.json"
 """In a folder that is being written: the tables that are complete."""
 _MOST_SHARDS = 1000
+_SHARDS_AT_ONCE = 128
+"""Shards whose files are open at a time: for so many, a checkpoint is read once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,12 +198,11 @@ class Exporter:
     def rows_of(self, prefix: str) -> int:
         """Return how many rows will be read of a checkpoint, to show how far an export has come."""
         saved = _read(prefix, self._model.heads).tables
-        many = sum(
+        return sum(
             int(history[-1].entry["rows"])
             for config in self._tables.values()
             if (history := saved_history(saved, config)) is not None
         )
-        return many * max(self._how.shards, 1)
 
     def export(
         self, prefix: str, root: str, *, version: str | None = None, progress: Progress | None = None
@@ -228,10 +230,11 @@ class Exporter:
         total = 0
         if found is None:
             tables: dict[str, ServableTable] = {}
-            for number, part in enumerate(parts):
-                written = self._write_rows(job, roots[number + 1], part)
-                tables = {name: _added(tables.get(name), table) for name, table in written.tables.items()}
-                total += written.bytes
+            for begin in range(0, shards, _SHARDS_AT_ONCE):
+                shares = range(begin, min(begin + _SHARDS_AT_ONCE, shards))
+                for written in self._write_parts(job, {share: roots[share + 1] for share in shares}):
+                    tables = {name: _added(tables.get(name), table) for name, table in written.tables.items()}
+                    total += written.bytes
             found = self._write_whole(job, roots[0], tables)
         total += found.bytes
         removed, held = ([], []) if self._how.keep is None else keep_newest(roots, self._how.keep)
@@ -246,16 +249,23 @@ class Exporter:
 
     # One folder
 
-    def _write_rows(self, job: _Job, root: str, part: str) -> Servable:
-        """Write the rows of one serving server."""
-        found = existing_version(root, job.version, job.digest)
-        if found is not None:
-            return found
-        with NewVersion(root, job.version, job.digest) as new:
-            share = (int(part.removeprefix("ps_")), self._how.shards)
-            tables, files = self._write_tables(job, new, share)
-            servable = replace(self._about(job), part=part, tables=tables, files=files)
-            return _commit(new, servable)
+    def _write_parts(self, job: _Job, roots: Mapping[int, str]) -> list[Servable]:
+        """Write the rows of serving servers, of which some may be in place already.
+
+        Args:
+            roots: Shard -> its folder of versions.
+        """
+        found = {shard: existing_version(root, job.version, job.digest) for shard, root in roots.items()}
+        with ExitStack() as opened:
+            new = {
+                shard: opened.enter_context(NewVersion(root, job.version, job.digest))
+                for shard, root in roots.items()
+                if found[shard] is None
+            }
+            for shard, (tables, files) in self._write_tables(job, new).items():
+                servable = replace(self._about(job), part=f"ps_{shard}", tables=tables, files=files)
+                found[shard] = _commit(new[shard], servable)
+        return [one for one in found.values() if one is not None]
 
     def _write_whole(self, job: _Job, root: str, elsewhere: Mapping[str, ServableTable]) -> Servable:
         """Write a standalone servable, or the entry of a sharded one.
@@ -266,7 +276,7 @@ class Exporter:
         with NewVersion(root, job.version, job.digest) as new:
             tables, files = dict(elsewhere), dict[str, ServableFile]()
             if not self._how.shards:
-                tables, files = self._write_tables(job, new, (0, 1))
+                tables, files = self._write_tables(job, {0: new})[0]
             dense, more = self._write_dense(job.saved, new)
             files |= more
             if self._model.requests:
@@ -285,31 +295,40 @@ class Exporter:
             return _commit(new, servable)
 
     def _write_tables(
-        self, job: _Job, new: NewVersion, share: tuple[int, int]
-    ) -> tuple[dict[str, ServableTable], dict[str, ServableFile]]:
-        filesystem.make_dirs(filesystem.join(new.folder, "tables"))
-        done = _Done(new.folder)
+        self, job: _Job, new: Mapping[int, NewVersion]
+    ) -> dict[int, tuple[dict[str, ServableTable], dict[str, ServableFile]]]:
+        """Write all tables, each read once, whatever number of shares it goes to.
+
+        Args:
+            new: Share -> where it is written.
+        """
+        done: dict[int, _Done] = {}
+        for share, one in new.items():
+            filesystem.make_dirs(filesystem.join(one.folder, "tables"))
+            done[share] = _Done(one.folder)
         expired = None
         if self._how.evicts and job.saved.watermark is not None:
             expired = ExpiredRows(now=job.saved.watermark, max_share=self._how.max_share)
         advance: Advance = (lambda _: None) if job.progress is None else job.progress.advance
         for name, config in self._tables.items():
-            if name in done.tables:
-                advance(done.tables[name].rows)
-                continue
             file = f"tables/{_file_name(name)}.rows"
-            table, record = export_table(
+            missing = [share for share in new if name not in done[share].tables]
+            if not missing:
+                advance(sum(one.tables[name].rows for one in done.values()))
+                continue
+            written = export_table(
                 saved_history(job.saved.tables, config),
                 config,
-                filesystem.join(new.folder, file),
+                {share: filesystem.join(new[share].folder, file) for share in missing},
                 file,
                 coding=self._how.codings.of(name),
-                share=share,
+                shares=max(self._how.shards, 1),
                 expired=expired,
                 advance=advance,
             )
-            done.add(name, table, record)
-        return dict(done.tables), dict(done.files)
+            for share, (table, record) in written.items():
+                done[share].add(name, table, record)
+        return {share: (dict(one.tables), dict(one.files)) for share, one in done.items()}
 
     def _write_dense(
         self, saved: _Checkpoint, new: NewVersion

@@ -7,7 +7,8 @@ them, by the same clock and within the same bound, so that a server does not for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +18,15 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.errors import ExportError
 from monolith.serve.servable.manifest import Coding, ServableFile, ServableTable
-from monolith.table import Expiry, FrozenSegment, TableConfig, write_frozen_table
-from monolith.table.dumps import kept_ids
+from monolith.table import Expiry, FrozenInfo, FrozenSegment, TableConfig, open_frozen_writer
 from monolith.table.row_streams import newest_rows
 
 Advance = Callable[[int], object]
 """Told how many rows were read."""
+Gone = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
+"""Given ids and their event times, tells which have expired."""
+MOST_FROZEN_ROWS = (1 << 32) - 1
+"""The most rows of one file; a larger table is spread over shards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,45 +72,63 @@ def saved_history(saved: SavedTables, config: TableConfig) -> SavedHistory | Non
 def export_table(
     history: SavedHistory | None,
     config: TableConfig,
-    path: str,
+    paths: Mapping[int, str],
     file: str,
     *,
     coding: Coding,
-    share: tuple[int, int] = (0, 1),
+    shares: int = 1,
     expired: ExpiredRows | None = None,
     advance: Advance = lambda _: None,
-) -> tuple[ServableTable, ServableFile]:
-    """Write one table, or the share of one server; return what the manifest says of it and of its file.
+) -> dict[int, tuple[ServableTable, ServableFile]]:
+    """Write one table, or the shares of several servers, reading its rows once.
 
     Args:
         history: Of the table in the checkpoint; None for one that has no rows yet.
-        path: Where to write it.
-        file: How the manifest calls that.
-        share: (k, n): the ids that are, as unsigned numbers, k modulo n.
+        paths: Share -> where to write it. Share k has the ids that are, as unsigned numbers, k modulo
+            `shares`; those that nobody wants are passed over.
+        file: How manifests call what is written.
         expired: Which rows to leave out; None keeps all.
+
+    Returns:
+        For each share what its manifest says of the table and of its file.
     """
     gone = None
     if expired is not None and history is not None and _expires(config.expiry):
         gone = _expired(history, config.expiry, expired)
-    left_out = 0
-
-    def chunks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        nonlocal left_out
-        mine = kept_ids(None if share[1] == 1 else share)
+    segments = [FrozenSegment(segment.dim, coding) for segment in config.segments]
+    saved = 0 if history is None else int(history[-1].entry["rows"])
+    most = saved if shares == 1 else min(saved, MOST_FROZEN_ROWS)
+    left_out = np.zeros(shares, np.int64)
+    with ExitStack() as opened:
+        writers = {
+            share: opened.enter_context(open_frozen_writer(path, segments, rows=most, name=config.name))
+            for share, path in paths.items()
+        }
         for block in newest_rows(dumps_of(history)) if history is not None else ():
             advance(len(block))
-            rows = block if mine is None else block.keep(mine(block.ids))
-            ids, values = rows.ids.numpy(), rows.values.numpy()
+            ids, values = block.ids.numpy(), block.values.numpy().astype(np.float32, copy=False)
+            owners = (ids.view(np.uint64) % np.uint64(shares)).astype(np.int64)
             if gone is not None:
-                old = gone(ids, rows.event_times.numpy())
-                left_out += int(old.sum())
-                ids, values = ids[~old], values[~old]
-            if len(ids):
-                yield np.ascontiguousarray(ids), np.ascontiguousarray(values, dtype=np.float32)
+                old = gone(ids, block.event_times.numpy())
+                left_out += np.bincount(owners[old], minlength=shares)
+                ids, values, owners = ids[~old], values[~old], owners[~old]
+            if shares > 1:  # the rows of each share one after another, as they came
+                order = np.argsort(owners, kind="stable")
+                ids, values = ids[order], values[order]
+            begins = np.cumsum([0, *np.bincount(owners, minlength=shares)])
+            for share, writer in writers.items():
+                mine = slice(begins[share], begins[share + 1])
+                if len(ids[mine]):
+                    writer.add(np.ascontiguousarray(ids[mine]), np.ascontiguousarray(values[mine]))
+    return {
+        share: _described(writer.info, file, coding, int(left_out[share]))
+        for share, writer in writers.items()
+    }
 
-    segments = [FrozenSegment(segment.dim, coding) for segment in config.segments]
-    most = 0 if history is None else int(history[-1].entry["rows"])
-    made = write_frozen_table(path, segments, chunks(), rows=most, name=config.name)
+
+def _described(
+    made: FrozenInfo, file: str, coding: Coding, expired: int
+) -> tuple[ServableTable, ServableFile]:
     table = ServableTable(
         file=file,
         rows=made.rows,
@@ -114,7 +136,7 @@ def export_table(
         coding=coding,
         largest_error=made.largest_error,
         mean_error=made.mean_error,
-        expired=left_out,
+        expired=expired,
     )
     return table, ServableFile(bytes=made.bytes, crc=made.crc)
 
@@ -124,9 +146,7 @@ def _expires(expiry: Expiry) -> bool:
     return expiry.default < forever or any(ttl < forever for ttl in expiry.per_slot.values())
 
 
-def _expired(
-    history: SavedHistory, expiry: Expiry, by: ExpiredRows
-) -> Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]] | None:
+def _expired(history: SavedHistory, expiry: Expiry, by: ExpiredRows) -> Gone | None:
     """Return what tells expired rows; None where too many have expired for it to be believed."""
 
     def gone(ids: NDArray[np.int64], times: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -26,14 +26,19 @@ class ServableCatalog:
     Args:
         threads: See `Predictor`.
         allow_module: See `Predictor`.
+        compiled: See `Predictor`.
         rows: Who answers rows; by default each version's own tables.
     """
 
     def __init__(
-        self, *, threads: int | None = None, allow_module: bool = False, rows: OpenRows | None = None
+        self,
+        *,
+        threads: int | None = None,
+        allow_module: bool = False,
+        compiled: bool = False,
+        rows: OpenRows | None = None,
     ) -> None:
-        self._threads = threads
-        self._allow_module = allow_module
+        self._how: dict[str, Any] = {"threads": threads, "allow_module": allow_module, "compiled": compiled}
         self._rows = rows
 
     def versions(self, folder: str) -> Sequence[str]:
@@ -42,10 +47,10 @@ class ServableCatalog:
     def load(self, folder: str, version: str) -> ServedModel:
         path = filesystem.join(folder, version)
         if self._rows is None:
-            return Predictor(path, threads=self._threads, allow_module=self._allow_module)
+            return Predictor(path, **self._how)
         rows = self._rows(path)
         try:
-            return EntryPredictor(path, rows, threads=self._threads, allow_module=self._allow_module)
+            return EntryPredictor(path, rows, **self._how)
         except BaseException:
             rows.close()
             raise
@@ -54,8 +59,8 @@ class ServableCatalog:
 class EntryPredictor(Predictor):
     """A predictor that has its rows for itself: they are closed with it."""
 
-    def __init__(self, folder: str, rows: RowSource, *, threads: int | None, allow_module: bool) -> None:
-        super().__init__(folder, rows=rows, threads=threads, allow_module=allow_module)
+    def __init__(self, folder: str, rows: RowSource, **how: Any) -> None:
+        super().__init__(folder, rows=rows, **how)
         self._own_rows = rows
 
     def close(self) -> None:

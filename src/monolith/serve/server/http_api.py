@@ -77,6 +77,18 @@ class HttpApi:
         headers = _RETRY if code in ("overloaded", "unavailable") else {}
         return _error(HTTP_STATUS[code], INTERNAL if code == "internal" else str(error), headers)
 
+    def refuse(self, error: MonolithError, status: int | None = None) -> HttpReply:
+        """Take note of a request that was not read to its end; return its answer, which ends the connection.
+
+        Args:
+            status: In place of the one that errors of this kind have.
+        """
+        self._inference.refuse("http", error)
+        reply = self.error_reply(error)
+        reply.status = status or reply.status
+        reply.headers["connection"] = "close"
+        return reply
+
     def answer(self, request: HttpRequest) -> HttpReply:
         """Answer a request; whatever is wrong with it is an answer, too."""
         noted = False

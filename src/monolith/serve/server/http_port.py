@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from monolith.errors import MissingExtraError, RequestTooLargeError
+from monolith.errors import MissingExtraError, OverloadedError, RequestError, RequestTooLargeError
 from monolith.serve.server.config import ServeLimits
 from monolith.serve.server.http_api import HttpApi, HttpReply, HttpRequest, plain_error
 
@@ -82,7 +82,8 @@ class HttpPort:
         )
         config.load()
         config.ssl = context
-        config.monolith = _Bounds(limits, relay)
+        self._bounds = _Bounds(limits, relay)
+        config.monolith = self._bounds
         self._server = uvicorn.Server(config)
         self._config = config
         self._sockets = sockets
@@ -98,6 +99,7 @@ class HttpPort:
 
     def close(self, grace: float) -> None:
         """Take no new requests, and wait so many seconds for those in flight."""
+        self._bounds.closing = True
         self._config.timeout_graceful_shutdown = max(1, int(grace))
         self._server.should_exit = True
         self._thread.join(grace + 5)
@@ -142,6 +144,8 @@ class _Bounds:
         self.read_timeout = limits.read_timeout.total_seconds()
         self.connections = limits.connections
         self.relay = relay
+        self.closing = False
+        """Whether connections that are made from now on are closed: uvicorn tells only those that it had."""
 
 
 class _App:
@@ -166,7 +170,8 @@ class _App:
             refused.headers["connection"] = "close"
             await _write(send, refused)
         elif self._reading >= self._concurrency:
-            await _write(send, plain_error(429, "too many requests are being read or answered"))
+            busy = OverloadedError(f"{self._reading} requests are being read or answered, which is the most")
+            await _write(send, self._api.refuse(busy))
         else:
             self._reading += 1
             try:
@@ -178,10 +183,11 @@ class _App:
         try:
             body = await self._body(request, receive)
         except RequestTooLargeError as error:
-            await _write(send, plain_error(413, str(error)))
+            await _write(send, self._api.refuse(error))
             return
         except TimeoutError:
-            await _write(send, plain_error(408, f"the body did not arrive within {self._patience:g} s"))
+            late = RequestError(f"the body did not arrive within {self._patience:g} s")
+            await _write(send, self._api.refuse(late, 408))
             return
         if body is None:
             return  # the caller is gone
@@ -297,6 +303,10 @@ def _import_uvicorn() -> tuple[Any, Any]:
             self._in_head = True
             self._known = self._bounds.relay is None
             super().connection_made(transport)
+            if self._bounds.closing:
+                self._timer = None
+                transport.close()
+                return
             if len(self.connections) > self._bounds.connections:
                 self._timer = None
                 self._refuse(503, "too many connections")

@@ -98,20 +98,22 @@ class InferenceServer:
 
     def close(self) -> None:
         """Stop in order, and return when what was in flight has ended, or had time to. Again does nothing."""
-        grace = self.config.drain.total_seconds()
+        end = time.monotonic() + self.config.drain.total_seconds()
         self.inference.stop_being_ready()
         self._stop.set()
-        # gRPC behind the port of HTTP goes last: what is in flight there comes through HTTP's loop.
-        shared = self.config.port is not None
-        closing = [self._grpc, self._http] if shared else [self._http, self._grpc]
-        threads = [threading.Thread(target=one.close, args=(grace,)) for one in closing if one is not None]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.inference.wait_idle(grace)
+        ports = [one for one in (self._grpc, self._http) if one is not None]
+        if self.config.port is None:
+            threads = [threading.Thread(target=one.close, args=(_left(end),)) for one in ports]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            for one in ports:  # gRPC first: what is in flight there comes and goes through HTTP's loop
+                one.close(_left(end))
+        self.inference.wait_idle(_left(end))
         if self._poller is not None:
-            self._poller.join(grace)
+            self._poller.join(_left(end))
         self.inference.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -171,6 +173,11 @@ class InferenceServer:
             self.http_url = f"{scheme}://{address}"
             if relay is not None:
                 self.grpc_address = address
+
+
+def _left(end: float) -> float:
+    """Return the seconds until a time, at least one: what has ended already needs a moment to be seen."""
+    return max(1.0, end - time.monotonic())
 
 
 def bound_socket(host: str, port: int, share: bool) -> socket.socket:

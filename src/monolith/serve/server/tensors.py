@@ -49,6 +49,8 @@ class WireTensor:
     datatype: str
     shape: tuple[int, ...]
     values: Values
+    row_ends: NDArray[np.int64] | None = None
+    """Where some rows have no value: 0, and after how many values each row ends."""
 
 
 def raw_tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> WireTensor:
@@ -75,6 +77,8 @@ def raw_tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | mem
 def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterable[Any]) -> WireTensor:
     """Return the tensor of plain values, flat: numbers, booleans, or texts for BYTES.
 
+    Where there is one value for each row it may be None: that row has none, as an empty cell of a CSV.
+
     Raises:
         RequestError: A value is not of that datatype, or there are more or fewer than the shape says.
     """
@@ -83,12 +87,18 @@ def listed_tensor(name: str, datatype: str, shape: Sequence[int], values: Iterab
     given = list(values)
     if len(given) != count:
         raise RequestError(f"input {name!r}: shape {list(dims)} takes {count} values, got {len(given)}")
+    ends = None
+    if len(dims) == 1 and None in given:
+        ends = np.cumsum([0, *(one is not None for one in given)], dtype=np.int64)
+    read: Values
     if datatype == "BYTES":
-        return WireTensor(name, datatype, dims, [_text(name, row, one) for row, one in enumerate(given)])
-    dtype = DTYPES.get(datatype)
-    if dtype is None:
-        raise _no_datatype(name, datatype)
-    return WireTensor(name, datatype, dims, _numbers(name, datatype, dtype, given))
+        read = [_text(name, row, one) for row, one in enumerate(given) if one is not None or ends is None]
+    else:
+        dtype = DTYPES.get(datatype)
+        if dtype is None:
+            raise _no_datatype(name, datatype)
+        read = _numbers(name, datatype, dtype, given, ends is not None)
+    return WireTensor(name, datatype, dims, read, ends)
 
 
 def raw_bytes(values: Values) -> bytes:
@@ -139,10 +149,10 @@ def columns_of(tensors: Sequence[WireTensor], signature: ServedSignature) -> Req
                 continue
             raise RequestError(f"the model has no input {name!r}; it takes {_names(signature)}")
         splits = given.get(name + SPLITS)
-        if splits is None:
+        ends = tensor.row_ends if splits is None else _splits(splits, tensor)
+        if ends is None:
             column, found, width = _fixed(tensor, known[name])
         else:
-            ends = _splits(splits, tensor)
             column, found, width = _typed(tensor, known[name]), len(ends) - 1, -1
             values[name + SPLITS] = ends
         if rows == -1:
@@ -278,9 +288,14 @@ def _text(name: str, row: int, value: object) -> bytes:
         raise RequestError(f"input {name!r}: value {row} is half of a character") from cause
 
 
-def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: list[Any]) -> NDArray[Any]:
+def _numbers(
+    name: str, datatype: str, dtype: np.dtype[Any], given: list[Any], may_miss: bool
+) -> NDArray[Any]:
     allowed = {"b": (bool,), "i": (int,), "u": (int,), "f": (int, float)}[dtype.kind]
-    for row, value in enumerate(values):
+    values = [one for one in given if one is not None] if may_miss else given
+    for row, value in enumerate(given):
+        if value is None and may_miss:
+            continue
         if not isinstance(value, allowed) or (dtype.kind != "b" and isinstance(value, bool)):
             raise RequestError(f"input {name!r}: value {row} must be of {datatype}, got {_shown(value)}")
     try:
@@ -331,12 +346,20 @@ def _typed(tensor: WireTensor, spec: ServedTensor) -> Any:
 
 def _splits(splits: WireTensor, items: WireTensor) -> NDArray[np.int64]:
     ends = splits.values
-    if isinstance(ends, list) or ends.dtype.kind not in "iu" or len(splits.shape) != 1 or len(ends) < 1:
+    if (
+        isinstance(ends, list)
+        or ends.dtype.kind not in "iu"
+        or len(splits.shape) != 1
+        or len(ends) < 1
+        or splits.row_ends is not None
+    ):
         raise RequestError(f"input {splits.name!r} must be INT64 of the shape [rows + 1]")
     if len(items.shape) != 1:
         raise RequestError(
             f"input {items.name!r} must have one dimension, all items of all rows, beside {splits.name!r}"
         )
+    if items.row_ends is not None:
+        raise RequestError(f"input {items.name!r}: no item can be null beside {splits.name!r}; leave it out")
     whole = ends.astype(np.int64)
     if whole[0] != 0 or whole[-1] != len(items.values) or bool((np.diff(whole) < 0).any()):
         raise RequestError(
