@@ -34,6 +34,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "steps": report.steps,
         "examples": report.examples,
         "skipped_batches": report.skipped,
+        "bad_records": dict(report.bad_records),
         "dense_staleness": report.dense_staleness,
         "seconds": round(report.seconds, 3),
         "start_seconds": round(report.start_seconds, 3),
@@ -98,6 +99,8 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     for name, words in (("refused", "ids found no room"), ("overdue", "expired rows were kept")):
         if report.get(name):
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
+    if bad := report.get("bad_records"):
+        facts["bad records"] = "; ".join(f"{count:,} left out: {why}" for why, count in bad.items())
     if report["skipped_batches"]:
         facts["skipped"] = f"{report['skipped_batches']:,} batches with a loss or gradient of NaN or infinity"
     for kind in ("server", "worker"):

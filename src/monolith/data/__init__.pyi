@@ -13,7 +13,7 @@ from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSour
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
-from monolith.data.layers import fraction_read, keep_columns, known_size
+from monolith.data.layers import bad_records, fraction_read, keep_columns, known_size, need_no_labels
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
@@ -62,12 +62,14 @@ __all__ = [
     "Source",
     "Stream",
     "Watch",
+    "bad_records",
     "concat",
     "format_of",
     "fraction_read",
     "keep_columns",
     "known_size",
     "make_batch",
+    "need_no_labels",
     "read_epochs",
     "share_out",
 ]

@@ -16,6 +16,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
@@ -23,6 +24,7 @@ from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, check_unsaid
 from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
+from monolith.data.files.empty_cell import place_of_empty
 from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
 from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
@@ -348,6 +350,18 @@ class FileSource:
             # Named after what they hold, so that finding them again writes the file again, and not one more.
             number = zlib.crc32(b"".join(record.payload for record in bad))
             _quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
+
+    def first_empty(self, column: str) -> str | None:
+        """Return where the first empty cell of a column is, in the file that is being read or the one before
+        it; None where there is none. Reads them again."""
+        paths = sorted(self._paths or ())
+        file = self._reading.file
+        before = paths[paths.index(file) - 1 : paths.index(file)] if file in paths else []
+        for path in [] if file is None else [file, *before]:
+            with suppress(DataError, OSError):  # the place is a service, and nothing to fail for
+                if (place := place_of_empty(self._format, path, column)) is not None:
+                    return f"{place} of {path}"
+        return None
 
     def close(self) -> None:
         if not self._closed:

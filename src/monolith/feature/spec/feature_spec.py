@@ -83,7 +83,8 @@ class FeatureSpec:
     """Whether ids carry the slot of their feature in their high bits, as fids of version 2, with 48 bits
     left for the value. Otherwise strings are hashed to all 64 bits, and whole numbers stay as they are."""
     optional: tuple[str, ...] = ()
-    """Columns that the data may lack: they then read as empty cells, and a label is not there."""
+    """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
+    is not optional must be in every record: one without it is bad."""
     max_bad: float = 0.1
     """The share of records that may be bad, 0 to 1: left out, counted and put where the source puts malformed
     records. More end the run, and with 0 the first does."""
