@@ -1,0 +1,61 @@
+"""What a user of a config file meets next: a second start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from monolith.cli.main import main
+
+CONFIG = """
+[model]
+type = "deepfm"
+dim = 2
+hidden = [4]
+
+[features.user]
+kind = "string"
+
+[labels.click]
+
+[task]
+batch_size = 16
+
+[data]
+train = "train.csv"
+evaluate = "held.csv"
+"""
+
+
+def rows(count: int) -> str:
+    return "\n".join(["user,click", *(f"u{number % 7},{number % 2}" for number in range(count))]) + "\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    (tmp_path / "train.csv").write_text(rows(64))
+    (tmp_path / "held.csv").write_text(rows(40))
+    return path
+
+
+def run(command: str, config: Path, *flags: str) -> int:
+    return main([command, "--config", str(config), "--model-dir", "model", "--quiet", *flags])
+
+
+def test_a_second_start_says_that_nothing_is_new_and_what_to_do(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", config, "--no-summaries") == 0
+    assert "this run was finished" not in capsys.readouterr().out
+    assert run("train", config, "--no-summaries") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "this run was finished, and nothing was trained: all of its data was trained on before" in said
+    assert "another --model-dir" in said
+    assert run("train", config, "--no-summaries", "--max-steps", "2") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "it had come to its limit before (max_steps is 2" in said
+    assert "raise the limit" in said
