@@ -1,4 +1,4 @@
-"""What a user of a config file meets next: a second start."""
+"""What a user of a config file meets next: a second start, and errors with their keys."""
 
 from __future__ import annotations
 
@@ -59,3 +59,33 @@ def test_a_second_start_says_that_nothing_is_new_and_what_to_do(
     said = " ".join(capsys.readouterr().out.split())
     assert "it had come to its limit before (max_steps is 2" in said
     assert "raise the limit" in said
+
+
+def test_too_many_malformed_lines_name_the_key_that_allows_more(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.csv").write_text(rows(63) + "u1,1,2\n")
+    assert run("train", config, "--no-summaries") == 2
+    said = capsys.readouterr().err
+    assert "1 of 64 records could not be read" in said
+    assert "data.max_bad of the config (--data.max-bad 0.01)" in said
+    assert run("train", config, "--no-summaries", "--data.max-bad", "0.05") == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('kind = "string"', 'kindd = "string"', "None of them has 'kindd'; the nearest known key is 'kind'"),
+        ("dim = 2", "dimm = 2", "the nearest known key is model.dim"),
+        ("dim = 2", 'dim = "two"', "model.dim (from the config): expected int"),
+    ],
+)
+def test_what_is_wrong_inside_of_the_config_is_said_once_with_its_key(
+    config: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, says: str
+) -> None:
+    config.write_text(CONFIG.replace(old, new, 1))
+    assert run("train", config) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("monolith: cannot read the config: one problem\n  - ")
+    assert said.count("problem") == 1
+    assert says in said

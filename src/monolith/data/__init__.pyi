@@ -5,8 +5,9 @@ Files, streams and generated logs are sources: they yield records by column and 
 
 from monolith.data.config import DataConfig, DataServiceConfig, DataSplit
 from monolith.data.epochs import Epochs, read_epochs
+from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.discovery import Watch
-from monolith.data.files.source import BadRecordPolicy, FileSource
+from monolith.data.files.source import FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource

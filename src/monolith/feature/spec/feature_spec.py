@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,6 +70,9 @@ FREE_TO_DIFFER = (
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
     """What a model reads of raw data, and as what."""
+
+    TITLE: ClassVar[str] = "the features"
+    """What it is called in messages."""
 
     features: Mapping[str, AnyFeature]
     """The features by name, in the order in which a model reads them."""
