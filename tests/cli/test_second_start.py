@@ -1,7 +1,8 @@
-"""What a user of a config file meets next: a second start, and errors with their keys."""
+"""What a user of a config file meets next: a second start, flags of evaluate, and errors with their keys."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(CONFIG)
     (tmp_path / "train.csv").write_text(rows(64))
     (tmp_path / "held.csv").write_text(rows(40))
+    (tmp_path / "other.csv").write_text(rows(20))
     return path
 
 
@@ -59,6 +61,21 @@ def test_a_second_start_says_that_nothing_is_new_and_what_to_do(
     said = " ".join(capsys.readouterr().out.split())
     assert "it had come to its limit before (max_steps is 2" in said
     assert "raise the limit" in said
+
+    # flags that say what is read; others are refused with the reason
+    assert run("evaluate", config, "--data.evaluate", "other.csv", "--set", "batch_size=7", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 20
+    assert run("evaluate", config, "--set", "scores=log_loss", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["metrics"].keys() == {"click/log_loss", "loss"}
+    for flag, why in (
+        ("--train.prefetch=2", "how a model is trained"),
+        ("--num_ps=2", "one process reads a checkpoint"),
+        ("--cluster.num-workers=2", "one process reads a checkpoint"),
+    ):
+        assert run("evaluate", config, flag) == 2
+        said = capsys.readouterr().err
+        assert f"{flag.partition('=')[0]} is a flag of monolith train: " in said
+        assert why in said
 
 
 def test_too_many_malformed_lines_name_the_key_that_allows_more(
