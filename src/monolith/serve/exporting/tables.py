@@ -17,8 +17,9 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.errors import ExportError
 from monolith.serve.servable.manifest import Coding, ServableFile, ServableTable
-from monolith.table import Expiry, FrozenSegment, TableConfig, write_frozen_table
+from monolith.table import Expiry, FrozenSegment, Rows, TableConfig, write_frozen_table
 from monolith.table.dumps import kept_ids
+from monolith.table.lazy_decay import caught_up, decays_lazily
 from monolith.table.row_streams import newest_rows
 
 Advance = Callable[[int], object]
@@ -89,6 +90,7 @@ def export_table(
     if expired is not None and history is not None and _expires(config.expiry):
         gone = _expired(history, config.expiry, expired)
     left_out = 0
+    values_of = _values_of(history, config)
 
     def chunks() -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         nonlocal left_out
@@ -96,7 +98,7 @@ def export_table(
         for block in newest_rows(dumps_of(history)) if history is not None else ():
             advance(len(block))
             rows = block if mine is None else block.keep(mine(block.ids))
-            ids, values = rows.ids.numpy(), rows.values.numpy()
+            ids, values = rows.ids.numpy(), values_of(rows)
             if gone is not None:
                 old = gone(ids, rows.event_times.numpy())
                 left_out += int(old.sum())
@@ -117,6 +119,16 @@ def export_table(
         expired=left_out,
     )
     return table, ServableFile(bytes=made.bytes, crc=made.crc)
+
+
+def _values_of(history: SavedHistory | None, config: TableConfig) -> Callable[[Rows], NDArray[np.float32]]:
+    """Return what gives the values of saved rows: as they are, or decayed by the steps they were not in."""
+    if history is None or not decays_lazily(config):
+        return lambda rows: rows.values.numpy()
+    saved = [(one.optimizer, one.dim) for one in describe_table(history).layout.segments]
+    if saved != [(one.optimizer.rule.kind, one.dim) for one in config.segments]:
+        return lambda rows: rows.values.numpy()  # trained by another optimizer: nobody counted steps
+    return caught_up(config, newest_rows(dumps_of(history)))
 
 
 def _expires(expiry: Expiry) -> bool:
