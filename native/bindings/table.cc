@@ -176,6 +176,8 @@ void bind_table(nb::module_& m) {
       .def_rw("delay_compensation", &OptimizerSpec::lambda)
       .def_rw("use_nesterov", &OptimizerSpec::use_nesterov)
       .def_rw("decouple_weight_decay", &OptimizerSpec::decouple_weight_decay)
+      .def_rw("lazy_decay", &OptimizerSpec::lazy_decay)
+      .def_rw("decay_rate", &OptimizerSpec::decay_rate)
       .def_rw("delay_compensated", &OptimizerSpec::delay_compensated)
       .def_rw("stochastic_rounding", &OptimizerSpec::stochastic_rounding);
 

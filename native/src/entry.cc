@@ -37,6 +37,7 @@ std::uint64_t remix(std::uint64_t h) {
 
 Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed)
     : scales_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
+      decays_(new std::atomic<float>[std::max<std::size_t>(segments.size(), 1)]),
       seed_(remix(seed)),
       serving_(serving) {
   if (segments.empty()) throw std::invalid_argument("entry: at least one segment is needed");
@@ -47,13 +48,17 @@ Entry::Entry(std::vector<SegmentSpec> segments, bool serving, std::uint64_t seed
     if (spec.optimizer.kind == OptimizerKind::kBatchSoftmax && spec.dim != 1)
       throw std::invalid_argument("entry: batch_softmax needs a segment of dim 1");
     parts_.push_back({spec, step_kernels(spec.optimizer.kind, spec.dim).one, dim_, state_dim_, byte});
+    if (spec.optimizer.lazy_decay && spec.optimizer.kind != OptimizerKind::kDynamicWdAdagrad)
+      throw std::invalid_argument("entry: only dynamic_wd_adagrad decays lazily");
     scales_[i] = spec.compressor.init_scale;
+    decays_[i] = spec.optimizer.decay_rate * spec.optimizer.weight_decay;
     byte += bytes_per_value(spec.compressor.kind) * spec.dim;
     dim_ += spec.dim;
     if (!serving) {
       state_dim_ += static_cast<int>(state_floats(spec.optimizer.kind, spec.dim));
       delay_compensated_ |= spec.optimizer.delay_compensated;
-      counts_steps_ |= spec.optimizer.kind == OptimizerKind::kBatchSoftmax;
+      counts_steps_ |= spec.optimizer.kind == OptimizerKind::kBatchSoftmax || spec.optimizer.lazy_decay;
+      decays_lazily_ |= spec.optimizer.lazy_decay;
       has_view_ |=
           spec.compressor.kind == CompressorKind::kFixedR8 || spec.compressor.kind == CompressorKind::kOneBit;
     }
@@ -182,6 +187,49 @@ void Entry::view(float* values) const {
   }
 }
 
+void Entry::read_decayed(const std::byte* row, float* values) const {
+  std::memmove(values, row, dim_ * sizeof(float));  // which may be the same place
+  const auto* state = reinterpret_cast<const float*>(row) + dim_;
+  const std::int64_t now = steps_.load(std::memory_order_relaxed);
+  for (std::size_t p = 0; p < parts_.size(); ++p) {
+    const Part& part = parts_[p];
+    if (!part.spec.optimizer.lazy_decay) continue;
+    std::int64_t seen;
+    std::memcpy(&seen, state + part.state + part.spec.dim, sizeof(seen));
+    if (seen == 0 || seen >= now) continue;
+    const float kept = kept_after(decays_[p].load(std::memory_order_relaxed), now - seen);
+    for (int i = 0; i < part.spec.dim; ++i) values[part.column + i] *= kept;
+  }
+}
+
+void Entry::catch_up(std::byte* row) const {
+  auto* values = reinterpret_cast<float*>(row);
+  read_decayed(row, values);
+  const std::int64_t now = steps_.load(std::memory_order_relaxed);
+  for (const Part& part : parts_) {
+    if (!part.spec.optimizer.lazy_decay) continue;
+    float* const counter = values + dim_ + part.state + part.spec.dim;
+    std::int64_t seen;
+    std::memcpy(&seen, counter, sizeof(seen));
+    if (seen != 0 && seen < now) std::memcpy(counter, &now, sizeof(now));
+  }
+}
+
+void Entry::note_steps(const float* state) {
+  for (const Part& part : parts_) {
+    if (!part.spec.optimizer.lazy_decay) continue;
+    std::int64_t seen;
+    std::memcpy(&seen, state + part.state + part.spec.dim, sizeof(seen));
+    be_at(seen);
+  }
+}
+
+void Entry::be_at(std::int64_t steps) {
+  std::int64_t known = steps_.load(std::memory_order_relaxed);
+  while (steps > known && !steps_.compare_exchange_weak(known, steps)) {
+  }
+}
+
 void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const float* latest,
                  const float* rates, std::int64_t step, float* scratch) const {
   auto* values = reinterpret_cast<float*>(row);
@@ -211,7 +259,12 @@ void Entry::step(std::byte* row, std::int64_t id, const float* gradient, const f
   }
 }
 
-void Entry::begin_step(std::int64_t step) {
+void Entry::begin_step(std::int64_t step, const float* rates) {
+  if (decays_lazily_) {
+    for (std::size_t p = 0; p < parts_.size(); ++p)
+      decays_[p].store(rates[p] * parts_[p].spec.optimizer.weight_decay, std::memory_order_relaxed);
+    be_at(step + 1);
+  }
   for (std::size_t p = 0; p < parts_.size(); ++p) {
     const CompressorSpec& comp = parts_[p].spec.compressor;
     if (serving_ || comp.kind != CompressorKind::kOneBit || step % comp.step_size != 0) continue;

@@ -57,6 +57,8 @@ class Entry {
   bool counts_steps() const { return counts_steps_; }
   // Whether a training lookup shows something other than the stored values.
   bool has_view() const { return has_view_; }
+  // Whether rows decay by steps that they are not in, so that a lookup needs their state.
+  bool decays_lazily() const { return decays_lazily_; }
   // Floats of scratch that `step` needs.
   std::size_t scratch_floats() const { return static_cast<std::size_t>(dim_); }
 
@@ -71,6 +73,14 @@ class Entry {
   void read(const std::byte* row, float* values) const;   // as stored, decompressed
   void write(std::byte* row, const float* values) const;  // compressed
   void view(float* values) const;                         // what training sees, in place
+  // As stored, and decayed by all steps since the row's last; for rows that decay lazily.
+  void read_decayed(const std::byte* row, float* values) const;
+  // The same in the row itself, which then has been in the newest step, if in any: before it is written.
+  void catch_up(std::byte* row) const;
+  // Hears of the state of a row that comes from elsewhere: the newest step of all is that of the table.
+  void note_steps(const float* state);
+  // There are no rows any more: those that follow say which step is the newest.
+  void forget_steps() { steps_.store(0, std::memory_order_relaxed); }
 
   // One optimizer step of every segment. `rates` holds one rate per segment; `latest` is null unless
   // delay_compensated().
@@ -85,8 +95,9 @@ class Entry {
   }
   const OptimizerSpec& plain_spec() const { return parts_[0].spec.optimizer; }
 
-  // Called once before the rows of a step: renews the scales of one-bit segments that are due.
-  void begin_step(std::int64_t step);
+  // Called once before the rows of a step: renews the scales of one-bit segments that are due, and what rows
+  // decay by.
+  void begin_step(std::int64_t step, const float* rates);
   std::vector<float> scales() const;
   void set_scales(const std::vector<float>& scales);
 
@@ -100,9 +111,12 @@ class Entry {
   };
 
   float random(std::uint64_t salt, int column) const;
+  void be_at(std::int64_t steps);
 
   std::vector<Part> parts_;
   std::unique_ptr<std::atomic<float>[]> scales_;  // one per segment; only one-bit segments use theirs
+  std::unique_ptr<std::atomic<float>[]> decays_;  // one per segment: the share that a step takes of a value
+  std::atomic<std::int64_t> steps_{0};            // one more than the newest step, for lazy decay
   const std::uint64_t seed_;
   const bool serving_;
   int dim_ = 0;
@@ -111,6 +125,7 @@ class Entry {
   bool delay_compensated_ = false;
   bool counts_steps_ = false;
   bool has_view_ = false;
+  bool decays_lazily_ = false;
   StepsKernel plain_ = nullptr;  // steps all segments as one, where they are trained alike
 };
 

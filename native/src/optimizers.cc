@@ -114,9 +114,26 @@ MONOLITH_KERNEL(Adagrad) {
     AdagradBy<false>::step_while<kDim>(spec, w, state, g, dim, rate, [] {});
 }
 
-// Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled).
+// Adagrad with the decay beside the adaptive step (decoupled) or inside the gradient (coupled). With lazy
+// decay the row first decays by every step since its last, this one included; its counter is then one more
+// than the step of its last update, so that 0 is a row that never had one. That is older than a step which
+// comes late, or again, and takes nothing more.
 MONOLITH_KERNEL(DynamicWdAdagrad) {
   MONOLITH_WIDTH;
+  if (spec.lazy_decay) {
+    std::int64_t seen;
+    std::memcpy(&seen, state + d, sizeof(seen));
+    const std::int64_t now = step + 1;
+    const float kept = kept_after(rate * spec.weight_decay, seen == 0 ? 1 : now - seen);
+    for (int i = 0; i < d; ++i) {
+      const float norm = state[i] + g[i] * g[i];
+      state[i] = norm;
+      w[i] = w[i] * kept - over(rate, std::sqrt(norm)) * g[i];
+    }
+    seen = std::max(seen, now);
+    std::memcpy(state + d, &seen, sizeof(seen));
+    return;
+  }
   if (!spec.decouple_weight_decay) {
     Adagrad::step<kDim>(spec, w, state, g, dim, rate, step);
   } else {

@@ -26,14 +26,26 @@ struct OptimizerSpec {
   float momentum = 0;
   float l1 = 0;
   float l2 = 0;
-  float lambda = 0;  // of delay compensation
+  float lambda = 0;      // of delay compensation
+  float decay_rate = 0;  // of lazy decay: the rate that rows decay by before a step has said one
   bool use_nesterov = false;
   bool decouple_weight_decay = false;
+  bool lazy_decay = false;           // a row also decays by the steps that it was not in
   bool delay_compensated = false;    // first g += lambda * g^2 * (w - latest)
   bool stochastic_rounding = false;  // afterwards w is rounded to a half-precision neighbour
 
   bool operator==(const OptimizerSpec&) const = default;
 };
+
+// What is left of a value of 1 after `steps` steps that each take the share `decay` of it. In double, and by
+// squares instead of pow, so that it is the same everywhere.
+inline float kept_after(float decay, std::int64_t steps) {
+  double base = 1.0 - static_cast<double>(decay);
+  double kept = 1.0;
+  for (; steps > 0; steps >>= 1, base *= base)
+    if ((steps & 1) != 0) kept *= base;
+  return static_cast<float>(kept);
+}
 
 // A gradient is usable when none of its floats is NaN or larger than this. Squares of such, and sums of many
 // squares, are finite, and so are the rows that they train.

@@ -150,6 +150,7 @@ void Table::clear(std::size_t rows) {
   cleared_.evicted = kept.evicted;
   cleared_.removed = kept.removed;
   max_event_time_ = 0;
+  entry_.forget_steps();
   if (--frozen_ == 0) gate_changed_.notify_all();
   lock.unlock();
   epochs_.retire([old] { delete old; });

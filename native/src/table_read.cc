@@ -209,27 +209,29 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
   Epochs::Visit visit(epochs_);
   Body& body = *body_.load();
   const std::size_t dim = entry_.dim();
-  const std::size_t bytes = entry_.serving() ? entry_.row_bytes() : dim * sizeof(float);
+  const bool whole = entry_.serving() || entry_.decays_lazily();  // values alone do not tell what to show
+  const std::size_t bytes = whole ? entry_.row_bytes() : dim * sizeof(float);
   std::atomic<std::size_t> hits{0};
   spread(ids.size(), grain_of(ids.size(), workers_.get()), [&](std::size_t begin, std::size_t end) {
     std::uint8_t found[kBlock];
-    std::vector<std::byte> compressed(entry_.serving() ? kBlock * bytes : 0);
+    std::vector<std::byte> rows(whole ? kBlock * bytes : 0);
     std::size_t hit = 0;
-    auto* const to = entry_.serving() ? compressed.data() : reinterpret_cast<std::byte*>(out + begin * dim);
-    const std::size_t step = entry_.serving() ? 0 : kBlock * bytes;
+    auto* const to = whole ? rows.data() : reinterpret_cast<std::byte*>(out + begin * dim);
+    const std::size_t step = whole ? 0 : kBlock * bytes;
     read_blocks(body, ids.subspan(begin, end - begin), to, bytes, step, found, nullptr,
                 [&](std::size_t first, std::size_t count) {
                   float* const values = out + (begin + first) * dim;
                   for (std::size_t i = 0; i < count; ++i) {
                     hit += found[i];
-                    if (entry_.serving()) {
-                      if (found[i])
-                        entry_.read(compressed.data() + i * bytes, values + i * dim);
-                      else
+                    if (whole) {
+                      if (!found[i])
                         std::fill_n(values + i * dim, dim, 0.0f);
-                    } else if (entry_.has_view() && found[i]) {
-                      entry_.view(values + i * dim);
+                      else if (entry_.serving())
+                        entry_.read(rows.data() + i * bytes, values + i * dim);
+                      else
+                        entry_.read_decayed(rows.data() + i * bytes, values + i * dim);
                     }
+                    if (entry_.has_view() && found[i]) entry_.view(values + i * dim);
                   }
                 });
     hits.fetch_add(hit, std::memory_order_relaxed);

@@ -358,8 +358,11 @@ struct Assign {
   void fetch(std::uint32_t position) const { prefetch<0>(values + position * dim, dim * sizeof(float)); }
   template <class Item, class Writes>
   void one(std::byte* row, bool fresh, const Item& item, const Writes&) const {
+    if (fresh)
+      entry.initialize_state(row);
+    else if (entry.decays_lazily())
+      entry.catch_up(row);
     entry.write(row, values + item.position * dim);
-    if (fresh) entry.initialize_state(row);
   }
   void operator()(const auto&... window) const { one_by_one(*this, window...); }
 };
@@ -372,7 +375,10 @@ struct AssignAdd {
   void fetch(std::uint32_t position) const { prefetch<0>(values + position * dim, dim * sizeof(float)); }
   template <class Item, class Writes>
   void one(std::byte* row, bool fresh, const Item& item, const Writes& writes) const {
-    if (fresh) entry.initialize(row, unmix(item.hash));
+    if (fresh)
+      entry.initialize(row, unmix(item.hash));
+    else if (entry.decays_lazily())
+      entry.catch_up(row);
     float* const sum = writes.scratch;
     entry.read(row, sum);
     const float* more = values + item.position * dim;
@@ -543,8 +549,8 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   if (entry_.delay_compensated() && latest == nullptr)
     throw std::invalid_argument("apply_gradients: a delay-compensated segment needs latest_values");
   if (entry_.counts_steps() && step < 0)
-    throw std::invalid_argument("apply_gradients: batch_softmax needs a step of 0 or more");
-  entry_.begin_step(step);
+    throw std::invalid_argument("apply_gradients: an optimizer that counts steps needs one of 0 or more");
+  entry_.begin_step(step, rates.data());
   const auto dim = static_cast<std::size_t>(entry_.dim());
   const auto train = [&](std::span<const std::int64_t> some, const float* by, const float* seen,
                          EventTimes at) {
@@ -593,6 +599,9 @@ void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* time
                     const float* state, const std::uint8_t* fresh_state) {
   const std::size_t dim = entry_.dim();
   const std::size_t state_dim = entry_.state_dim();
+  if (entry_.decays_lazily() && state != nullptr)
+    for (std::size_t i = 0; i < ids.size(); ++i)
+      if (fresh_state == nullptr || !fresh_state[i]) entry_.note_steps(state + i * state_dim);
   without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
     write(ids.subspan(begin, end - begin), {0, times + begin}, OnAbsent::kCreate, false, false,
           Restore{entry_, values + begin * dim, state != nullptr ? state + begin * state_dim : nullptr,

@@ -49,6 +49,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── TrainingError           a run cannot go on, or cannot do what was asked      (also RuntimeError)
     │   ├── DivergedError       the loss is NaN, infinite or exploding
     │   │   └── NonFiniteError  of one batch: nothing of it was applied
+    │   ├── NothingTrainedError  all data was skipped, and no step was taken
     │   ├── BarrierAlreadyPlacedError  somebody else holds the workers back
     │   └── ProfilerBusyError   the process is being profiled for somebody else
     ├── ModelDirLockedError     another process writes to this model_dir; names it
@@ -288,6 +289,10 @@ class DivergedError(TrainingError):
 
 class NonFiniteError(DivergedError):
     """The loss or a gradient of a batch is NaN or infinite; nothing of it was applied."""
+
+
+class NothingTrainedError(TrainingError):
+    """A run came to the end of its data without a step, because all of it was skipped."""
 
 
 class BarrierAlreadyPlacedError(TrainingError):

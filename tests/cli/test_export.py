@@ -108,6 +108,8 @@ class Looking(Served):
     [
         ((), "needs the run to export"),
         (("nowhere",), "nothing in nowhere says which task"),
+        (("--model-dir", "nowhere"), "nothing in nowhere says which task"),
+        (("one", "--model-dir", "other"), "one and --model-dir both name the run"),
         (("r", "--task", TASK, "--coding", "fp8"), "--coding: expected fp32, fp16, int8, or TABLE=CODING"),
         (("r", "--task", TASK, "--coding", "=fp16"), "--coding: expected"),
         (("r", "--task", TASK, "--missing-rows", "maybe"), "--missing-rows: expected refuse or default"),

@@ -7,12 +7,13 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 
-from monolith.data import BatchSpec, Position, Records, Source
+from monolith.data import BatchSpec, Position, Records, Source, bad_records
 from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import MemorySource, to_records
@@ -20,6 +21,7 @@ from monolith.data.formats.parquet import ParquetFormat
 from monolith.data.pipeline import Pipeline, ProgressLine
 from monolith.data.shuffling import ShuffleConfig
 from monolith.errors import ConfigError, DataError
+from monolith.feature import Batch
 from monolith.tensors import RaggedTensor
 
 
@@ -263,12 +265,35 @@ def test_progress_keeps_quiet_about_what_is_over_soon_and_needs_no_event_time() 
     assert sum(map(len, Pipeline(source()).with_progress(stream=stream))) == 10
 
 
-def test_a_label_that_a_function_made_nan_leaves_its_record_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_label_that_is_nan_or_not_there_leaves_its_record_out(caplog: pytest.LogCaptureFixture) -> None:
     labels = RaggedTensor.from_list([[1.0], [float("nan")], [], [0.0]])
     records = Records(4, {"item": RaggedTensor.from_list([[1], [2], [3], [4]], dtype=torch.int64)})
     spec = BatchSpec(ids=("item",), event_time=None, max_bad=0.5)
-    source = MemorySource(records, batch_size=4)
-    (batch,) = Pipeline(source).map(lambda some: some.with_columns({"label": labels})).to_batches(spec)
-    assert batch.ids["item"].flat_values.tolist() == [1, 3, 4]  # one that has none is no bad one
+
+    def read(spec: BatchSpec) -> Batch:
+        labelled = Pipeline(MemorySource(records, batch_size=4)).map(
+            lambda some: some.with_columns({"label": labels})
+        )
+        batches = labelled.to_batches(spec)
+        (batch,) = batches
+        told.append(bad_records(batches))
+        return batch
+
+    told: list[dict[str, int]] = []
+    batch = read(spec)
+    assert batch.ids["item"].flat_values.tolist() == [1, 4]
+    assert batch.label.tolist() == [1.0, 0.0]
+    assert "left out 2 of 4 records so far: label 'label' is empty" in caplog.text
+    batch = read(replace(spec, optional=["label"]))  # a task that can do without it
+    assert batch.ids["item"].flat_values.tolist() == [1, 3, 4]
     assert batch.label.isnan().tolist() == [False, True, False]
-    assert "left out 1 of 4 records so far: label 'label' is nan" in caplog.text
+    assert told == [{"label 'label' is nan": 1, "label 'label' is empty": 1}, {"label 'label' is nan": 1}]
+
+
+def test_a_record_that_has_one_of_its_labels_is_no_bad_one() -> None:
+    records = {"item": [1, 2, 3], "click": [[1.0], [], []], "like": [[], [0.0], []]}
+    spec = BatchSpec(
+        ids=("item",), labels={"click": ("click", 0), "like": ("like", 0)}, event_time=None, max_bad=0.5
+    )
+    (batch,) = Pipeline(MemorySource(records, batch_size=3)).to_batches(spec)
+    assert batch.ids["item"].flat_values.tolist() == [1, 2]

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 from data.lists import ListSource, records
 
-from monolith.data import BadRecord, FileSource, Pipeline, Position, keep_columns, make_batch
+from monolith.data import (
+    BadRecord,
+    FileSource,
+    Pipeline,
+    Position,
+    bad_records,
+    keep_columns,
+    make_batch,
+    need_no_labels,
+)
+from monolith.data.bad_values import BadTally
 from monolith.data.formats import CsvFormat
 from monolith.data.formats.memory import MemorySource
 from monolith.errors import DataError, TooManyBadRecordsError
@@ -76,6 +86,42 @@ def test_cells_that_are_empty_are_counted_and_said(caplog: pytest.LogCaptureFixt
         "features.x: 4 of 6 records",
     ]
     assert "reads as its `missing`, -1." in said[0]
+
+
+def test_a_record_without_a_label_is_bad_and_its_line_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = CSV.replace("007,4,,,0,y", "007,4,,,,y").replace("nan", "2.5")
+    batches = Pipeline(csv(tmp_path, text)).to_batches(SPEC)
+    (batch,) = batches
+    assert batch.ids["item"].to_list() == [[3], [5]]
+    assert batch.label.tolist() == [1.0, 1.0]
+    empty = f"label 'label' is empty (the first: line 3 of {tmp_path / 'some.csv'})"
+    assert bad_records(batches) == {empty: 1}
+    assert f"left out 1 of 3 records so far: {empty}" in caplog.text
+    strict = FeatureSpec(features=SPEC.features, max_bad=0.0)
+    with pytest.raises(TooManyBadRecordsError, match=r"examples\.max_bad of the config"):
+        list(Pipeline(csv(tmp_path)).to_batches(strict))
+
+
+def test_one_that_a_task_can_do_without_stays_and_so_does_what_is_to_be_predicted() -> None:
+    some = {"item": [1, 2], "label": [[], [1.0]]}
+    optional = FeatureSpec(features={"item": IdFeature()}, optional=("label",))
+    (batch,) = Pipeline(MemorySource(some, batch_size=2)).to_batches(optional)
+    assert batch.label.isnan().tolist() == [True, False]
+    batches = Pipeline(MemorySource(some, batch_size=2)).to_batches(
+        FeatureSpec(features={"item": IdFeature()}, max_bad=0.0)
+    )
+    need_no_labels(batches.prefetch(1))
+    assert [len(batch) for batch in batches] == [2]
+
+
+def test_reasons_with_values_in_them_are_told_apart_as_far_as_they_are_few() -> None:
+    tally = BadTally()
+    for number in range(BadTally.REASONS + 3):
+        tally.add(f"label 'y' is [{number}]")
+    assert len(tally.counts) == BadTally.REASONS + 1
+    assert tally.counts[BadTally.OTHER] == 3
 
 
 def test_a_batch_of_bad_records_alone_is_passed_over() -> None:

@@ -112,6 +112,7 @@ def check_contributing(names: dict[str, Any]) -> None:
 
 def check_tuning(names: dict[str, Any]) -> None:
     assert names["decayed"].tolist() == pytest.approx([0.9**3, 0.9])
+    assert names["all_decayed"].tolist() == pytest.approx([0.9**3, 0.9**3])
     rows = {name: one.segments for name, one in names["model"].embeddings.slot_tables.configs.items()}
     assert rows["user"][0].optimizer.learning_rate == 0.2
     assert rows["user"][1].optimizer.weight_decay == 1.0

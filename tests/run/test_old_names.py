@@ -284,7 +284,7 @@ def test_a_file_of_the_flat_shape_is_told_where_each_key_goes(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(file=file)
     assert str(caught.value).splitlines() == [
-        "cannot read RunConfig: 3 problems",
+        "cannot read the config: 3 problems",
         f"  - model_dir is train.model_dir (from {file})",
         f"  - steps is train.steps (from {file})",
         f"  - save.steps is train.save.steps (from {file})",

@@ -29,6 +29,7 @@ from monolith.data import (
     Records,
     RecordWriter,
     Stream,
+    bad_records,
     format_of,
     fraction_read,
     keep_columns,
@@ -61,9 +62,10 @@ def evaluate(options: EvaluateOptions) -> int:
             on_open=shown.open,
         )
     examples = int(found.pop("examples"))
+    bad = shown.bad_records
     if options.json:
         numbers = {name: None if math.isnan(value) else value for name, value in found.items()}
-        write_json(task, checkpoint, step, examples=examples, metrics=numbers)
+        write_json(task, checkpoint, step, examples=examples, metrics=numbers, bad_records=bad)
         return 0
     table = Table(
         box=box.SIMPLE_HEAD, title=f"{task.name}: {checkpoint}, step {step:,}", title_justify="left"
@@ -72,7 +74,8 @@ def evaluate(options: EvaluateOptions) -> int:
     table.add_column("value", justify="right")
     for name, value in found.items():
         table.add_row(name, "nothing to say" if math.isnan(value) else f"{value:.6f}")
-    table.caption = f"over {examples:,} examples"
+    left_out = "".join(f"; {count:,} bad records left out: {why}" for why, count in bad.items())
+    table.caption = f"over {examples:,} examples{left_out}"
     table.caption_justify = "left"
     Console().print(table, soft_wrap=True)
     return 0
@@ -190,9 +193,16 @@ class ReadingBar(ExitStack):
         self._steps: int | None = getattr(options, "steps", None)
         self._batches = 0
         self._bar: Progress | None = None
+        self._data: Stream[Batch] | None = None
+
+    @property
+    def bad_records(self) -> dict[str, int]:
+        """Why records of the data were left out, and how many for each reason."""
+        return {} if self._data is None else bad_records(self._data)
 
     def open(self, data: Stream[Batch]) -> None:
         """Begin to show what is read of some data."""
+        self._data = data
         if not self._options.quiet:
             total = None if self._steps is not None else known_size(data)
             self._bar = self.enter_context(

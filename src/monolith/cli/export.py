@@ -32,7 +32,7 @@ FACTORY = "monolith.cli.export:served_module"
 
 def run(options: ExportOptions) -> int:
     """Export one checkpoint, and say what to do with it."""
-    options = as_trained(options)
+    options = as_trained(with_run(options))
     task, settings = load_reading_run(reading_options(options))
     export, config = settings.export, settings.train
     export = with_flags(export, options)
@@ -97,6 +97,19 @@ def with_flags(export: ExportConfig, options: ExportOptions) -> ExportConfig:
 
 
 # Which task
+
+
+def with_run(options: ExportOptions) -> ExportOptions:
+    """Return the options with the run that --model-dir names, if it is named so.
+
+    Raises:
+        ConfigError: Another is named, too.
+    """
+    if options.model_dir is None:
+        return options
+    if options.run is not None:
+        raise ConfigError(f"export: {options.run} and --model-dir both name the run; give one of them")
+    return replace(options, run=options.model_dir)
 
 
 def as_trained(options: ExportOptions) -> ExportOptions:

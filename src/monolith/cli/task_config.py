@@ -13,6 +13,7 @@ import torch
 
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
+from monolith.cli.reading_flags import check_reading_flags
 from monolith.cli.run_settings import run_of
 from monolith.errors import ConfigError
 from monolith.observe.logs import process_label
@@ -78,8 +79,10 @@ def load_reading_run(
         **({} if options.model_dir is None else {"train.model_dir": options.model_dir}),
         **({} if options.threads is None else {"threads.intra_op": options.threads}),
     }
+    flags = getattr(options, "run_flags", ())
+    check_reading_flags(flags)
     # What a data service hands out is for who trains.
-    run = replace(read_run(options.config, os.environ, code=code), data_service=None)
+    run = replace(read_run(options.config, os.environ, flags=flags, code=code), data_service=None)
     _set_threads(run.threads)
     task = _task(options, run)
     if not run.train.model_dir:

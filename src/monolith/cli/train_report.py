@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monolith.cli.options.train import TrainOptions
 from monolith.observe.progress import describe_rate, describe_seconds
+from monolith.train.hook import DATA_ENDED
 
 if TYPE_CHECKING:
     from monolith.train import Task, TrainConfig, TrainReport
@@ -34,6 +35,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "steps": report.steps,
         "examples": report.examples,
         "skipped_batches": report.skipped,
+        "bad_records": dict(report.bad_records),
         "dense_staleness": report.dense_staleness,
         "seconds": round(report.seconds, 3),
         "start_seconds": round(report.start_seconds, 3),
@@ -42,6 +44,7 @@ def to_json(report: TrainReport, task: Task, config: TrainConfig) -> dict[str, A
         "examples_per_s": round(report.examples / training if training > 0 else 0.0, 1),
         "loss": None if math.isnan(report.loss) else report.loss,
         "stop_reason": report.stop_reason,
+        "finished": report.finished,
         "restored_from": report.restored_from,
         "checkpoint": report.checkpoint,
         "refused": dict(report.refused),
@@ -98,6 +101,8 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     for name, words in (("refused", "ids found no room"), ("overdue", "expired rows were kept")):
         if report.get(name):
             facts[name] = ", ".join(f"{table}: {count:,} {words}" for table, count in report[name].items())
+    if bad := report.get("bad_records"):
+        facts["bad records"] = "; ".join(f"{count:,} left out: {why}" for why, count in bad.items())
     if report["skipped_batches"]:
         facts["skipped"] = f"{report['skipped_batches']:,} batches with a loss or gradient of NaN or infinity"
     for kind in ("server", "worker"):
@@ -110,11 +115,29 @@ def print_report(report: Mapping[str, Any], options: TrainOptions) -> None:
     elif report["checkpoint"] is not None:
         facts["checkpoint"] = report["checkpoint"]
         facts["evaluate with"] = evaluate_command(options, report["model_dir"])
+    if (why := finished_before(report)) is not None:
+        facts["finished"] = why
     console = Console(highlight=False)
     console.print(f"[bold]{escape(report['task'])}[/]")
     width = max(14, *(len(name) + 1 for name in facts))
     for name, value in facts.items():
         console.print(f"  [cyan]{escape(name):<{width}}[/]{escape(value)}", soft_wrap=True)
+
+
+def finished_before(report: Mapping[str, Any]) -> str | None:
+    """Return what to say of a run that had nothing more to do when it was started again; None of others."""
+    if report["steps"] or report["restored_from"] is None or not report.get("finished"):
+        return None
+    if report["stop_reason"] == DATA_ENDED:
+        why = "all of its data was trained on before, and there is none new"
+        more = "give it more data, or --epochs with a larger number if it was trained with --epochs"
+    else:
+        why = f"it had come to its limit before ({report['stop_reason']})"
+        more = "raise the limit"
+    return (
+        f"this run was finished, and nothing was trained: {why}. To train on, {more}; to train anew, give "
+        "another --model-dir; to use what it learned, see `monolith evaluate`, `predict` and `export`"
+    )
 
 
 _LAST_STEPS = "the mean of the last steps"

@@ -3,7 +3,7 @@
 from monolith.config.aliases import Aliases, Dropped, Moved, Renamed, Unsupported
 from monolith.config.fields import FieldInfo, describe_fields
 from monolith.config.naming import UniqueNames, to_snake_case
-from monolith.config.problems import Checked, ConfigProblemsError, Problem
+from monolith.config.problems import Checked, ConfigProblemsError, Problem, UnreadableConfigError, problems_in
 from monolith.config.secret import MASK, Secret, is_secret_name, looks_secret, masked, masked_words
 from monolith.config.typed import config_from_mapping, differences, load_config, to_dict, to_toml
 from monolith.config.units import format_duration, parse_bytes, parse_duration
@@ -20,6 +20,7 @@ __all__ = [
     "Renamed",
     "Secret",
     "UniqueNames",
+    "UnreadableConfigError",
     "Unsupported",
     "config_from_mapping",
     "describe_fields",
@@ -32,6 +33,7 @@ __all__ = [
     "masked_words",
     "parse_bytes",
     "parse_duration",
+    "problems_in",
     "to_dict",
     "to_snake_case",
     "to_toml",

@@ -34,6 +34,29 @@ class ConfigProblemsError(ConfigError):
         self.problems = tuple(problems)
 
 
+class UnreadableConfigError(ConfigError):
+    """What files, flags or plain data say makes no config.
+
+    Attributes:
+        texts: What is wrong, each with its key path.
+    """
+
+    def __init__(self, what: str, texts: Sequence[str]) -> None:
+        count = "one problem" if len(texts) == 1 else f"{len(texts)} problems"
+        super().__init__(f"cannot read {what}: {count}" + "".join(f"\n  - {text}" for text in texts))
+        self.texts = tuple(texts)
+
+
+def problems_in(fields: tuple[str, ...], error: ConfigError) -> Iterator[Problem]:
+    """Yield what is wrong with a part of a config that is read on its own, each as a problem of the whole.
+
+    Args:
+        fields: Of the whole, that the part was made of.
+    """
+    for text in error.texts if isinstance(error, UnreadableConfigError) else [str(error)]:
+        yield Problem(fields, text)
+
+
 class Checked:
     """Base of a config that refuses to be built while it has problems, and names them all."""
 

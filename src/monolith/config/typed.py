@@ -38,6 +38,7 @@ from monolith.config.hints import (
     mapping_types,
     members,
 )
+from monolith.config.problems import UnreadableConfigError
 from monolith.config.reading import TAG, Reader
 from monolith.config.secret import MASK, Secret
 from monolith.config.toml import NONE, write_toml
@@ -220,9 +221,7 @@ def _typed(cls: type[T], tree: Node, problems: list[str], make_reader: Callable[
         for path in paths:
             tree = cut(tree, tuple(path.split(".")))
     if found:
-        count = "one problem" if len(found) == 1 else f"{len(found)} problems"
-        listed = "".join(f"\n  - {problem}" for problem in found)
-        raise ConfigError(f"cannot read {cls.__name__}: {count}{listed}") from cause
+        raise UnreadableConfigError(getattr(cls, "TITLE", cls.__name__), found) from cause
     return config
 
 

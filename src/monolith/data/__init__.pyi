@@ -5,15 +5,16 @@ Files, streams and generated logs are sources: they yield records by column and 
 
 from monolith.data.config import DataConfig, DataServiceConfig, DataSplit
 from monolith.data.epochs import Epochs, read_epochs
+from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.discovery import Watch
-from monolith.data.files.source import BadRecordPolicy, FileSource
+from monolith.data.files.source import FileSource
 from monolith.data.format import BadRecord, Chunk, Format, RecordWriter
 from monolith.data.formats import FORMATS, MemorySource, format_of
 from monolith.data.formats.tables import ArrowSource, IterableSource, PandasSource, PolarsSource
 from monolith.data.join.joiner import Joiner, JoinerConfig
 from monolith.data.join.source import JoinedSource
 from monolith.data.kafka import ByWorker, JsonMessages, KafkaConfig, KafkaSink, KafkaSource
-from monolith.data.layers import fraction_read, keep_columns, known_size
+from monolith.data.layers import bad_records, fraction_read, keep_columns, known_size, need_no_labels
 from monolith.data.pipeline import Batches, Pipeline
 from monolith.data.records import BatchSpec, Records, concat, make_batch
 from monolith.data.share import Share, share_out
@@ -62,12 +63,14 @@ __all__ = [
     "Source",
     "Stream",
     "Watch",
+    "bad_records",
     "concat",
     "format_of",
     "fraction_read",
     "keep_columns",
     "known_size",
     "make_batch",
+    "need_no_labels",
     "read_epochs",
     "share_out",
 ]

@@ -1,9 +1,9 @@
 """Bad values: records that can be read, and that a model must not be trained on.
 
 An event time in milliseconds where seconds are expected, before 1970 or beyond what a row can keep; a label
-that is NaN or infinite. Such a record is as bad as one that cannot be read: it is left out, counted, and kept
-by the source for whoever looks into it. One of them does not end a run; where they are many, the column is
-wrong.
+that is NaN, infinite or not there. Such a record is as bad as one that cannot be read: it is left out,
+counted, and kept by the source for whoever looks into it. One of them does not end a run; where they are
+many, the column is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monolith.data.format import BadRecord
 from monolith.data.records import BatchSpec, Records, not_finite, timely
@@ -27,6 +28,44 @@ _AFTER = 1000
 """Records to read before a share is judged; a share of 0 is judged at once."""
 
 
+class BadTally:
+    """Why records were left out: how many for each reason, and where the first is, as far as is known.
+
+    One thread writes it, and any may read it.
+    """
+
+    REASONS = 8
+    """So many are told apart; reasons with values in them are as many as there are records."""
+    OTHER = "for other reasons"
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self._places: dict[str, str | None] = {}
+
+    def knows(self, reason: str) -> bool:
+        """Whether a reason has a place, or was found to have none."""
+        return reason in self._places
+
+    def place(self, reason: str, where: str | None) -> None:
+        """Note where the first record is that is bad for a reason."""
+        self._places[reason] = where
+
+    def add(self, reason: str) -> None:
+        """Count a record."""
+        known = reason in self.counts or len(self.counts) < self.REASONS
+        reason = reason if known else self.OTHER
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+    def describe(self, reason: str) -> str:
+        """Return a reason with the place of the first record, if that is known."""
+        where = self._places.get(reason)
+        return reason if where is None else f"{reason} (the first: {where})"
+
+    def described(self) -> dict[str, int]:
+        """Return all reasons, with places, and how many records each is of."""
+        return {self.describe(reason): count for reason, count in list(self.counts.items())}
+
+
 class BadRecords:
     """Leaves bad records out, as long as they are few: keeps them, counts them, and says so now and then.
 
@@ -34,15 +73,25 @@ class BadRecords:
         max_bad: The share of records that may be bad.
         set_aside: Given them, with their values as JSON.
         what: Is wrong with them, and `advice` what to do, for the error that ends a run.
+        first_empty: Given a column, says where its first empty cell is, as far as somebody knows.
     """
 
     def __init__(
-        self, max_bad: float, set_aside: Callable[[Sequence[BadRecord]], None], *, what: str, advice: str
+        self,
+        max_bad: float,
+        set_aside: Callable[[Sequence[BadRecord]], None],
+        *,
+        what: str,
+        advice: str,
+        first_empty: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._max_bad = max_bad
         self._set_aside = set_aside
         self._what = what
         self._advice = advice
+        self._first_empty = first_empty
+        self.tally = BadTally()
+        """Why they were left out."""
         self._doublings = Doublings()
         self._records = 0
         self._last = ""
@@ -53,11 +102,14 @@ class BadRecords:
         """Count records that were read, good or bad."""
         self._records += records
 
-    def leave_out(self, records: Records, bad: Mapping[int, str]) -> Records:
+    def leave_out(
+        self, records: Records, bad: Mapping[int, str], empty: Mapping[str, str] | None = None
+    ) -> Records:
         """Return the records that are good.
 
         Args:
             bad: Position of each that is bad, in order, to the reason.
+            empty: Column to the reason, of the reasons that are an empty cell of it.
 
         Raises:
             TooManyBadRecordsError: More are bad than are allowed.
@@ -65,7 +117,12 @@ class BadRecords:
         if not bad:
             return records
         self.count += len(bad)
-        self._last = list(bad.values())[-1]
+        for column, reason in (empty or {}).items():
+            if not self.tally.knows(reason):
+                self.tally.place(reason, self._first_empty(column))
+        for reason in bad.values():
+            self.tally.add(reason)
+        self._last = self.tally.describe(list(bad.values())[-1])
         self._set_aside(
             [BadRecord(row, why, _as_json(records.take(torch.tensor([row])))) for row, why in bad.items()]
         )
@@ -91,9 +148,16 @@ class BadValues:
 
     Args:
         set_aside: Given them, with their values as JSON.
+        first_empty: As of `BadRecords`.
     """
 
-    def __init__(self, spec: BatchSpec, set_aside: Callable[[Sequence[BadRecord]], None]) -> None:
+    def __init__(
+        self,
+        spec: BatchSpec,
+        set_aside: Callable[[Sequence[BadRecord]], None],
+        *,
+        first_empty: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
         self._spec = spec
         self._labels = sorted({column for column, _ in spec.labels.values()})
         self._bad = BadRecords(
@@ -102,6 +166,7 @@ class BadValues:
             what="have a bad event time or label",
             advice="Make event times Unix seconds and labels numbers, name other columns in BatchSpec, or "
             "allow more with its max_bad.",
+            first_empty=first_empty,
         )
 
     @property
@@ -120,12 +185,37 @@ class BadValues:
         for name in self._labels:
             if name in records.columns and name not in records.shared:
                 fine &= ~not_finite(records[name])
-        if bool(fine.all()):
+        without = self._without_labels(records)
+        if bool((fine & ~without).all()):
             return records
-        rows = (~fine).nonzero().squeeze(1).tolist()
-        return self._bad.leave_out(
-            records, {row: self._reason(records.take(torch.tensor([row]))) for row in rows}
-        )
+        bad = dict.fromkeys(without.nonzero().squeeze(1).tolist(), self._no_label)
+        for row in (~fine).nonzero().squeeze(1).tolist():
+            bad[row] = self._reason(records.take(torch.tensor([row])))
+        empty = {name: self._no_label for name in self._labels[:1] if bool(without.any())}
+        return self._bad.leave_out(records, dict(sorted(bad.items())), empty)
+
+    def _without_labels(self, records: Records) -> Tensor:
+        """Return a bool per record: whether it has none of its labels, which nobody can be trained on."""
+        spec = self._spec
+        columns = {column for column, _ in spec.labels.values()}
+        if not columns or columns & set(spec.optional):
+            return torch.zeros(len(records), dtype=torch.bool)
+        without = torch.ones(len(records), dtype=torch.bool)
+        for column, position in spec.labels.values():
+            if column not in records.columns:
+                return torch.zeros(len(records), dtype=torch.bool)  # whoever looks for columns says so
+            without &= records[column].row_lengths() <= position
+        return without
+
+    @property
+    def _no_label(self) -> str:
+        names = " and ".join(map(repr, self._labels))
+        return f"label {names} is empty" if len(self._labels) == 1 else f"labels {names} are empty"
+
+    @property
+    def tally(self) -> BadTally:
+        """Why they were left out."""
+        return self._bad.tally
 
     def judge(self, *, at_end: bool) -> None:
         """Refuse to go on if too many are bad."""

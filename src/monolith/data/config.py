@@ -147,11 +147,16 @@ class DataConfig(Checked):
     """The first hour of each day to read, where folders are by hour."""
     end_hour: int | None = None
     """The hour after the last one of each day."""
+    max_bad: float = 0.0
+    """The share of records that may be malformed, 0 to 1, such as lines with too many fields: they are left
+    out and counted. More end the run, and with 0 the first does."""
     queue: str | None = None
     """A local folder that all workers see: they take files from a queue in it, so that a fast worker reads
     more. None deals the files out beforehand."""
 
     def problems(self) -> Iterator[Problem]:
+        if not 0 <= self.max_bad <= 1:
+            yield Problem(("max_bad",), f"must be from 0 to 1, got {self.max_bad}")
         for name in ("start_hour", "end_hour"):
             given = getattr(self, name)
             if given is not None and not 0 <= given <= 24:
@@ -284,9 +289,11 @@ class DataConfig(Checked):
             types: Of columns; see `file_format`.
             options: As `FileSource` takes them: epochs, shuffle, bad, ...
         """
+        from monolith.data.files.bad_policy import BadRecordPolicy
         from monolith.data.files.source import FileSource
         from monolith.data.files.work_queue import SharedFileQueue
 
+        options = {"bad": BadRecordPolicy(max_share=self.max_bad), **options}
         files = self.files()
         form = self.file_format(files[0], types)
         columns = self.columns or None

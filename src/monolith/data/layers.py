@@ -1,8 +1,8 @@
 """What a stream stands on: its stages from the top to the source, for whoever wants to know more of it.
 
 A stage names what is `below` it. So one can ask how many records there will be, where somebody knows, or
-which part of the input is done; and have raw columns of the records kept beside the batches that are made of
-them.
+which part of the input is done; have raw columns of the records kept beside the batches that are made of
+them; and learn which records were left out, and why.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
+from monolith.data.bad_values import BadTally
 from monolith.data.source import Position
 
 
@@ -19,6 +20,14 @@ class KeepsColumns(Protocol):
 
     def keep_columns(self, names: Sequence[str]) -> None:
         """Have every batch carry these columns of its records, in `Batch.raw`."""
+
+
+@runtime_checkable
+class NeedsLabels(Protocol):
+    """A stage that makes batches of records, and takes those without a label for bad ones."""
+
+    def need_no_labels(self) -> None:
+        """Have records without a label stay, as those to predict may be."""
 
 
 def layers(stream: object) -> Iterator[object]:
@@ -70,3 +79,31 @@ def keep_columns(stream: object, names: Sequence[str]) -> bool:
             layer.keep_columns(names)
             return True
     return False
+
+
+def need_no_labels(stream: object) -> None:
+    """Have records without a label stay in the batches of a stream, if a stage would leave them out."""
+    for layer in layers(stream):
+        if isinstance(layer, NeedsLabels):
+            layer.need_no_labels()
+
+
+def first_empty(stream: object, column: str) -> str | None:
+    """Return where the first empty cell of a column is, such as `line 7 of clicks.csv`; None where nobody
+    knows. A source of files does, by its method `first_empty(column)`: it reads some of them again."""
+    for layer in layers(stream):
+        find = getattr(layer, "first_empty", None)
+        if callable(find):
+            found = find(column)
+            return None if found is None else str(found)
+    return None
+
+
+def bad_records(stream: object) -> dict[str, int]:
+    """Return why records were left out of the batches of a stream since it was opened, and how many for each
+    reason; see `BadTally`."""
+    for layer in layers(stream):
+        told = getattr(layer, "left_out", None)
+        if isinstance(told, BadTally):
+            return told.described()
+    return {}

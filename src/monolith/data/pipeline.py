@@ -26,15 +26,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TextIO, TypeVar
 
 from torch import Tensor
 
-from monolith.data.bad_values import BadValues
+from monolith.data.bad_values import BadTally, BadValues
 from monolith.data.holding import Rebatched, Shuffled, Taken
 from monolith.data.iteration import closed_after
 from monolith.data.kept import Kept
+from monolith.data.layers import first_empty
 from monolith.data.passing import Passing
 from monolith.data.records import LINE_ID, BatchMaker, BatchSpec, Records
 from monolith.data.shuffling import ShuffleConfig
@@ -122,10 +124,11 @@ class Pipeline(Passing[Source]):
         """Turn records into what a model reads: columns of ids and numbers by a `BatchSpec`, raw ones by a
         `FeatureSpec`.
 
-        Records whose event time is out of range, or one of whose labels is NaN or infinite, are left out,
-        counted and put where the source puts malformed ones; see `BatchSpec.max_bad`. Reading raises a
-        DataError where the data has no column of that name; see `BatchSpec.optional`. By a feature spec, so
-        are those of which some other value cannot be read.
+        Records whose event time is out of range, one of whose labels is NaN or infinite, or that have none of
+        their labels, are left out, counted and put where the source puts malformed ones; see
+        `BatchSpec.max_bad`. By a feature spec, so are those that lack one of their labels, or of which some
+        other value cannot be read. Reading raises a DataError where the data has no column of that name; see
+        `BatchSpec.optional`.
         """
         if isinstance(spec, FeatureSpec):
             return Batches(_SpecBatched(self._source, spec))
@@ -170,13 +173,26 @@ class _Batched(Passing[Source]):
         self._spec = spec
         self._make = BatchMaker(spec)
         self._kept: Kept | None = None
+        self._resumed = False
+        self.left_out = BadTally()
+        """Why records were left out, since the last time reading began."""
+
+    def need_no_labels(self) -> None:
+        """Have records without labels stay; see `NeedsLabels`."""
+        labels = (column for column, _ in self._spec.labels.values())
+        optional = dict.fromkeys([*self._spec.optional, *labels])
+        self._spec = replace(self._spec, optional=tuple(optional))
+        self._make = BatchMaker(self._spec, resumed=self._resumed)
 
     def keep_columns(self, names: Sequence[str]) -> None:
         """Have every batch carry these columns; see `KeepsColumns`."""
         self._kept = Kept(names)
 
     def __iter__(self) -> Iterator[Batch]:
-        bad = BadValues(self._spec, self.set_aside)
+        bad = BadValues(
+            self._spec, self.set_aside, first_empty=lambda column: first_empty(self._source, column)
+        )
+        self.left_out = bad.tally
         with closed_after(self._source) as batches:
             for records in batches:
                 fine = bad.left_out(records)
@@ -188,6 +204,7 @@ class _Batched(Passing[Source]):
 
     def restore(self, position: Position) -> None:
         super().restore(position)
+        self._resumed = True
         self._make = BatchMaker(self._spec, resumed=True)
 
 
@@ -197,13 +214,27 @@ class _SpecBatched(Passing[Source]):
         self._spec = spec
         self._resumed = False
         self._kept: Kept | None = None
+        self.left_out = BadTally()
+        """Why records were left out, since the last time reading began."""
+
+    def need_no_labels(self) -> None:
+        """Have records without labels stay; see `NeedsLabels`."""
+        optional = dict.fromkeys([*self._spec.optional, *self._spec.targets])
+        self._spec = replace(self._spec, optional=tuple(optional))
 
     def keep_columns(self, names: Sequence[str]) -> None:
         """Have every batch carry these columns; see `KeepsColumns`."""
         self._kept = Kept(names)
 
     def __iter__(self) -> Iterator[Batch]:
-        make = SpecBatchMaker(self._spec, self.set_aside, resumed=self._resumed, kept=self._kept)
+        make = SpecBatchMaker(
+            self._spec,
+            self.set_aside,
+            resumed=self._resumed,
+            kept=self._kept,
+            first_empty=lambda column: first_empty(self._source, column),
+        )
+        self.left_out = make.tally
         with closed_after(self._source) as batches:
             for records in batches:
                 made = make(records)

@@ -229,7 +229,8 @@ class BatchSpec:
     """Features of numbers: column to its width. Short rows are filled with zeros, long ones cut."""
     labels: Mapping[str, tuple[str, int]] = field(default_factory=lambda: {LABEL: (LABEL, 0)})
     """Task to the column of numbers it reads and the position in it; NaN where a record has none there. A
-    record that has a NaN or an infinity in such a column is a bad one, and is left out."""
+    record that has a NaN or an infinity in such a column is a bad one, and is left out; so is one that has
+    none of its labels, unless their column is optional."""
     event_time: str | None = REQ_TIME
     """An int64 column of Unix seconds; None leaves 0: rows then never expire. That of a LineId, the default,
     may be missing, and a warning says so."""

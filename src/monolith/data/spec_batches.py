@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from monolith.data.bad_values import BadRecords
+from monolith.data.bad_values import BadRecords, BadTally
 from monolith.data.format import BadRecord
 from monolith.data.kept import Kept
 from monolith.data.records import ColumnCheck, Records
@@ -14,13 +14,14 @@ from monolith.feature import Batch, FeatureSpec
 class SpecBatchMaker:
     """Makes batches of a stream of records; see `ColumnCheck` for columns that the stream does not have.
 
-    A record that cannot be read as the spec says (a word where a number should be, a NaN, a list of another
-    length than its weights) is left out and counted; see `FeatureSpec.max_bad`.
+    A record that cannot be read as the spec says (a word where a number should be, a NaN, no label, a list of
+    another length than its weights) is left out and counted; see `FeatureSpec.max_bad`.
 
     Args:
         set_aside: Given bad records, with their values as JSON.
         resumed: Whether the records are what is left of a stream; its end then says nothing.
         kept: Takes raw columns along with each batch.
+        first_empty: As of `BadRecords`.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class SpecBatchMaker:
         *,
         resumed: bool = False,
         kept: Kept | None = None,
+        first_empty: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._spec = spec
         self._kept = kept
@@ -39,8 +41,16 @@ class SpecBatchMaker:
             spec.max_bad,
             set_aside,
             what="cannot be read as the features say",
-            advice="Mend the data, change the features, or allow more with max_bad of the FeatureSpec.",
+            advice="Mend the data, change the features, or allow more with examples.max_bad of the config, "
+            "which is max_bad of a FeatureSpec. Where a task can do without a label, name its column in "
+            "examples.optional.",
+            first_empty=first_empty,
         )
+
+    @property
+    def tally(self) -> BadTally:
+        """Why records were left out."""
+        return self._bad.tally
 
     def __call__(self, records: Records) -> Batch | None:
         """Return a batch of the records that are good; None where all are bad.
@@ -56,7 +66,7 @@ class SpecBatchMaker:
         self._bad.see(len(records))
         reading = self._spec.reader.read(records)
         if reading.bad:
-            records = self._bad.leave_out(records, dict(sorted(reading.bad.items())))
+            records = self._bad.leave_out(records, dict(sorted(reading.bad.items())), reading.no_label)
             if not len(records):
                 return None
             reading = self._spec.reader.read(records)

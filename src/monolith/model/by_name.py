@@ -86,7 +86,9 @@ class ModelConfig:
             raise ConfigError(f'model.type is required: one of {_known()}, as in type = "deepfm"')
         chosen = cls(type=kind)
         given = {name: value for name, value in plain.items() if name != "type"}
-        whole = dataclasses.make_dataclass("Run", [("model", model_settings(kind))])
+        whole = dataclasses.make_dataclass(
+            "WholeConfig", [("model", model_settings(kind))], namespace={"TITLE": source}
+        )
         read: Any = config_from_mapping(whole, {"model": given}, source)
         return dataclasses.replace(chosen, settings={name: getattr(read.model, name) for name in given})
 

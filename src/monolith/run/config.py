@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from monolith.cluster.security import SecurityConfig
-from monolith.config import Checked, Problem
+from monolith.config import Checked, Problem, problems_in
 from monolith.data.config import DataConfig, DataServiceConfig
 from monolith.data.kafka.config import KafkaConfig
 from monolith.errors import ConfigError
@@ -43,6 +43,9 @@ TWO_TOWER = "two_tower"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig(Checked):
     """A whole run. Building one reads, writes and starts nothing; `settle` decides what None leaves open."""
+
+    TITLE: ClassVar[str] = "the config"
+    """What it is called in messages."""
 
     job: JobConfig = field(default_factory=JobConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -153,13 +156,13 @@ class RunConfig(Checked):
         try:
             self.feature_spec  # noqa: B018
         except ConfigError as error:
-            yield Problem(("features", "labels", "examples"), str(error))
+            yield from problems_in(("features", "labels", "examples"), error)
         if self.distributed and self.cluster.mode == "sync":
             yield from self._problems_of_ranks()
         try:
             self.model_config  # noqa: B018
         except ConfigError as error:
-            yield Problem(("model",), str(error))
+            yield from problems_in(("model",), error)
         if self.model and self.job.task is None and not self.features:
             yield Problem(
                 ("features", "model", "job.task"),

@@ -17,7 +17,8 @@ class ExamplesConfig:
     fids: bool = False
     """Whether ids carry the slot of their feature in their high bits, as fids of version 2."""
     optional: tuple[str, ...] = ()
-    """Columns that the data may lack: they then read as empty cells, and a label is not there."""
+    """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
+    is not optional must be in every record: one without it is bad."""
     max_bad: float = 0.1
     """The share of records that may be bad, 0 to 1: left out and counted. More end the run."""
 

@@ -45,6 +45,13 @@ class Segment:
             return warmup(self.optimizer)
         return self.learning_rate if callable(self.learning_rate) else ConstantRate(self.learning_rate)
 
+    @property
+    def decay_rate(self) -> float:
+        """The rate by which rows decay lazily as long as no step has said another, as in a table that is only
+        read; where the rate depends on the step, the optimizer's own."""
+        rate = self.rate
+        return rate(0) if isinstance(rate, ConstantRate) else self.optimizer.learning_rate
+
     def __str__(self) -> str:
         return (
             f"segment(dim={self.dim}, optimizer={self.optimizer}, initializer={self.initializer}, "

@@ -24,7 +24,7 @@ from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import draws, mix, mix_one
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
-from monolith.table.update_rules import MAX_GRADIENT, take_step
+from monolith.table.update_rules import MAX_GRADIENT, decayed, last_steps, state_views, take_step
 
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 _ROW_OVERHEAD_BYTES = 24
@@ -136,6 +136,8 @@ class DictTable:
         self._frozen = 0
         self._rows: dict[int, _Row] = {}
         self._scales = [p.segment.compressor.initial_scale for p in self._pieces]
+        self._decay_rates = [p.segment.decay_rate for p in self._pieces]
+        self._steps = 0  # one more than the newest step
         self._counts = _Counts()
         self._refusals = Refusals(config)
         self._cut: DictTableCut | None = None
@@ -166,11 +168,33 @@ class DictTable:
             answer, values = arguments.out_array(out, len(keys), self.dim)
             values[:] = self._gather(keys).values.numpy()
             if not self._config.serving:
+                self._decay(keys, values)
                 for piece, scale in zip(self._pieces, self._scales, strict=True):
                     values[:, piece.values] = piece.segment.compressor.fake_quant(
                         values[:, piece.values], scale
                     )
             return answer
+
+    def _decay(self, keys: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Decay what was read by the steps that each row was not in, where it decays lazily."""
+        for piece, rate in zip(self._pieces, self._decay_rates, strict=True):
+            optimizer = piece.segment.optimizer
+            for position, key in enumerate(keys.tolist() if optimizer.decays_lazily else ()):
+                if (row := self._rows.get(key)) is not None:
+                    stored, state = row.values[piece.values], row.state[piece.state]
+                    values[position, piece.values] = decayed(
+                        optimizer, stored, state, rate=rate, steps=self._steps
+                    )
+
+    def _catch_up(self, row: _Row) -> None:
+        """Decay a row that is about to be written by the steps that it was not in."""
+        for piece, rate in zip(self._pieces, self._decay_rates, strict=True):
+            optimizer = piece.segment.optimizer
+            if optimizer.decays_lazily and not self._config.serving:
+                values, state = row.values[piece.values], row.state[piece.state]
+                values[:] = decayed(optimizer, values, state, rate=rate, steps=self._steps)
+                seen = state_views(optimizer, state, len(values))["last_step"]
+                seen[0] = self._steps if 0 < seen[0] < self._steps else seen[0]
 
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
         with self._open():
@@ -190,6 +214,7 @@ class DictTable:
                 if self._leaves_no_row(value):
                     self._counts.removed += self._rows.pop(key, None) is not None
                 elif row := self._row_for(key, time):
+                    self._catch_up(row)
                     row.values[:] = self._as_served(value)
                     row.event_time = max(row.event_time, time)
 
@@ -198,6 +223,7 @@ class DictTable:
             keys, added, times = self._write_arguments(ids, values, event_time)
             for key, value, time in zip(keys.tolist(), added, times.tolist(), strict=True):
                 if row := self._row_for(key, time):
+                    self._catch_up(row)
                     row.values[:] = self._as_served(row.values + value)
                     row.event_time = max(row.event_time, time)
 
@@ -287,6 +313,7 @@ class DictTable:
             keys, times, values, state = arguments.row_arrays(rows, self._config)
             if len(keys):
                 self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
+                self._note_steps(state)
             for position, (key, time) in enumerate(zip(keys.tolist(), times.tolist(), strict=True)):
                 if self._leaves_no_row(values[position]):
                     self._counts.removed += self._rows.pop(key, None) is not None
@@ -300,7 +327,7 @@ class DictTable:
             if self._cut is not None:
                 raise TableArgumentError("clear: a cut of this table is open; close it first")
             self._rows.clear()
-            self._counts.max_event_time = 0
+            self._counts.max_event_time = self._steps = 0
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -420,11 +447,19 @@ class DictTable:
             self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
         return keys, array, times
 
+    def _note_steps(self, state: NDArray[np.float32] | None) -> None:
+        """Be at the newest step of rows that come from elsewhere."""
+        for piece in self._pieces:
+            if state is not None and piece.segment.optimizer.decays_lazily:
+                seen = last_steps(state[:, piece.state], piece.segment.dim)
+                self._steps = max(self._steps, int(seen.max()))
+
     def _apply(self, updates: _Updates, rates: list[float], step: int) -> None:
         self._scales = [
             piece.segment.compressor.scale_at(step, scale)
             for piece, scale in zip(self._pieces, self._scales, strict=True)
         ]
+        self._decay_rates, self._steps = rates, max(self._steps, step + 1)
         changed = []
         for position, key in enumerate(updates.ids.tolist()):
             time = int(updates.event_times[position])

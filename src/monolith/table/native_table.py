@@ -342,9 +342,10 @@ def _segment_spec(segment: Segment) -> native.SegmentSpec:
         low, high = initial.low, initial.high
     else:
         low = high = float(initial.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
-    return native.SegmentSpec(
-        segment.dim, _optimizer_spec(segment.optimizer), (low, high), _compressor_spec(segment.compressor)
-    )
+    optimizer = _optimizer_spec(segment.optimizer)
+    if segment.optimizer.decays_lazily:
+        optimizer.decay_rate = segment.decay_rate
+    return native.SegmentSpec(segment.dim, optimizer, (low, high), _compressor_spec(segment.compressor))
 
 
 def _optimizer_spec(optimizer: Optimizer) -> native.OptimizerSpec:

@@ -123,6 +123,11 @@ class Optimizer:
         return False
 
     @property
+    def decays_lazily(self) -> bool:
+        """Whether rows decay by steps that they are not in."""
+        return bool(getattr(self.rule, "lazy_decay", False))
+
+    @property
     def state_fields(self) -> tuple[StateField, ...]:
         return STATE_FIELDS[self.rule.kind]
 
@@ -186,6 +191,10 @@ class DynamicWdAdagrad(Optimizer):
     weight_decay: float = 0.0
     decouple_weight_decay: bool = True
     """True takes `lr * weight_decay * w` off the value; False adds to the gradient, as Adagrad does."""
+    lazy_decay: bool = False
+    """Whether a row also decays by the steps that it is not in, as if decay had been applied to all rows in
+    each step since the row's first. What the missed steps would have taken is taken off when it is read or
+    trained next, at the rate of the newest step."""
     enable_dynamic_wd: bool = False
     warmup_steps: int = 0
 
@@ -195,6 +204,10 @@ class DynamicWdAdagrad(Optimizer):
             raise ConfigError(
                 "dynamic_wd_adagrad: enable_dynamic_wd has no published rule; "
                 "leave it False and choose with decouple_weight_decay"
+            )
+        if self.lazy_decay and not self.decouple_weight_decay:
+            raise ConfigError(
+                "dynamic_wd_adagrad: lazy_decay takes decay off the value; it needs decouple_weight_decay"
             )
 
 
@@ -369,6 +382,11 @@ class DelayCompensated(Decorator):
     def __post_init__(self) -> None:
         if self.base.delay_compensation is not None:
             raise ConfigError(f"delay_compensated: its base is delay-compensated already: {self.base}")
+        if self.base.decays_lazily:
+            raise ConfigError(
+                "delay_compensated: with lazy_decay a stored value is older than what a worker saw of it; "
+                "use one of the two"
+            )
         if not math.isfinite(self.lambda_):
             raise ConfigError(f"delay_compensated: lambda_ must be finite, got {self.lambda_!r}")
 

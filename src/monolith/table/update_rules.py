@@ -64,6 +64,41 @@ def state_views(optimizer: Optimizer, state: Floats, dim: int) -> State:
     return views
 
 
+def kept_after(decay: float, steps: int) -> np.float32:
+    """Return what is left of a value of 1 after `steps` steps that each take the share `decay` of it."""
+    base, kept = 1.0 - float(_f(decay)), 1.0
+    while steps > 0:
+        kept *= base if steps & 1 else 1.0
+        base *= base
+        steps >>= 1
+    return _f(kept)
+
+
+def decayed(optimizer: Optimizer, w: Floats, state: Floats, *, rate: float, steps: int) -> Floats:
+    """Return the values of a segment as they are after all steps, in most of which it may not have been.
+
+    Args:
+        rate: Of the newest step.
+        steps: One more than the newest step.
+    """
+    seen = last_steps(state[None], len(w))[0]
+    if seen == 0 or seen >= steps:
+        return w
+    after: Floats = np.multiply(w, kept_after(_decay(optimizer.rule, _f(rate)), steps - int(seen)))
+    return after
+
+
+def last_steps(states: Floats, dim: int) -> NDArray[np.int64]:
+    """Return, of the state of a segment in many rows, the step after each row's last; 0 where it has none."""
+    counters: NDArray[np.int64] = np.ascontiguousarray(states[:, dim : dim + 2]).view(np.int64)[:, 0]
+    return counters
+
+
+def _decay(rule: Any, rate: np.float32) -> float:
+    """Return which share of a value a step takes off."""
+    return float(_f(rate * _f(rule.weight_decay)))
+
+
 def _sgd(_o: Optimizer, w: Floats, _s: State, g: Floats, lr: np.float32, _step: int) -> None:
     w -= lr * g
 
@@ -79,6 +114,13 @@ def _adagrad(
 def _dynamic_wd_adagrad(  # noqa: PLR0917
     o: DynamicWdAdagrad, w: Floats, s: State, g: Floats, lr: np.float32, step: int
 ) -> None:
+    if o.lazy_decay:  # counts one more than the step: 0 is a row that has not had any
+        seen = int(s["last_step"][0])
+        s["norm"] += g * g
+        w *= kept_after(_decay(o, lr), 1 if seen == 0 else step + 1 - seen)
+        w -= _over(lr, np.sqrt(s["norm"])) * g
+        s["last_step"][0] = max(seen, step + 1)
+        return
     if o.decouple_weight_decay:
         s["norm"] += g * g
         w -= _over(lr, np.sqrt(s["norm"])) * g + lr * _f(o.weight_decay) * w

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from monolith.checkpoint import BestCheckpoint
-from monolith.data import Stream
+from monolith.data import Stream, need_no_labels
 from monolith.errors import ConfigError
 from monolith.feature import Batch
 from monolith.train.evaluate_config import EvaluateConfig
@@ -99,6 +99,8 @@ def outputs_of(
     with own.drawn():
         stream = model.task.dataset(mode if data is None else data)
     with closing(stream), _reading(model, mode, own):
+        if mode is Mode.PREDICT:
+            need_no_labels(stream)
         if on_open is not None:
             on_open(stream)
         batches = iter(stream)

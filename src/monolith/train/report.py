@@ -41,6 +41,9 @@ class TrainReport:
     """Examples trained on in this run, by everybody."""
     skipped: int = 0
     """Batches of this run that were skipped, because their loss or a gradient is NaN or infinite."""
+    bad_records: Mapping[str, int] = field(default_factory=dict)
+    """Why records of this process were left out, with the place of the first where it is known, and how many
+    for each reason."""
     dense_staleness: int | None = None
     """The most steps, of all workers, that the dense weights of a gradient lacked when it was applied, of the
     gradients of this process; None where nobody else has weights."""

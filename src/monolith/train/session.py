@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from monolith.checkpoint import Part, StatePart
-from monolith.data import Epochs, Share, Stream, fraction_read, read_epochs, share_out
+from monolith.data import Epochs, Share, Stream, bad_records, fraction_read, read_epochs, share_out
 from monolith.data.handing import DealsOut, HandsOut, handing
 from monolith.data.redistribution import redistributed
 from monolith.data.source import Position, commit_to
@@ -41,7 +41,7 @@ from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
 from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Start, WorkerState
 from monolith.train.positions import joined_positions, order_of, positions_of, same_order, split_position
-from monolith.train.skipping import Skipping
+from monolith.train.skipping import Skipping, check_not_all_skipped
 from monolith.train.task import Mode, Outputs, Task
 from monolith.wire.traffic import Traffic
 
@@ -613,6 +613,7 @@ class Session:
         """Refuse data that ended where nothing was ever trained; the others may have some."""
         share = self._peers.share
         if share.workers == 1:
+            check_not_all_skipped(0, bad_records(self.data))
             raise DataError(
                 f"task {self.task.name!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
             )

@@ -8,8 +8,9 @@ spoiled, or learns too fast, every batch is bad: after a few in a row the run en
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
-from monolith.errors import DivergedError, NonFiniteError
+from monolith.errors import DivergedError, NonFiniteError, NothingTrainedError
 from monolith.feature import Batch
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,26 @@ class Skipping:
     def note_trained(self) -> None:
         """Start counting those in a row anew."""
         self._in_a_row = 0
+
+
+def check_not_all_skipped(batches: int, bad: Mapping[str, int]) -> None:
+    """Refuse a run that came to the end of its data without a step because nothing of it could be trained on.
+
+    Args:
+        batches: How many were skipped.
+        bad: Why records were left out before they were in a batch, and how many for each reason.
+
+    Raises:
+        NothingTrainedError: It is such a run.
+    """
+    reasons = [f"{count:,} records were left out: {reason}" for reason, count in bad.items()]
+    if batches:
+        reasons.append(f"{batches:,} batches were skipped: their loss or a gradient is NaN or infinite")
+    if reasons:
+        raise NothingTrainedError(
+            f"the run took no step: all of its data was skipped. {'; '.join(reasons)}. Mend the data, "
+            "which `monolith data validate` looks at, or name the right columns."
+        )
 
 
 def _without_labels(batch: Batch) -> str:

@@ -37,7 +37,7 @@ from monolith.checkpoint import (
     read_manifest,
     start_from,
 )
-from monolith.data import Epochs
+from monolith.data import Epochs, bad_records
 from monolith.errors import ConfigError, DivergedError, RestoreError
 from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
@@ -71,6 +71,7 @@ from monolith.train.peers import Alone, Peers
 from monolith.train.report import BestEvaluation, FirstAndLastSteps, TrainReport
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session, open_data
+from monolith.train.skipping import check_not_all_skipped
 from monolith.train.task import Mode, Outputs, Task
 
 _log = logging.getLogger(__name__)
@@ -246,7 +247,13 @@ class Trainer:
                         return None
                 while (result := try_step()) is None and session.wait_for_more(run, look):
                     pass
+                if result is None and run.stop_reason is None and isinstance(peers, Alone):
+                    check_any()  # before anything is saved
                 return result
+
+            def check_any() -> None:
+                if session.step == first_step:
+                    check_not_all_skipped(session.total_skipped - first_skipped, bad_records(session.data))
 
             def try_step() -> StepResult | None:
                 try:
@@ -268,6 +275,8 @@ class Trainer:
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
             )
             finished = not run.interrupted and peers.finished
+            if finished and peers.leads:
+                check_any()
             if model_dir:
                 reason = run.stop_reason or ""
                 now = self._clock()
@@ -277,6 +286,7 @@ class Trainer:
                 steps=session.step - first_step,
                 examples=session.total_examples - first,
                 skipped=session.total_skipped - first_skipped,
+                bad_records=bad_records(session.data),
                 dense_staleness=None if (stale := session.staleness) is None else stale.most,
                 seconds=(ended := time.monotonic()) - began,
                 start_seconds=(ends.first_at or ended) - began,

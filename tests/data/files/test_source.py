@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from monolith.data import BadRecord, BatchSpec, Chunk, Pipeline, RecordWriter, format_of
+from monolith.data.files.bad_policy import BadRecordPolicy
 from monolith.data.files.discovery import Watch
-from monolith.data.files.source import BadRecordPolicy, FileSource
+from monolith.data.files.source import FileSource
 from monolith.data.files.work_queue import LocalFileQueue
 from monolith.data.formats.memory import to_records
 from monolith.data.formats.parquet import ParquetFormat

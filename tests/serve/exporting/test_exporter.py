@@ -17,7 +17,7 @@ from train.fleets import run_fleet
 from train.rank_runs import train_ranks
 from train.tasks import Clicks
 
-from monolith.checkpoint import read_chain
+from monolith.checkpoint import Checkpointer, Saver, TablesPart, read_chain
 from monolith.checkpoint.offline.reading import SavedTables
 from monolith.errors import ConfigError, ExportError, FileMissingError
 from monolith.run.export_config import ExportConfig
@@ -27,7 +27,7 @@ from monolith.serve.exporting import exporter as exporting
 from monolith.serve.exporting.tables import ExpiredRows, export_table, saved_history
 from monolith.serve.servable.manifest import ServableTable, read_servable
 from monolith.serve.servable.versions import HeldVersion, list_versions
-from monolith.table import Expiry, FrozenTable, TableConfig
+from monolith.table import DynamicWdAdagrad, Expiry, FrozenTable, NativeTable, Segment, TableConfig
 from monolith.train import KeepConfig, SaveConfig, Task, TrainConfig, Trainer
 
 
@@ -66,6 +66,20 @@ def test_the_newest_rows_of_a_chain_of_increments_are_exported(tmp_path):
         for config in (ITEM, USER):
             found, _ = frozen(prefix, config, tmp_path / f"{config.name}-{number}")
             assert found == values(state["rows"][config.name])
+
+
+def test_rows_that_decay_lazily_are_exported_as_a_table_shows_them(tmp_path):
+    lazy = DynamicWdAdagrad(learning_rate=0.5, weight_decay=0.2, lazy_decay=True)
+    config = TableConfig(name="item", segments=(Segment(dim=2, optimizer=lazy),))
+    table = NativeTable(config)
+    for step, keys in enumerate((range(1, 9), range(1, 4), [1], [1])):
+        table.apply_gradients(torch.tensor(keys), torch.ones(len(keys), 2), step=step)
+    saver = Saver(str(tmp_path / "run"), clock=lambda: 1.0)
+    prefix = Checkpointer(saver, [TablesPart({"item": table})], clock=lambda: 1000.0).save(4)
+    found, _ = frozen(prefix, config, tmp_path / "item")
+    shown = table.lookup(torch.arange(1, 9)).tolist()
+    assert found == dict(zip(range(1, 9), shown, strict=True))
+    assert table.lookup_rows(torch.arange(8, 9))[1].values.tolist() != [found[8]]  # it is stored as it was
 
 
 @pytest.mark.parametrize("count", [1, 3])

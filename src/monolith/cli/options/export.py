@@ -22,6 +22,8 @@ class ExportOptions:
 
     run: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RUN]")] = None
     """The model_dir of the training; by default train.model_dir of the config."""
+    model_dir: str | None = None
+    """The same as RUN, by the flag of `monolith train`."""
     to: str | None = None
     """The folder that the version is written to, on a disk of this machine; by default export.dir of the
     config, or exported_models in the model_dir."""

@@ -124,6 +124,9 @@ class TrainOptions:
 class EvaluateOptions:
     """Measure a checkpoint of a task on its evaluation data; or, with --follow, each one that a run saves.
 
+    Flags that say what is read, --data.*, --examples.* and --labels, are those of monolith train; settings of
+    the task, such as batch_size and scores, are given by --set.
+
     What --follow finds is also in eval below the model_dir: event files for TensorBoard, and metrics.jsonl.
     """
 
@@ -159,6 +162,10 @@ class EvaluateOptions:
     """Show no progress."""
     json: bool = False
     """Print one JSON object on standard output instead of a table."""
+    run_flags: Unparsed = ()
+    """Flags that are fields of the run's config."""
+    words: Unparsed = ()
+    """The whole command line after the program's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,3 +202,7 @@ class PredictOptions:
     """Show no progress."""
     json: bool = False
     """Say what was written as one JSON object on standard output."""
+    run_flags: Unparsed = ()
+    """Flags that are fields of the run's config."""
+    words: Unparsed = ()
+    """The whole command line after the program's name."""

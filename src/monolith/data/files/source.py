@@ -11,18 +11,19 @@ workers; a watch, for files that are yet to appear; or a queue that all workers 
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 
 from monolith.data.blocks import Batcher, Block, Shuffler, Stretch
 from monolith.data.epochs import Epochs, check_unsaid
+from monolith.data.files.bad_policy import BadRecordPolicy, quarantine
 from monolith.data.files.bytes_read import BytesRead
 from monolith.data.files.discovery import Watch
+from monolith.data.files.empty_cell import place_of_empty
 from monolith.data.files.order import Files, Left, ListedPaths, OldWorker, Spot, Step, Watched
 from monolith.data.files.queued import Queued
 from monolith.data.files.work_queue import FileQueue
@@ -40,31 +41,9 @@ from monolith.errors import (
     RestoreError,
     TooManyBadRecordsError,
 )
-from monolith.filesystem import atomic_write, base_name, join, make_dirs
 from monolith.observe import Metrics
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadRecordPolicy:
-    """What becomes of records that cannot be read."""
-
-    max_share: float = 0.0
-    """The share of malformed records that is tolerated; more stop the reading, and with 0 the first does."""
-    after: int = 1000
-    """Records to read before `max_share` is checked: one in the first ten says little. It is checked at the
-    end in any case."""
-    quarantine: str | None = None
-    """A folder for malformed records: one file of JSON lines per chunk that had any, with path, place, reason
-    and payload in base64. A chunk that is read again, after a restart or in another epoch, writes the
-    same."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_share <= 1:
-            raise ConfigError(f"bad records: max_share must be from 0 to 1, got {self.max_share}")
-        if self.after < 0:
-            raise ConfigError(f"bad records: after must be 0 or more, got {self.after}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +326,19 @@ class FileSource:
         if self._policy.quarantine is not None and bad:
             # Named after what they hold, so that finding them again writes the file again, and not one more.
             number = zlib.crc32(b"".join(record.payload for record in bad))
-            _quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
+            quarantine(self._policy.quarantine, self._reading.file or "records", number, bad)
+
+    def first_empty(self, column: str) -> str | None:
+        """Return where the first empty cell of a column is, in the file that is being read or the one before
+        it; None where there is none. Reads them again."""
+        paths = sorted(self._paths or ())
+        file = self._reading.file
+        before = paths[paths.index(file) - 1 : paths.index(file)] if file in paths else []
+        for path in [] if file is None else [file, *before]:
+            with suppress(DataError, OSError):  # the place is a service, and nothing to fail for
+                if (place := place_of_empty(self._format, path, column)) is not None:
+                    return f"{place} of {path}"
+        return None
 
     def close(self) -> None:
         if not self._closed:
@@ -502,7 +493,7 @@ class FileSource:
         if chunk.bad:
             assert spot.file is not None
             if self._policy.quarantine is not None:
-                _quarantine(self._policy.quarantine, spot.file, spot.place, chunk.bad)
+                quarantine(self._policy.quarantine, spot.file, spot.place, chunk.bad)
             self._judge(self._reading, at_end=False, last=f"{spot.file}: {chunk.bad[0].reason}")
 
     def _count_bad(self, count: int) -> None:
@@ -519,7 +510,8 @@ class FileSource:
                 f"file source: {spot.bad} of {total} records could not be read, more than the share of "
                 f"{self._policy.max_share} that is allowed"
                 + (f"; one of the last is in {last}" if last else "")
-                + ". Look at the data, or allow more with BadRecordPolicy(max_share=...)."
+                + ". Look at the data, or allow more with data.max_bad of the config (--data.max-bad 0.01), "
+                "which in Python is BadRecordPolicy(max_share=...) of the source."
             )
 
 
@@ -584,18 +576,3 @@ def _numbers(begin: Spot) -> tuple[int, int, int, int]:
     """Return what the order of a stretch follows from, besides the seed."""
     assert begin.file is not None
     return begin.round, zlib.crc32(begin.file.encode()), begin.place, begin.skip
-
-
-def _quarantine(folder: str, path: str, place: int, bad: Sequence[BadRecord]) -> None:
-    # Named after the chunk, so that reading it again writes the file again, and not one more.
-    name = f"{base_name(path)}-{zlib.crc32(path.encode()):08x}-{place}.jsonl"
-    make_dirs(folder)
-    with atomic_write(join(folder, name)) as file:
-        for record in bad:
-            line = {
-                "path": path,
-                "place": record.place,
-                "reason": record.reason,
-                "payload": base64.b64encode(record.payload).decode(),
-            }
-            file.write(json.dumps(line).encode() + b"\n")

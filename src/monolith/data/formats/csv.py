@@ -15,6 +15,7 @@ what. Here is what surrounds it: the names, the types, and the stretch of the fi
 from __future__ import annotations
 
 import codecs
+import copy
 import csv
 import io
 import logging
@@ -128,6 +129,12 @@ class CsvFormat:
                 else:
                     window.move(parsed.next)
                     window.fill(2 * len(window.view) + _READ_BYTES)
+
+    def in_chunks_of(self, chunk_bytes: int) -> CsvFormat:
+        """Return the same with other chunks."""
+        other = copy.copy(self)
+        other._chunk_bytes = chunk_bytes
+        return other
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:

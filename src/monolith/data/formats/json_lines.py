@@ -10,6 +10,7 @@ record; the lines around it are read.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,12 @@ class JsonLinesFormat:
                     bad.append(BadRecord(place, f"line at byte {place}: {cause}", line))
             if rows or bad:
                 yield Chunk(rows_as_records(rows, wanted), end, tuple(bad), text.reached(end))
+
+    def in_chunks_of(self, chunk_bytes: int) -> JsonLinesFormat:
+        """Return the same with other chunks."""
+        other = copy.copy(self)
+        other._chunk_bytes = chunk_bytes
+        return other
 
     @contextmanager
     def writer(self, path: str) -> Iterator[_Writer]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -71,6 +71,9 @@ FREE_TO_DIFFER = (
 class FeatureSpec:
     """What a model reads of raw data, and as what."""
 
+    TITLE: ClassVar[str] = "the features"
+    """What it is called in messages."""
+
     features: Mapping[str, AnyFeature]
     """The features by name, in the order in which a model reads them."""
     labels: Mapping[str, Label] = field(default_factory=lambda: {"label": Label()})
@@ -83,7 +86,8 @@ class FeatureSpec:
     """Whether ids carry the slot of their feature in their high bits, as fids of version 2, with 48 bits
     left for the value. Otherwise strings are hashed to all 64 bits, and whole numbers stay as they are."""
     optional: tuple[str, ...] = ()
-    """Columns that the data may lack: they then read as empty cells, and a label is not there."""
+    """Columns that the data may lack: they then read as empty cells, and a label is not there. A label that
+    is not optional must be in every record: one without it is bad."""
     max_bad: float = 0.1
     """The share of records that may be bad, 0 to 1: left out, counted and put where the source puts malformed
     records. More end the run, and with 0 the first does."""

@@ -68,6 +68,8 @@ class Reading:
     event_times: Tensor | None = None
     empty: dict[str, int] = field(default_factory=dict)
     """Float feature to how many records had nothing in its column."""
+    no_label: dict[str, str] = field(default_factory=dict)
+    """Column of a label to why its records are bad, where some have none."""
     group: str | None = None
     """The feature that groups examples."""
 
@@ -376,6 +378,10 @@ class RawReader:
             lengths = raw.row_lengths()
             rows = torch.repeat_interleave(torch.arange(raw.nrows), lengths)[~numbers.isfinite()]
             found.blame(rows, found.size, lambda row: f"label {column!r} is {_row(raw, row)}")
+        if column not in self._spec.optional and bool(values.isnan().any()):
+            where = f" at position {label.position}" if label.position else ""
+            found.no_label[column] = reason = f"label {column!r} is empty{where}"
+            found.blame(values.isnan().nonzero().squeeze(1), found.size, lambda _: reason)
         if label.at_least is not None:
             values = torch.where(values.isnan(), values, (values >= label.at_least).to(torch.float32))
         found.labels[task] = values

@@ -18,7 +18,8 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.checkpoint.offline.table_rows import SavedHistory, describe_table, dumps_of
 from monolith.errors import ExportError
 from monolith.serve.servable.manifest import Coding, ServableFile, ServableTable
-from monolith.table import Expiry, FrozenInfo, FrozenSegment, TableConfig, open_frozen_writer
+from monolith.table import Expiry, FrozenInfo, FrozenSegment, Rows, TableConfig, open_frozen_writer
+from monolith.table.lazy_decay import caught_up, decays_lazily
 from monolith.table.row_streams import newest_rows
 
 Advance = Callable[[int], object]
@@ -99,6 +100,7 @@ def export_table(
     saved = 0 if history is None else int(history[-1].entry["rows"])
     most = saved if shares == 1 else min(saved, MOST_FROZEN_ROWS)
     left_out = np.zeros(shares, np.int64)
+    values_of = _values_of(history, config)
     with ExitStack() as opened:
         writers = {
             share: opened.enter_context(open_frozen_writer(path, segments, rows=most, name=config.name))
@@ -106,7 +108,7 @@ def export_table(
         }
         for block in newest_rows(dumps_of(history)) if history is not None else ():
             advance(len(block))
-            ids, values = block.ids.numpy(), block.values.numpy().astype(np.float32, copy=False)
+            ids, values = block.ids.numpy(), values_of(block)
             owners = (ids.view(np.uint64) % np.uint64(shares)).astype(np.int64)
             if gone is not None:
                 old = gone(ids, block.event_times.numpy())
@@ -139,6 +141,16 @@ def _described(
         expired=expired,
     )
     return table, ServableFile(bytes=made.bytes, crc=made.crc)
+
+
+def _values_of(history: SavedHistory | None, config: TableConfig) -> Callable[[Rows], NDArray[np.float32]]:
+    """Return what gives the values of saved rows: as they are, or decayed by the steps they were not in."""
+    if history is None or not decays_lazily(config):
+        return lambda rows: rows.values.numpy()
+    saved = [(one.optimizer, one.dim) for one in describe_table(history).layout.segments]
+    if saved != [(one.optimizer.rule.kind, one.dim) for one in config.segments]:
+        return lambda rows: rows.values.numpy()  # trained by another optimizer: nobody counted steps
+    return caught_up(config, newest_rows(dumps_of(history)))
 
 
 def _expires(expiry: Expiry) -> bool:
