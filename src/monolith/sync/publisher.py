@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -409,7 +410,7 @@ class Publisher:
     def _changed(self, name: str) -> Tensor:
         stolen = self._touched[name].steal()
         waiting = self._pending.pop(name, None)
-        return stolen if waiting is None else torch.cat([waiting, stolen]).unique()
+        return stolen if waiting is None else _union([waiting, stolen])
 
     def _look_up(self, table: FollowedTable, ids: Tensor) -> tuple[Rows, Tensor]:
         """Return the rows of ids that have one, and the other ids."""
@@ -426,7 +427,7 @@ class Publisher:
             parts += [delta.rows[name].ids] if name in delta.rows else []
             parts += [delta.removed[name]] if name in delta.removed else []
             if parts:
-                self._pending[name] = torch.cat(parts).unique()
+                self._pending[name] = _union(parts)
         if delta.dense is not None:
             self._dense_at = float("-inf")
 
@@ -495,3 +496,8 @@ class Publisher:
         state = self._state
         if state.held:
             raise UnavailableError(f"publishing is held: {state.reason}. Resume it for a snapshot.")
+
+
+def _union(several: list[Tensor]) -> Tensor:
+    """Return ids, each once."""
+    return torch.from_numpy(np.unique(torch.cat(several).numpy()))
