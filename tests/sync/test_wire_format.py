@@ -82,9 +82,9 @@ messages: st.SearchStrategy[Message] = st.one_of(
         dense,
         st.dictionaries(names, digests, max_size=2),
     ),
-    st.builds(SnapshotBegin, names, shares, places, learned, st.none() | buckets, dense),
-    st.builds(SnapshotRows, names, rows()),
-    st.builds(SnapshotEnd, places, places),
+    st.builds(SnapshotBegin, names, shares, places, learned, st.none() | buckets, dense, names),
+    st.builds(SnapshotRows, names, rows(), names, st.integers(0, 1 << 40)),
+    st.builds(SnapshotEnd, places, places, names, st.none() | st.integers(0, 1 << 40)),
     st.builds(PublishState, st.booleans(), names, seconds, st.none() | names, st.integers(0, 1 << 40)),
 )
 

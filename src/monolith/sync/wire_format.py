@@ -18,9 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
@@ -64,7 +62,7 @@ _DTYPES = {
     )
 }
 
-Frame = bytes | bytearray | memoryview | NDArray[np.uint8]
+Frame = bytes | bytearray | memoryview
 
 
 # What heads say
@@ -105,12 +103,15 @@ class _BeginHead:
     learned: LearnedUpTo
     buckets: Count | None
     dense: dict[str, _Weight] | None
+    snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class _RowsHead:
     table: str
     rows: _Shape
+    snapshot: str
+    number: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,13 @@ def encode(message: Message) -> bytes:
     elif isinstance(message, SnapshotBegin):
         buckets = None if message.buckets is None else body.add(message.buckets, torch.int64)
         dense = _dense_head(message.dense, body)
-        kind, head = 2, _BeginHead(message.run, message.share, message.place, message.learned, buckets, dense)
+        about = (message.run, message.share, message.place, message.learned)
+        kind, head = 2, _BeginHead(*about, buckets, dense, message.snapshot)
     elif isinstance(message, SnapshotRows):
-        kind, head = 3, _RowsHead(message.table, _rows_head(message.rows, body))
+        kind, head = (
+            3,
+            _RowsHead(message.table, _rows_head(message.rows, body), message.snapshot, message.number),
+        )
     text = json.dumps(write_body(head), separators=(",", ":")).encode()
     text += b" " * (-(LEAD_BYTES + len(text)) % _ALIGNMENT)
     lead = _LEAD.pack(_MAGIC, VERSION, kind, 0, len(text), body.size)
@@ -254,7 +259,7 @@ def decode(frame: Frame, *, limit: int = FRAME_LIMIT) -> Message:
         raise CorruptMessageError(f"a message of {size:,} bytes was altered on its way: its checksum differs")
     begin = LEAD_BYTES + head_bytes
     try:
-        head = read_body(_KINDS[kind], json.loads(bytes(data[LEAD_BYTES:begin])))
+        head: object = read_body(_KINDS[kind], json.loads(bytes(data[LEAD_BYTES:begin])))
         return _message(head, _Tensors(data[begin:]))
     except (RequestError, RecursionError, ValueError) as cause:  # JSON's and Unicode's errors are ValueErrors
         if isinstance(cause, CorruptMessageError):
@@ -347,12 +352,13 @@ def _message(head: Any, tensors: _Tensors) -> Message:
     elif isinstance(head, _BeginHead):
         buckets = None if head.buckets is None else tensors.buckets(head.buckets)
         dense = tensors.dense(head.dense)
-        place = _place(head.place)
-        message = SnapshotBegin(head.run, _share(head.share), place, head.learned, buckets, dense)
+        about = (head.run, _share(head.share), _place(head.place), head.learned)
+        message = SnapshotBegin(*about, buckets, dense, head.snapshot)
     elif isinstance(head, _RowsHead):
-        message = SnapshotRows(head.table, tensors.rows(head.rows))
+        message = SnapshotRows(head.table, tensors.rows(head.rows), head.snapshot, head.number)
     elif isinstance(head, SnapshotEnd):
-        message = SnapshotEnd(_place(head.place), _place(head.whole_at))
+        _place(head.place), _place(head.whole_at)
+        message = head
     else:
         assert isinstance(head, PublishState)
         message = head
