@@ -29,7 +29,7 @@ MOMENT = 0.1
 """Seconds in which something that is there is read again, while we wait for it."""
 
 
-@pytest.fixture(params=["memory", "flight", "folder"])
+@pytest.fixture(params=["memory", "flight", "folder", "kafka"])
 def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AnyChannel]:
     with ExitStack() as stack:
         if request.param == "memory":
