@@ -30,7 +30,6 @@ from monolith.sync.wire_format import encode
 MESSAGE_BYTES = 512 << 10
 """Of a frame in one message: brokers take a million bytes unless they are told otherwise."""
 _PAUSE_S = 0.1
-_ADMIN_S = 30.0
 
 Settings = Mapping[str, str | int | float | bool]
 
@@ -47,6 +46,7 @@ class KafkaDeltaWriter:
         message_bytes: The most bytes of a frame in one message.
         delivery_timeout: How long the broker may take to accept a delta.
         replication: Of the topic, where it has to be made.
+        answer_within: Seconds in which a broker says what there is, and makes a topic.
         settings: Anything else librdkafka knows, security included.
         clock: Unix seconds.
 
@@ -64,6 +64,7 @@ class KafkaDeltaWriter:
         message_bytes: int = MESSAGE_BYTES,
         delivery_timeout: timedelta = timedelta(seconds=30),
         replication: int = -1,
+        answer_within: float = 30.0,
         settings: Settings | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -76,6 +77,7 @@ class KafkaDeltaWriter:
         self._limit, self._piece_bytes = log_bytes, message_bytes
         self._timeout = delivery_timeout.total_seconds()
         self._replication = replication
+        self._answer_s = answer_within
         self._clock = clock
         self._deltas = _Line(self._kafka, self._producer_settings(), topic)
         self._rows = _Line(self._kafka, self._producer_settings(), topic)
@@ -192,7 +194,7 @@ class KafkaDeltaWriter:
 
     def _ensure_topic(self, partitions: int) -> None:
         try:
-            found = self._admin().list_topics(self._topic, timeout=_ADMIN_S).topics.get(self._topic)
+            found = self._admin().list_topics(self._topic, timeout=self._answer_s).topics.get(self._topic)
             if found is None or found.error is not None or not found.partitions:
                 self._create_topic(partitions)
                 return
@@ -210,7 +212,7 @@ class KafkaDeltaWriter:
         topic = NewTopic(self._topic, num_partitions=partitions, replication_factor=self._replication)
         try:
             for future in self._admin().create_topics([topic]).values():
-                future.result(_ADMIN_S)
+                future.result(self._answer_s)
         except self._kafka.KafkaException as cause:
             if cause.args[0].code() != self._kafka.KafkaError.TOPIC_ALREADY_EXISTS:  # another share's writer
                 raise UnavailableError(

@@ -21,7 +21,6 @@ from monolith.sync.messages import Delta, LogPlace, Message, PublishState, Snaps
 from monolith.sync.wire_format import FRAME_LIMIT, decode
 from monolith.wire.flight import Clock
 
-_ANSWER_S = 10.0
 _POLL_S = 0.2
 _FOREIGN = 20
 """Messages of others that may lie at the end of a partition before it counts as not ours."""
@@ -45,6 +44,7 @@ class KafkaDeltaReader:
 
     Args:
         patience: Seconds that a message is waited for that the broker has.
+        answer_within: Seconds in which a broker says what there is.
         limit: The most bytes of one frame.
 
     Raises:
@@ -59,6 +59,7 @@ class KafkaDeltaReader:
         *,
         settings: Settings | None = None,
         patience: float = 30.0,
+        answer_within: float = 10.0,
         limit: int = FRAME_LIMIT,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -67,6 +68,7 @@ class KafkaDeltaReader:
         self._kafka = import_kafka()
         self._topic = topic
         self._patience = patience
+        self._answer_s = answer_within
         self._limit = limit
         self._clock, self._sleep = clock, sleep
         self._left: dict[int, _Left] = {}
@@ -91,7 +93,7 @@ class KafkaDeltaReader:
     def shares(self) -> Sequence[ShareLog]:
         """Return what is published; of several numbers of shares, those that were begun last."""
         with self._errors():
-            found = self._consumer.list_topics(self._topic, timeout=_ANSWER_S).topics.get(self._topic)
+            found = self._consumer.list_topics(self._topic, timeout=self._answer_s).topics.get(self._topic)
         if found is None or found.error is not None:
             return []
         last = [
@@ -173,7 +175,7 @@ class KafkaDeltaReader:
         """Return what the last message of a partition says, None if there is none; and the offset after."""
         with self._errors():
             where = self._kafka.TopicPartition(self._topic, partition)
-            low, high = self._consumer.get_watermark_offsets(where, timeout=_ANSWER_S)
+            low, high = self._consumer.get_watermark_offsets(where, timeout=self._answer_s)
         for offset in range(high - 1, max(low, high - _FOREIGN) - 1, -1):
             self._assign(partition, offset)
             data = self._poll_known()[1]
