@@ -291,3 +291,15 @@ def test_closing_again_does_nothing(channel: AnyChannel) -> None:
     for _ in range(2):
         writer.close()
         reader.close()
+
+
+def test_a_writer_whose_clock_is_behind_is_followed_all_the_same(channel: AnyChannel) -> None:
+    ahead = SmallPublisher(channel.writer(clock=lambda: 2e9), epoch="ahead")
+    copy = Copy()
+    ahead.publish([1])
+    catch_up(copy, channel, ahead)
+    ahead.writer.close()
+    behind = SmallPublisher(channel.writer(clock=lambda: 1e9), epoch="behind")
+    behind.publish([2])
+    catch_up(copy, channel, behind)
+    assert set(copy.rows) == {2}

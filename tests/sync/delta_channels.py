@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,7 +35,7 @@ class AnyChannel(Protocol):
     snapshots_on_demand: bool
     """Whether a reader that asks gets a snapshot of this moment; else of some moment before."""
 
-    def writer(self, log_bytes: int = 1 << 20) -> DeltaWriter: ...
+    def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter: ...
 
     def reader(self) -> DeltaReader: ...
 
@@ -47,7 +48,7 @@ class PlainChannel:
     def __init__(self) -> None:
         self._channel: MemoryChannel | None = None
 
-    def writer(self, log_bytes: int = 1 << 20) -> DeltaWriter:
+    def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:  # noqa: ARG002
         if self._channel is None:
             self._channel = MemoryChannel(log_bytes)
         return self._channel.writer()
@@ -66,7 +67,7 @@ class FlightChannel:
         self.port = DeltaPort(answer_bytes=1 << 12)
         stack.callback(self.port.close)
 
-    def writer(self, log_bytes: int = 1 << 20) -> DeltaWriter:
+    def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:  # noqa: ARG002
         return self.port.writer(log_bytes=log_bytes)
 
     def reader(self) -> DeltaReader:
@@ -84,10 +85,10 @@ class FolderChannel:
         self._stack = stack
         self.folder = folder
 
-    def writer(self, log_bytes: int = 1 << 20) -> DeltaWriter:
+    def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:
         from monolith.sync.folder_channel import FolderDeltaWriter
 
-        writer = FolderDeltaWriter(str(self.folder), log_bytes=log_bytes, look_every=0.05)
+        writer = FolderDeltaWriter(str(self.folder), log_bytes=log_bytes, look_every=0.05, clock=clock)
         self._stack.callback(writer.close)
         return writer
 
@@ -105,7 +106,7 @@ class KafkaChannel:
         self._kafka = kafka
         self.topic = kafka.create_topic(partitions=3)
 
-    def writer(self, log_bytes: int = 1 << 20) -> DeltaWriter:
+    def writer(self, log_bytes: int = 1 << 20, clock: Callable[[], float] = time.time) -> DeltaWriter:
         from monolith.sync.kafka_channel import KafkaDeltaWriter
 
         writer = KafkaDeltaWriter(
@@ -114,6 +115,7 @@ class KafkaChannel:
             log_bytes=log_bytes,
             message_bytes=1 << 10,
             settings=PRODUCER_SETTINGS,
+            clock=clock,
         )
         self._stack.callback(writer.close)
         return writer

@@ -65,6 +65,8 @@ class FlightDeltaReader:
         self._callers: dict[str, Caller] = {}
         self._where: dict[int, str] = {}
         """Share -> who publishes it."""
+        self._incomplete = False
+        """Whether some publishers could not be reached, which was said."""
         self._closed = False
 
     def shares(self) -> Sequence[ShareLog]:
@@ -89,8 +91,9 @@ class FlightDeltaReader:
             found += [(address, log_from_plain(one)) for one in logs]
         if failures and len(failures) == len(addresses):
             raise UnavailableError(f"no publisher can be reached: {'; '.join(failures)}")
-        if failures:
+        if failures and not self._incomplete:
             _log.warning("delta channel: some publishers cannot be reached: %s", "; ".join(failures))
+        self._incomplete = bool(failures)
         kinds = Counter((log.run, log.share[1]) for _, log in found)
         kept = {
             log.share[0]: (where, log) for where, log in found if _kind(log) == kinds.most_common(1)[0][0]

@@ -58,6 +58,7 @@ _SHARE = re.compile(r"share-(\d{1,9})-of-(\d{1,9})", re.ASCII)
 _DELTA = re.compile(r"delta-(?P<epoch>[^/]*)-(?P<sequence>\d{20})", re.ASCII)
 _SNAPSHOT = re.compile(r"snapshot-(?P<epoch>[^/]*)-(?P<sequence>\d{20})-(?P<number>\d{1,18})", re.ASCII)
 _EPOCH_LIMIT = 16 << 20
+_LATER_S = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -98,9 +99,9 @@ class FolderDeltaWriter:
     def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
         number, shares = log.share
         self._folder = filesystem.join(self._root, f"share-{number}-of-{shares}")
-        about = {"log": log_to_plain(log), "began_at": self._clock()}
         try:
             filesystem.make_dirs(self._folder)
+            about = {"log": log_to_plain(log), "began_at": self._begins_at()}
             with filesystem.atomic_write(self._path(_EPOCH)) as file:
                 file.write(json.dumps(about).encode())
             self._remove_others(log.newest.epoch)
@@ -151,6 +152,16 @@ class FolderDeltaWriter:
 
     def _path(self, name: str) -> str:
         return filesystem.join(self._folder, name)
+
+    def _begins_at(self) -> float:
+        """Return the time, or a later one where what is there began later by the clock of another machine."""
+        known = [0.0]
+        for folder in filesystem.list_folders(self._root):
+            with suppress(FilesystemError, ValueError, KeyError, TypeError, RecursionError):
+                known.append(
+                    float(json.loads(_read(filesystem.join(folder, _EPOCH), _EPOCH_LIMIT))["began_at"])
+                )
+        return max(self._clock(), max(known) + _LATER_S)
 
     def _trim(self) -> list[str]:
         """Return the oldest deltas, if there are more than may be kept. The lock is held."""

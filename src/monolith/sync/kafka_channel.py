@@ -30,6 +30,8 @@ from monolith.sync.wire_format import encode
 MESSAGE_BYTES = 512 << 10
 """Of a frame in one message: brokers take a million bytes unless they are told otherwise."""
 _PAUSE_S = 0.1
+_LATER_S = 0.001
+_PRODUCER_ONLY = ("enable.idempotence", "acks", "linger.ms", "message.timeout.ms", "compression.type")
 
 Settings = Mapping[str, str | int | float | bool]
 
@@ -93,9 +95,10 @@ class KafkaDeltaWriter:
 
     def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
         self._ensure_topic(log.share[1])
+        began_at = self._begins_at(log.share[1])
         with self._sending:
             state = None if self._said is None else self._said.state
-            self._said = Envelope(log, self._clock(), secrets.token_hex(8), 0, 0, 0, state=state)
+            self._said = Envelope(log, began_at, secrets.token_hex(8), 0, 0, 0, state=state)
             self._fresh = 0
             begin = SnapshotAt("begin", self._send(None), log.newest.sequence)
             self._said = replace(self._opened(), before=begin)
@@ -192,6 +195,21 @@ class KafkaDeltaWriter:
         for future in admin.delete_records([where]).values():
             future.add_done_callback(done)
 
+    def _begins_at(self, shares: int) -> float:
+        """Return the time, or a later one where what is there began later by the clock of another machine."""
+        from monolith.sync.kafka_reader import KafkaDeltaReader
+
+        reader = KafkaDeltaReader(
+            self._servers.split(","),
+            self._topic,
+            settings={key: value for key, value in self._settings.items() if key not in _PRODUCER_ONLY},
+            answer_within=self._answer_s,
+        )
+        try:
+            return max(self._clock(), reader.latest_begin(shares) + _LATER_S)
+        finally:
+            reader.close()
+
     def _ensure_topic(self, partitions: int) -> None:
         try:
             found = self._admin().list_topics(self._topic, timeout=self._answer_s).topics.get(self._topic)
@@ -223,7 +241,7 @@ class KafkaDeltaWriter:
     def _admin(self) -> Any:
         from confluent_kafka.admin import AdminClient
 
-        mine = {key: value for key, value in self._settings.items() if key != "enable.idempotence"}
+        mine = {key: value for key, value in self._settings.items() if key not in _PRODUCER_ONLY}
         return AdminClient({**mine, "bootstrap.servers": self._servers}, logger=ClientLog(_log))
 
     def _producer_settings(self) -> dict[str, Any]:

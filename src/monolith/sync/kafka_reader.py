@@ -102,6 +102,15 @@ class KafkaDeltaReader:
         newest = max(last, key=lambda one: one.began_at, default=None)
         return [] if newest is None else [one.log for one in last if one.log.share[1] == newest.log.share[1]]
 
+    def latest_begin(self, partitions: int) -> float:
+        """Return when the newest epoch in so many partitions began, by its writer's clock; else 0.
+
+        Raises:
+            UnavailableError: The broker does not answer.
+        """
+        found = [self._last(number)[0] for number in range(partitions)]
+        return max((one.began_at for one in found if one is not None), default=0.0)
+
     def read(self, share: int, after: LogPlace | None, *, wait: float) -> Iterator[Message]:
         """Yield what comes after a place; see `DeltaReader`."""
         left = self._left.get(share)
