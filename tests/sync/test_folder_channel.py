@@ -81,20 +81,23 @@ def test_a_damaged_delta_is_reported_and_passed_over_by_a_snapshot(
 def test_a_damaged_snapshot_is_reported_and_another_asked_for(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher, copy = make_publisher(stack, tmp_path), Copy()
+    publisher = make_publisher(stack, tmp_path)
     publisher.publish([1])
-    until(
-        lambda: bool(share_files(tmp_path, "snapshot-")),
-        lambda: copy.follow(make_reader(tmp_path), wait=0.05),
-    )
-    (snapshot,) = share_files(tmp_path, "snapshot-")
-    snapshot.write_bytes(snapshot.read_bytes()[:-40])
+    catch_up(Copy(), make_reader(tmp_path), publisher)
+    publisher.writer.close()  # makes no more of them
+    wanted = tmp_path / "share-0-of-1" / "want-snapshot"
+    wanted.unlink(missing_ok=True)
+    snapshots = share_files(tmp_path, "snapshot-")
+    for snapshot in snapshots:
+        snapshot.write_bytes(snapshot.read_bytes()[:-40])
     reader, copy = make_reader(tmp_path), Copy()
     with pytest.raises(UnavailableError, match="damaged"):
         copy.follow(reader, wait=0.05)
-    assert str(snapshot) in caplog.text
-    copy = Copy()
-    catch_up(copy, reader, publisher)
+    assert any(str(snapshot) in caplog.text for snapshot in snapshots)
+    assert wanted.exists()
+    again, copy = make_publisher(stack, tmp_path), Copy()
+    again.publish([2])
+    catch_up(copy, reader, again)
 
 
 def test_foreign_files_are_left_alone(stack: ExitStack, tmp_path: Path) -> None:
