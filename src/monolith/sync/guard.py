@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from monolith.sync.messages import Delta
+from monolith.sync.messages import Delta, Message, SnapshotBegin, SnapshotRows
 from monolith.sync.publish_config import GuardConfig
 
 MOST_REMEMBERED = 1000
@@ -63,6 +63,18 @@ class RowGuard:
         self._usual |= {
             name: max(value, self._usual.get(name, 0.0)) for name, value in found.items() if value is not None
         }
+        return None
+
+    def problem(self, message: Message) -> str | None:
+        """Return what is wrong with part of a snapshot, if something is. From any thread."""
+        if isinstance(message, SnapshotRows):
+            value = _largest(message.rows.values)
+            why = None if value is None else self._beyond(value, message.table)
+            return None if why is None else f"table {message.table!r}: a row {why}"
+        if isinstance(message, SnapshotBegin):
+            found = ((name, _largest(weight)) for name, weight in (message.dense or {}).items())
+            said = ((name, self._beyond(value)) for name, value in found if value is not None)
+            return next((f"the weight {name!r} {why}" for name, why in said if why is not None), None)
         return None
 
     def recovered(self, look_up: LookUp) -> bool:
