@@ -56,14 +56,12 @@ class CountedWriter:
             "Epochs after the first: subscribers take a snapshot or a difference",
             ["share"],
         ).series(share=name)
-        held = metrics.gauge("publish_held", "1 while publishing is held back", ["share"])
-        self._show_held = lambda value: held.set(value, share=name)
-        newest = metrics.gauge("publish_time_seconds", "When the newest delta was published", ["share"])
-        self._show_time = lambda value: newest.set(value, share=name)
-        lag = metrics.gauge(
+        self._name = name
+        self._held = metrics.gauge("publish_held", "1 while publishing is held back", ["share"])
+        self._time = metrics.gauge("publish_time_seconds", "When the newest delta was published", ["share"])
+        self._lag = metrics.gauge(
             "publish_lag_seconds", "From the newest event that a delta has to its publishing", ["share"]
         )
-        self._show_lag = lambda value: lag.set(value, share=name)
         stages = metrics.histogram(
             "publish_stage_seconds",
             "Of the newest event of each delta: event to batch (read), to its step (train), to its delta "
@@ -106,7 +104,7 @@ class CountedWriter:
         self._observe(delta.learned)
 
     def say(self, state: PublishState) -> None:
-        self._show_held(float(state.held))
+        self._held.set(float(state.held), share=self._name)
         self._inner.say(state)
 
     def close(self) -> None:
@@ -119,11 +117,11 @@ class CountedWriter:
     def _observe(self, learned: LearnedUpTo) -> None:
         now = learned.published_at or self._clock()
         self.newest = learned
-        self._show_time(now)
+        self._time.set(now, share=self._name)
         if not learned.event_at or learned.event_at <= self._event_at:
             return  # nothing of it is new
         self._event_at = learned.event_at
-        self._show_lag(max(now - learned.event_at, 0.0))
+        self._lag.set(max(now - learned.event_at, 0.0), share=self._name)
         moments = {
             "read": (learned.event_at, learned.read_at),
             "train": (learned.read_at, learned.trained_at),
