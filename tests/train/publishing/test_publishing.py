@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from store.fleets import wait_until
 from torch import nn
 from train.published import OFTEN, Following, same_weights, values_of, without_state
 from train.tasks import Clicks
@@ -302,3 +304,52 @@ def test_metrics_say_what_was_published_and_how_long_it_took() -> None:
         'publish_stage_seconds_count{stage="publish"}',
     ):
         assert f"monolith_{name}" in said
+
+
+# Quiet
+
+
+@dataclass(frozen=True)
+class Quiet(Clicks):
+    """Its stream has nothing more to say, and does not end before it may."""
+
+    may_end: Callable[[], bool] = lambda: True
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:
+        return QuietStream(super().dataset(mode), self.may_end)
+
+
+class QuietStream:
+    def __init__(self, inner: Stream[Batch], may_end: Callable[[], bool]) -> None:
+        self._inner = inner
+        self._may_end = may_end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self._inner
+        assert wait_until(self._may_end)
+
+
+def test_what_was_learned_last_is_published_while_the_stream_is_quiet() -> None:
+    following = Following(TASK)
+    runs: list[LocalRun] = []
+
+    def all_is_published() -> bool:
+        following.catch_up()
+        standing = following.subscriber.standing
+        if 0 not in standing or standing[0].learned.step < 12:
+            return False
+        tables = runs[0].session.model.tables
+        weights = runs[0].session.model.published()
+        return following.values == values_of(tables) and same_weights(following.dense, weights)
+
+    def hooks(run: LocalRun) -> list[Hook]:
+        runs.append(run)
+        return []
+
+    task = Quiet(batches=12, may_end=all_is_published)
+    config = replace(QUIET, idle_after=timedelta(milliseconds=50))
+    report = Trainer(task, config, hooks=hooks, publish=following.plan).train()
+    assert report.step == 12

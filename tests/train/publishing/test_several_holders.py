@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.fleets import Tallied, read_model, run_fleet
+from train.losing import LosingFleet, settings, wait_for
 from train.published import Following
 from train.rank_runs import quiet, train_ranks
 
@@ -73,3 +74,30 @@ def test_a_subscriber_of_servers_beside_ranks_ends_equal_to_them(tmp_path: Path)
     config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
     train_ranks([TASK, TASK], config, num_ps=2, publish=following.plan)
     ends_equal(following, tmp_path)
+
+
+def test_a_server_that_took_the_place_of_a_lost_one_publishes_in_an_epoch_of_its_own(tmp_path: Path) -> None:
+    following = Following(TASK)
+    epochs: list[dict[int, str]] = []
+
+    class Loses(Hook):
+        def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
+            if run.step == 4:
+                wait_for(lambda: len(following.channel.reader().shares()) == 2, "both to publish")
+                epochs.append(epochs_of(following))
+            if run.step == 8:
+                fleet.replace_server(1)
+
+    config = settings(tmp_path, save=SaveConfig(steps=5))
+    with LosingFleet(config, task=TASK, loses_servers=True, publish=following.plan) as fleet:
+        report = fleet.train(hooks=[Loses()]).report()
+        epochs.append(epochs_of(following))
+    assert [found.server for found in report.lost.servers] == [1]
+    before, after = epochs
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+    ends_equal(following, tmp_path)
+
+
+def epochs_of(following: Following) -> dict[int, str]:
+    return {log.share[0]: log.newest.epoch for log in following.channel.reader().shares()}
