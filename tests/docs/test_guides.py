@@ -129,6 +129,12 @@ def check_serving(names: dict[str, Any]) -> None:
     assert names["status"] == 0
 
 
+def check_publishing(names: dict[str, Any]) -> None:
+    (compare,) = names["compare"]
+    assert compare.learned.step == names["report"].step == 20
+    assert all(trained == followed > 5 for trained, followed in compare.rows.values())
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -136,6 +142,7 @@ CLAIMS = {
     "first-hour.md": check_first_hour,
     "data.md": check_data,
     "evaluation.md": check_evaluation,
+    "publishing.md": check_publishing,
     "README.md": check_readme,
     "retrieval.md": check_retrieval,
     "serving.md": check_serving,
