@@ -42,6 +42,14 @@ MOST_FILES = 300
 
 PLACE = {"position": {"kind": "list", "next": 0}, "skip": 0}
 CHUNK = {"job": "JOB", "epoch": 0, "number": 0, "sequence": 0}
+FOLLOWED = {"reader": "r", "model": "", "share": 0}
+DELTAS = {"after": {"epoch": "e1", "sequence": 0}, "state": -1, "wait": 0.0}
+SNAPSHOT = {"stream": "", "chunk": 0, "buckets": [1, 2]}
+TICKETS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("worker", CHUNK),
+    ("deltas", {"ask": "deltas", "body": {**FOLLOWED, **DELTAS}}),
+    ("deltas", {"ask": "snapshot", "body": {**FOLLOWED, **SNAPSHOT}}),
+)
 PUSH = {"sender": "s", "number": 1}
 ROW_CALLS = (
     (RowHeader(RowCall.LOOKUP, store=0, batches=1, ids=2), 16),
@@ -116,6 +124,7 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "guarded": {"describe": {}, "hello": {}},
     "serving": {"hello": {"version": "1"}, "status": {}},
+    "deltas": {"shares": {"reader": "r", "model": ""}, "leave": {"reader": "r", "stream": ""}},
 }
 RESTORE = {
     "run": "r",
@@ -341,8 +350,9 @@ class PortFuzzer:
         if self._servers.process.poll() is not None:
             raise FuzzError(f"the servers ended with status {self._servers.process.returncode}")
         honest = {"dispatcher": "status", "worker": "ping", "parameters": "describe", "serving": "status"}
-        for name, call in honest.items():
-            (result,) = self._clients[name].do_action(flight.Action(call, b"{}"), _soon())
+        bodies = {"deltas": ("shares", b'{"reader": "honest", "model": ""}')}
+        for name, (call, body) in {**{one: (call, b"{}") for one, call in honest.items()}, **bodies}.items():
+            (result,) = self._clients[name].do_action(flight.Action(call, body), _soon())
             if "answer" not in json.loads(result.body.to_pybytes()):
                 raise FuzzError(f"{name} no longer answers {call}: {result.body.to_pybytes()!r:.300}")
         status = self._control.unary_unary("/Controller/GetTrainingStatus")
@@ -362,7 +372,9 @@ class PortFuzzer:
     # Each returns what it sent, in a word
 
     def _call(self, mutate: Mutator) -> str:
-        server = mutate.random.choice(("dispatcher", "parameters", "parameters", "worker", "serving"))
+        server = mutate.random.choice(
+            ("dispatcher", "parameters", "parameters", "worker", "serving", "deltas")
+        )
         name, honest = mutate.random.choice(list(CALLS[server].items()))
         if name == "job.start" and mutate.random.random() < 0.5:
             honest = {"work": "tables.restore", "body": RESTORE, "job": mutate.random.choice("abcdef")}
@@ -375,13 +387,14 @@ class PortFuzzer:
         return server
 
     def _ticket(self, mutate: Mutator) -> str:
-        body = mutate.body(self._honest(CHUNK))
-        self.message = ("worker", "fetch", body)
-        reader = self._clients["worker"].do_get(flight.Ticket(body), _soon())
+        server, honest = mutate.random.choice(TICKETS)
+        body = mutate.body(self._honest(honest))
+        self.message = (server, "fetch", body)
+        reader = self._clients[server].do_get(flight.Ticket(body), _soon())
         said = (reader.schema.metadata or {}).get(b"monolith.answer")
         if said is not None:
             self._judge(json.loads(said))
-        return "worker"
+        return server
 
     def _exchange(self, mutate: Mutator) -> str:
         server, tables = mutate.random.choice((("parameters", self._tables), ("serving", 2)))

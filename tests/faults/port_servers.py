@@ -18,6 +18,7 @@ from pathlib import Path
 
 from data.service.processes import CONFIG, open_split
 from serve.shards.shard_folders import write_shards
+from sync.delta_channels import SmallPublisher
 from train.runs import FakeRun
 from train.tasks import Clicks
 
@@ -27,6 +28,7 @@ from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.serve.shards import ServingServer
 from monolith.store import ParameterServer
+from monolith.sync.flight_channel import DeltaPort
 from monolith.train import TrainConfig
 from monolith.train.fleet.parameter_server import ServedShare
 from monolith.train.hooks import ControlServerHook, LocalBarrier
@@ -60,6 +62,9 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     control.after_create(FakeRun(f"{folder}/control", step=7))
     stack.callback(control.close)
     metrics = stack.enter_context(Metrics().serve(0))
+    deltas = DeltaPort(limits=LIMITS, readers=1 << 20, snapshots=1 << 20)
+    stack.callback(deltas.close)
+    SmallPublisher(deltas.writer()).publish(range(100))
     assert control.address is not None
     return {
         "dispatcher": dispatcher.address,
@@ -69,6 +74,7 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
         "serving": serving.address,
         "control": control.address,
         "metrics": f"{metrics.address}:{metrics.port}",
+        "deltas": deltas.address,
     }
 
 

@@ -21,6 +21,7 @@ def test_every_port_goes_on_whatever_it_is_sent(tmp_path: Path, seed: int) -> No
         "worker",
         "parameters",
         "serving",
+        "deltas",
         "stream",
         "guarded",
         "control",

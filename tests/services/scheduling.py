@@ -23,6 +23,7 @@ TOGETHER = {
     ),
     "Kafka": (  # and its ZooKeeper
         "tests/contracts/test_source.py",
+        "tests/contracts/test_delta_channel.py",
         "tests/train/fleet/test_dealing.py",
         "tests/data/test_kafka.py",
         "tests/faults/test_kill_kafka.py",

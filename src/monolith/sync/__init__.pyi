@@ -5,6 +5,7 @@ from where they are.
 """
 
 from monolith.sync.channel import DeltaReader, DeltaWriter, OpenReader, ShareLog, TakeSnapshot
+from monolith.sync.channels import PUBLISHER, open_reader, open_writer
 from monolith.sync.delta_log import LOG_BYTES, DeltaLog, delta_bytes
 from monolith.sync.memory_channel import ChannelFaults, MemoryChannel
 from monolith.sync.messages import (
@@ -23,10 +24,12 @@ from monolith.sync.publisher import Publisher, PublishGuard, PublishStats
 from monolith.sync.subscriber import Followed, Subscriber
 from monolith.sync.table_target import TableTarget
 from monolith.sync.target import DeltaTarget
+from monolith.sync.wire_format import split_delta
 
 __all__ = [
     "BUCKETS",
     "LOG_BYTES",
+    "PUBLISHER",
     "ChannelFaults",
     "Delta",
     "DeltaLog",
@@ -52,4 +55,7 @@ __all__ = [
     "TableTarget",
     "TakeSnapshot",
     "delta_bytes",
+    "open_reader",
+    "open_writer",
+    "split_delta",
 ]

@@ -43,7 +43,7 @@ from monolith.sync.messages import (
     SnapshotEnd,
     SnapshotRows,
 )
-from monolith.table import FollowedTable, Fp32, Rows, TouchedKeySet, bucket_of, iterate
+from monolith.table import FollowedTable, Fp32, Rows, TouchedKeySet, bucket_of, iterate, iterate_buckets
 
 DELTA_IDS = 1 << 17
 """Ids in one delta, at most; where more have changed another follows at once."""
@@ -467,6 +467,8 @@ class Publisher:
     def _take_snapshot(self, buckets: Tensor | None = None) -> Iterator[Message]:
         """Read the rows of this share. From any thread, beside training and publishing."""
         self._refuse_if_held()
+        if not self._opened:
+            raise UnavailableError("a new epoch is about to begin; ask again")
         self._count(snapshots=1)
         place, name, number = self._place, uuid.uuid4().hex, 0
         dense = None
@@ -486,17 +488,8 @@ class Publisher:
         width = 16 + 4 * (table.dim + (table.state_dim if self._with_state else 0))
         limit = min(1 << 16, max(1, CHUNK_BYTES // width))
         if buckets is None:
-            yield from iterate(table, limit=limit)
-            return
-        waiting: list[Rows] = []
-        for bucket in buckets.tolist():
-            for rows in iterate(table, limit=limit, shard=bucket, num_shards=BUCKETS):
-                waiting.append(rows)
-                if sum(map(len, waiting)) >= limit:
-                    yield Rows.concat(waiting)
-                    waiting = []
-        if waiting:
-            yield Rows.concat(waiting)
+            return iterate(table, limit=limit)
+        return iterate_buckets(table, buckets, limit=limit)
 
     def _refuse_if_held(self) -> None:
         state = self._state

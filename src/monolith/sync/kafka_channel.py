@@ -1,0 +1,288 @@
+"""The delta channel through Kafka: a topic with a partition for each share.
+
+A frame is cut into messages that the broker takes. Snapshots are written into the same partition, between the
+deltas, whenever half of what is kept is new; each message says where the newest whole one begins, so a new
+reader looks at the last message of the partition, goes to the snapshot and on from there. What is before the
+snapshot before the newest is deleted, where the broker can; else the topic's own retention bounds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from monolith.data.kafka.client_log import ClientLog
+from monolith.data.kafka.config import check_settings, import_kafka
+from monolith.errors import ConfigError, UnavailableError
+from monolith.sync.channel import ShareLog, TakeSnapshot
+from monolith.sync.delta_log import LOG_BYTES
+from monolith.sync.kafka_envelope import Envelope, SnapshotAt, cut, seal
+from monolith.sync.messages import Delta, LogPlace, Message, PublishState, SnapshotBegin
+from monolith.sync.snapshot_maker import SnapshotMaker
+from monolith.sync.wire_format import encode
+
+MESSAGE_BYTES = 512 << 10
+"""Of a frame in one message: brokers take a million bytes unless they are told otherwise."""
+_PAUSE_S = 0.1
+_ADMIN_S = 30.0
+
+Settings = Mapping[str, str | int | float | bool]
+
+_log = logging.getLogger(__name__)
+
+
+class KafkaDeltaWriter:
+    """A publisher's end of one share in a topic.
+
+    Args:
+        servers: host:port of some brokers.
+        log_bytes: A snapshot is written after half as many bytes of deltas; about what lies between the
+            snapshots that are kept.
+        message_bytes: The most bytes of a frame in one message.
+        delivery_timeout: How long the broker may take to accept a delta.
+        replication: Of the topic, where it has to be made.
+        settings: Anything else librdkafka knows, security included.
+        clock: Unix seconds.
+
+    Raises:
+        ConfigError: The client does not take the settings.
+        MissingExtraError: confluent-kafka is not installed.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        topic: str,
+        *,
+        log_bytes: int = LOG_BYTES,
+        message_bytes: int = MESSAGE_BYTES,
+        delivery_timeout: timedelta = timedelta(seconds=30),
+        replication: int = -1,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if min(log_bytes, message_bytes) < 1:
+            raise ConfigError("delta topic: log_bytes and message_bytes must be at least 1")
+        check_settings(settings or {}, ())
+        self._kafka = import_kafka()
+        self._servers, self._topic = ",".join(servers), topic
+        self._settings = dict(settings or {})
+        self._limit, self._piece_bytes = log_bytes, message_bytes
+        self._timeout = delivery_timeout.total_seconds()
+        self._replication = replication
+        self._clock = clock
+        self._deltas = _Line(self._kafka, self._producer_settings(), topic)
+        self._rows = _Line(self._kafka, self._producer_settings(), topic)
+        """Snapshots have a line of their own: a delta does not wait until they are delivered."""
+        self._maker = SnapshotMaker(self._write_snapshot)
+        self._sending = threading.Lock()  # held while a delta, a state or a mark is sent: guards all below
+        self._said: Envelope | None = None
+        """What the next message says."""
+        self._fresh = 0
+        self._deletes = True
+        """Whether the broker may be able to delete messages; some are too old."""
+        self._closed = False
+
+    def open(self, log: ShareLog, snapshot: TakeSnapshot) -> None:
+        self._ensure_topic(log.share[1])
+        with self._sending:
+            state = None if self._said is None else self._said.state
+            self._said = Envelope(log, self._clock(), secrets.token_hex(8), 0, 0, 0, state=state)
+            self._fresh = 0
+            begin = SnapshotAt("begin", self._send(None), log.newest.sequence)
+            self._said = replace(self._opened(), before=begin)
+        self._maker.begin(snapshot)
+
+    def append(self, delta: Delta) -> None:
+        frame = encode(delta)
+        with self._sending:
+            said = self._opened()
+            newest, place = said.log.newest, delta.place
+            if place.epoch != newest.epoch or place.sequence > newest.sequence + 1:
+                raise UnavailableError(f"the log is at {newest}: {place} cannot follow. Begin an epoch.")
+            if place.sequence <= newest.sequence:
+                return
+            self._said = replace(said, log=replace(said.log, newest=place))
+            try:
+                self._send(frame)
+            except UnavailableError:
+                self._said = replace(self._opened(), log=said.log)
+                raise
+            self._fresh += len(frame)
+            due = 2 * self._fresh >= self._limit
+            if due:
+                self._fresh = 0
+        if due:
+            self._maker.want()
+
+    def say(self, state: PublishState) -> None:
+        with self._sending:
+            self._said = replace(self._opened(), state=state)
+            self._send(encode(state))
+
+    def close(self) -> None:
+        """Stop making snapshots. What was published stays. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._maker.close()
+
+    def _opened(self) -> Envelope:
+        if self._said is None:
+            raise ConfigError("delta topic: begin an epoch before anything is published")
+        return self._said
+
+    def _send(self, frame: bytes | None) -> int:
+        """Send a frame, or only what there is to say; return the offset of its first message. Lock held."""
+        said = self._opened()
+        self._said = said = replace(said, frame=said.frame + 1)
+        pieces = [(0, 0, memoryview(b""))] if frame is None else list(cut(frame, self._piece_bytes))
+        for number, count, piece in pieces:
+            self._deltas.send(seal(replace(said, piece=number, pieces=count), piece), said.log.share[0])
+        return self._deltas.deliver(self._timeout)
+
+    def _write_snapshot(self, messages: Iterator[Message]) -> None:
+        with self._sending:
+            # Before the snapshot is begun: whatever is published after its place comes after this offset.
+            offset, said, stream = self._send(None), self._opened(), secrets.token_hex(8)
+        place: LogPlace | None = None
+        for number, message in enumerate(messages):
+            if isinstance(message, SnapshotBegin):
+                place = message.place
+            about = replace(said, session=stream, stream=stream, frame=number)
+            for piece, count, data in cut(encode(message), self._piece_bytes):
+                self._rows.send(seal(replace(about, piece=piece, pieces=count), data), said.log.share[0])
+        assert place is not None
+        self._rows.deliver(max(self._timeout, 60.0))
+        with self._sending:
+            now = self._opened()
+            if now.log.newest.epoch != place.epoch:
+                return
+            # Who is at the oldest sequence, or later, finds the deltas after it from the older snapshot on.
+            before = now.newest or now.before
+            assert before is not None
+            newest = SnapshotAt(stream, offset, place.sequence)
+            log = replace(now.log, oldest=before.sequence + 1)
+            self._said = replace(now, newest=newest, before=before, log=log)
+            self._send(None)
+        self._delete_before(before.offset)
+
+    def _delete_before(self, offset: int) -> None:
+        """Ask the broker to delete what nobody needs any more; nobody waits for it."""
+        if not self._deletes:
+            return
+        admin = self._admin()
+        where = self._kafka.TopicPartition(self._topic, self._opened().log.share[0], offset)
+
+        def done(future: Any, keep: Any = admin) -> None:  # without the client the answer would not come
+            del keep
+            try:
+                future.result()
+            except self._kafka.KafkaException as error:
+                self._deletes = False
+                _log.info("delta topic %s: only its own retention bounds it: %s", self._topic, error)
+
+        for future in admin.delete_records([where]).values():
+            future.add_done_callback(done)
+
+    def _ensure_topic(self, partitions: int) -> None:
+        try:
+            found = self._admin().list_topics(self._topic, timeout=_ADMIN_S).topics.get(self._topic)
+            if found is None or found.error is not None or not found.partitions:
+                self._create_topic(partitions)
+                return
+        except self._kafka.KafkaException as cause:
+            raise UnavailableError(f"kafka: cannot look at topic {self._topic!r}: {cause}") from cause
+        if len(found.partitions) < partitions:
+            raise ConfigError(
+                f"kafka: topic {self._topic!r} has {len(found.partitions)} partitions, and {partitions} "
+                "shares are published. Add partitions, or publish to another topic."
+            )
+
+    def _create_topic(self, partitions: int) -> None:
+        from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+
+        topic = NewTopic(self._topic, num_partitions=partitions, replication_factor=self._replication)
+        try:
+            for future in self._admin().create_topics([topic]).values():
+                future.result(_ADMIN_S)
+        except self._kafka.KafkaException as cause:
+            if cause.args[0].code() != self._kafka.KafkaError.TOPIC_ALREADY_EXISTS:  # another share's writer
+                raise UnavailableError(
+                    f"kafka: cannot make topic {self._topic!r}: {cause}. "
+                    f"Make it, with {partitions} partitions."
+                ) from cause
+
+    def _admin(self) -> Any:
+        from confluent_kafka.admin import AdminClient
+
+        mine = {key: value for key, value in self._settings.items() if key != "enable.idempotence"}
+        return AdminClient({**mine, "bootstrap.servers": self._servers}, logger=ClientLog(_log))
+
+    def _producer_settings(self) -> dict[str, Any]:
+        return {
+            "acks": "all",
+            "enable.idempotence": True,
+            "linger.ms": 0,
+            "message.timeout.ms": round(self._timeout * 1000),
+            **self._settings,
+            "bootstrap.servers": self._servers,
+        }
+
+
+class _Line:
+    """A producer: what was sent, and whether all of it was delivered. For one thread at a time."""
+
+    def __init__(self, kafka: Any, settings: dict[str, Any], topic: str) -> None:
+        self._kafka = kafka
+        self._topic = topic
+        self._waiting = 0
+        self._first: int | None = None
+        self._failure = ""
+        try:
+            self._producer = kafka.Producer(settings, logger=ClientLog(_log))
+        except kafka.KafkaException as cause:
+            raise ConfigError(f"kafka: the client does not take the settings: {cause}") from cause
+
+    def send(self, data: bytes, partition: int) -> None:
+        while True:
+            try:
+                self._producer.produce(self._topic, data, partition=partition, on_delivery=self._on_delivery)
+                self._waiting += 1
+                break
+            except BufferError:
+                self._producer.poll(_PAUSE_S)  # full: wait for some to be delivered
+            except self._kafka.KafkaException as cause:
+                raise UnavailableError(f"kafka: cannot publish to topic {self._topic!r}: {cause}") from cause
+        self._producer.poll(0)
+
+    def deliver(self, timeout: float) -> int:
+        """Wait until all is delivered; return the offset of the first message.
+
+        Raises:
+            UnavailableError: Some of it was not.
+        """
+        self._producer.flush(timeout)
+        left, failure, first = self._waiting, self._failure, self._first
+        self._waiting, self._failure, self._first = 0, "", None
+        if left or failure or first is None:
+            self._producer.purge()
+            self._producer.flush(_PAUSE_S)
+            self._waiting, self._failure, self._first = 0, "", None
+            raise UnavailableError(
+                f"kafka: topic {self._topic!r} did not take what was published: "
+                f"{failure or f'no answer in {timeout:g} s'}"
+            )
+        return first
+
+    def _on_delivery(self, error: Any, message: Any) -> None:
+        self._waiting -= 1
+        if error is not None:
+            self._failure = self._failure or str(error.str())
+        elif self._first is None:
+            self._first = int(message.offset())
