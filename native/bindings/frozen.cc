@@ -1,4 +1,5 @@
-// Python face of monolith::FrozenTable, FrozenGroup and FrozenWriter: checks shapes, releases the GIL.
+// Python face of monolith::FrozenTable, FrozenGroup, OverlaidGroup and FrozenWriter: checks shapes, releases
+// the GIL.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -12,6 +13,7 @@
 #include "frozen_table.h"
 #include "frozen_writer.h"
 #include "mapped_file.h"
+#include "overlaid_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -53,6 +55,34 @@ void lookup_group(const FrozenGroup& self, const Ids& ids, const Ids& sizes, std
                   const OutFloats& out) {
   nb::gil_scoped_release unlocked;
   self.lookup(as_span(ids), as_span(sizes), num_batches, as_span(out));
+}
+
+void lookup_overlaid(const OverlaidGroup& self, const Ids& ids, const Ids& sizes, std::size_t num_batches,
+                     const OutFloats& out) {
+  nb::gil_scoped_release unlocked;
+  self.lookup(as_span(ids), as_span(sizes), num_batches, as_span(out));
+}
+
+void contains(const FrozenTable& self, const Ids& ids, const OutBytes& found) {
+  if (found.size() != ids.size()) throw nb::value_error("contains: `found` must have one entry per id");
+  nb::gil_scoped_release unlocked;
+  self.contains(as_span(ids), found.data());
+}
+
+void matches(const FrozenTable& self, const Ids& ids, const Matrix<float>& values, const OutBytes& same) {
+  if (same.size() != ids.size() || values.shape(0) != ids.size() || values.shape(1) != self.dim())
+    throw nb::value_error("matches: `values` must have shape (len(ids), dim), `same` one entry per id");
+  nb::gil_scoped_release unlocked;
+  self.matches(as_span(ids), values.data(), same.data());
+}
+
+nb::tuple scan(const FrozenTable& self, std::uint64_t first, std::uint64_t last) {
+  FrozenTable::Scanned found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = self.scan(first, last);
+  }
+  return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.values)));
 }
 
 void make_writer(FrozenWriter* self, const Segments& segments, std::string name, std::uint64_t max_rows) {
@@ -126,6 +156,14 @@ void bind_frozen(nb::module_& m) {
       .def_prop_ro("mean_error", [](const FrozenTable& self) { return self.trailer().mean_error; })
       .def("lookup", &lookup, "ids"_a.noconvert(), "out"_a.noconvert(),
            "Copy one row per id into `out`; an id without a row reads as zeros.")
+      .def("contains", &contains, "ids"_a.noconvert(), "found"_a.noconvert(),
+           "Write to `found` whether each id has a row.")
+      .def("matches", &matches, "ids"_a.noconvert(), "values"_a.noconvert(), "same"_a.noconvert(),
+           "Write to `same` whether each id has a row of the bytes that its values would be written as.")
+      .def("scan", &scan, "first"_a, "last"_a,
+           nb::sig("def scan(self, first: int, last: int) -> tuple[NDArray[numpy.int64], "
+                   "NDArray[numpy.float32]]"),
+           "Ids, and their values one after another, whose hashes are from `first` to `last`.")
       .def("verify", &FrozenTable::verify, "start"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Check bytes, in whole MiB, against their checksums.")
       .def("prefault", &FrozenTable::prefault, "start"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>(),
@@ -142,6 +180,19 @@ void bind_frozen(nb::module_& m) {
       .def("lookup", &lookup_group, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_batches"_a,
            "out"_a.noconvert(),
            "Copy one row per id into `out`; sizes[batch * tables + table] says whose ids are whose.");
+
+  nb::class_<OverlaidGroup>(m, "OverlaidGroup",
+                            "One call for many frozen tables with rows over them. Thread-safe.")
+      .def(
+          "__init__",
+          [](OverlaidGroup* self, const std::vector<std::shared_ptr<FrozenTable>>& below,
+             const std::vector<std::shared_ptr<Table>>& above, std::shared_ptr<Workers> workers) {
+            new (self)
+                OverlaidGroup({below.begin(), below.end()}, {above.begin(), above.end()}, std::move(workers));
+          },
+          "below"_a, "above"_a, "workers"_a.none() = nb::none(), "Keeps the tables alive.")
+      .def("lookup", &lookup_overlaid, "ids"_a.noconvert(), "sizes"_a.noconvert(), "num_batches"_a,
+           "out"_a.noconvert(), "As FrozenGroup.lookup; a row above counts, whatever is below.");
 
   nb::class_<FrozenWriter>(m, "FrozenWriter", "Rows into the bytes of a file, in order. Not thread-safe.")
       .def("__init__", &make_writer, "segments"_a, "name"_a, "max_rows"_a)

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
 #include "checksum.h"
+#include "frozen_coding.h"
 #include "prefetch.h"
 #include "quantize.h"
 #include "table_group.h"
@@ -113,17 +115,21 @@ void FrozenTable::read_about() {
                            " bytes, the trailer says " + std::to_string(t.row_bytes));
 }
 
-inline const std::byte* FrozenTable::look(const FrozenBucket* at, std::int64_t id) const {
-  unsigned match = 0;
-  for (unsigned i = 0; i < FrozenBucket::kIds; ++i) match |= unsigned{at->ids[i] == id} << i;
-  match &= (1u << std::min<unsigned>(at->used, FrozenBucket::kIds)) - 1;
-  if (match == 0) return nullptr;
-  const std::uint32_t row = at->rows[std::countr_zero(match)];
+// The row that one place of a bucket names.
+inline const std::byte* FrozenTable::row_at(const FrozenBucket* at, std::uint32_t place) const {
+  const std::uint32_t row = at->rows[place];
   if (row >= trailer_.rows) [[unlikely]]
     refuse(static_cast<std::uint64_t>(reinterpret_cast<const std::byte*>(at) - file_.data()),
            "the index names row " + std::to_string(row) + " of " + std::to_string(trailer_.rows) +
                "; verify the file, and export it again");
   return rows_ + row * trailer_.row_bytes;
+}
+
+inline const std::byte* FrozenTable::look(const FrozenBucket* at, std::int64_t id) const {
+  unsigned match = 0;
+  for (unsigned i = 0; i < FrozenBucket::kIds; ++i) match |= unsigned{at->ids[i] == id} << i;
+  match &= (1u << std::min<unsigned>(at->used, FrozenBucket::kIds)) - 1;
+  return match == 0 ? nullptr : row_at(at, static_cast<std::uint32_t>(std::countr_zero(match)));
 }
 
 // In the buckets after `at`, as long as they say that ids went on.
@@ -290,6 +296,54 @@ void FrozenTable::lookup(std::span<const std::int64_t> ids, float* out) const {
   const std::int64_t floats[1] = {0};
   read_range([this](std::size_t) -> const FrozenTable& { return *this; }, ends, floats, ids.data(), out, 0,
              ids.size());
+}
+
+const std::byte* FrozenTable::find(std::int64_t id) const {
+  const FrozenBucket* const bucket = home(id);
+  const std::byte* const row = look(bucket, id);
+  return row != nullptr ? row : look_on(bucket, id);
+}
+
+void FrozenTable::contains(std::span<const std::int64_t> ids, std::uint8_t* found) const {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (i + kAhead < ids.size()) __builtin_prefetch(home(ids[i + kAhead]));
+    found[i] = find(ids[i]) != nullptr;
+  }
+}
+
+void FrozenTable::matches(std::span<const std::int64_t> ids, const float* values, std::uint8_t* same) const {
+  std::vector<std::byte> coded(trailer_.row_bytes);
+  for (std::size_t i = 0; i < ids.size(); ++i, values += dim_) {
+    if (i + kAhead < ids.size()) __builtin_prefetch(home(ids[i + kAhead]));
+    const std::byte* const row = find(ids[i]);
+    same[i] = 0;
+    if (row == nullptr || !std::all_of(values, values + dim_, [](float one) { return std::isfinite(one); }))
+      continue;
+    frozen_encode(segments_, values, coded.data(), coded.size(), [](float, float) {});
+    same[i] = std::memcmp(coded.data(), row, coded.size()) == 0;
+  }
+}
+
+FrozenTable::Scanned FrozenTable::scan(std::uint64_t first, std::uint64_t last) const {
+  const auto place = [this](std::uint64_t hash) {
+    return static_cast<std::uint64_t>(static_cast<Wide>(hash) * trailer_.buckets >> 64);
+  };
+  Scanned all;
+  if (last < first) return all;
+  // An id that found no room in its bucket is in one of the next, which may be the first ones.
+  const std::uint64_t begin = place(first), past = place(last) + std::max<std::uint64_t>(trailer_.longest, 1);
+  const std::uint64_t count = std::min(past - begin, trailer_.buckets);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const FrozenBucket& bucket = buckets_[(begin + i) % trailer_.buckets];
+    for (std::uint32_t j = 0; j < std::min<std::uint32_t>(bucket.used, FrozenBucket::kIds); ++j) {
+      const std::uint64_t hash = mix(bucket.ids[j]);
+      if (hash < first || hash > last) continue;
+      all.ids.push_back(bucket.ids[j]);
+      all.values.resize(all.values.size() + dim_);
+      decode(row_at(&bucket, j), all.values.data() + all.values.size() - dim_);
+    }
+  }
+  return all;
 }
 
 void FrozenTable::verify(std::size_t from, std::size_t bytes) const {

@@ -53,6 +53,17 @@ class FrozenTable {
   // Fills `out` with dim() floats for each id, zeros where there is no row.
   void lookup(std::span<const std::int64_t> ids, float* out) const;
 
+  // Whether each id has a row.
+  void contains(std::span<const std::int64_t> ids, std::uint8_t* found) const;
+  // Whether each id has a row of the bytes that these values, dim() for each, would be written as.
+  void matches(std::span<const std::int64_t> ids, const float* values, std::uint8_t* same) const;
+  // The rows whose ids hash to `first` to `last`, both included, in no order.
+  struct Scanned {
+    std::vector<std::int64_t> ids;
+    std::vector<float> values;  // ids x dim
+  };
+  Scanned scan(std::uint64_t first, std::uint64_t last) const;
+
   // Checks `bytes` from `from` on, in whole MiB, against their checksums; all there is to check ends at
   // checked_bytes().
   void verify(std::size_t from, std::size_t bytes) const;
@@ -77,6 +88,8 @@ class FrozenTable {
   // The row of an id that bucket `at` says, null where it says none.
   const std::byte* look(const FrozenBucket* at, std::int64_t id) const;
   const std::byte* look_on(const FrozenBucket* at, std::int64_t id) const;
+  const std::byte* find(std::int64_t id) const;
+  const std::byte* row_at(const FrozenBucket* bucket, std::uint32_t place) const;
   void decode(const std::byte* row, float* out) const;
 
   const std::span<const std::byte> file_;

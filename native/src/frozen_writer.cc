@@ -8,14 +8,13 @@
 #include <utility>
 
 #include "checksum.h"
-#include "quantize.h"
+#include "frozen_coding.h"
 
 namespace monolith {
 namespace {
 
 constexpr double kLoad = 0.7;  // of the index: fuller makes more ids go on to a next bucket
 constexpr std::size_t kAhead = 16;
-constexpr float kLargestHalf = 65504.0f;
 
 template <class T>
 std::span<const std::byte> bytes_of(const T& one) {
@@ -90,43 +89,8 @@ void FrozenWriter::encode(std::int64_t id, const float* values, std::byte* row) 
       throw std::invalid_argument("value " + std::to_string(i) + " of the row of id " + std::to_string(id) +
                                   " is " + std::to_string(values[i]) +
                                   ", which would spoil every answer it is part of");
-  std::byte* at = row;
-  for (const FrozenSegment& segment : segments_) {
-    switch (segment.coding) {
-      case FrozenCoding::kFp32:
-        std::memcpy(at, values, segment.bytes());
-        break;
-      case FrozenCoding::kFp16:
-        for (std::uint32_t i = 0; i < segment.dim; ++i) {
-          // What is too large for a half becomes the largest one, not infinity.
-          const std::uint16_t half = half_of(std::clamp(values[i], -kLargestHalf, kLargestHalf));
-          std::memcpy(at + 2 * i, &half, sizeof half);
-          note_error(values[i], float_of(half));
-        }
-        break;
-      case FrozenCoding::kInt8: {
-        float largest = 0;
-        for (std::uint32_t i = 0; i < segment.dim; ++i) largest = std::max(largest, std::abs(values[i]));
-        float scale = largest / 127.0f;
-        if (!std::isfinite(scale * 127.0f))
-          scale = std::nextafter(scale, 0.0f);  // of the very largest floats
-        std::memcpy(at, &scale, sizeof scale);
-        for (std::uint32_t i = 0; i < segment.dim; ++i) {
-          // A scale of 0 is that of values too small to be told from it.
-          const float steps = scale > 0 ? std::nearbyint(values[i] / scale) : 0.0f;
-          const auto code = static_cast<std::int8_t>(std::clamp(steps, -127.0f, 127.0f));
-          std::memcpy(at + sizeof scale + i, &code, sizeof code);
-          note_error(values[i], static_cast<float>(code) * scale);
-        }
-        break;
-      }
-      default:
-        throw std::invalid_argument("unknown coding");
-    }
-    at += segment.bytes();
-    values += segment.dim;
-  }
-  std::fill(at, row + row_bytes_, std::byte{0});
+  frozen_encode(segments_, values, row, row_bytes_,
+                [this](float given, float decoded) { note_error(given, decoded); });
 }
 
 void FrozenWriter::add(std::span<const std::int64_t> ids, std::span<const float> values,

@@ -89,8 +89,9 @@ class Table {
   std::size_t row_bytes() const { return entry_.row_bytes(); }
   std::size_t size() const;
 
-  // Fills `out` with dim() floats per id, zeros where there is no row; returns how many there were.
-  std::size_t lookup(std::span<const std::int64_t> ids, float* out) const;
+  // Fills `out` with dim() floats per id, zeros where there is no row; returns how many there were. `found`,
+  // unless null, is told of each.
+  std::size_t lookup(std::span<const std::int64_t> ids, float* out, std::uint8_t* found = nullptr) const;
   // `found` may be null, and so may any of the columns.
   void lookup_rows(std::span<const std::int64_t> ids, std::uint8_t* found, std::int64_t* times, float* values,
                    float* state) const;

@@ -205,7 +205,7 @@ bool Table::read_one(Body& body, std::uint64_t hash, std::byte* out, std::size_t
   }
 }
 
-std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
+std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out, std::uint8_t* told) const {
   Epochs::Visit visit(epochs_);
   Body& body = *body_.load();
   const std::size_t dim = entry_.dim();
@@ -221,6 +221,7 @@ std::size_t Table::lookup(std::span<const std::int64_t> ids, float* out) const {
     read_blocks(body, ids.subspan(begin, end - begin), to, bytes, step, found, nullptr,
                 [&](std::size_t first, std::size_t count) {
                   float* const values = out + (begin + first) * dim;
+                  if (told != nullptr) std::copy_n(found, count, told + begin + first);
                   for (std::size_t i = 0; i < count; ++i) {
                     hit += found[i];
                     if (whole) {

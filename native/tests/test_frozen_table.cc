@@ -8,62 +8,14 @@
 
 #include "check.h"
 #include "checksum.h"
-#include "frozen_table.h"
-#include "frozen_writer.h"
+#include "frozen_files.h"
 
 namespace {
 
 using namespace monolith;
-using Ids = std::vector<std::int64_t>;
-using Floats = std::vector<float>;
-using Segments = std::vector<FrozenSegment>;
+using namespace monolith::check;
 
 constexpr FrozenCoding kFp32 = FrozenCoding::kFp32, kFp16 = FrozenCoding::kFp16, kInt8 = FrozenCoding::kInt8;
-
-// A file in memory, to the byte: a read beyond its end is one that a sanitizer sees.
-struct File {
-  std::vector<std::byte> bytes;
-
-  std::shared_ptr<FrozenTable> open() const {
-    const std::size_t size = bytes.size();
-    auto* const memory = static_cast<std::byte*>(::operator new(size, std::align_val_t{64}));
-    if (size > 0) std::memcpy(memory, bytes.data(), size);
-    std::shared_ptr<const void> owner(
-        memory, [](const void* p) { ::operator delete(const_cast<void*>(p), std::align_val_t{64}); });
-    return std::make_shared<FrozenTable>(std::span<const std::byte>(memory, size), owner, "a file");
-  }
-  FrozenTrailer trailer() const {
-    FrozenTrailer found;
-    std::memcpy(&found, bytes.data() + bytes.size() - sizeof found, sizeof found);
-    return found;
-  }
-  // With a checksum that fits: as somebody would write it who means harm.
-  void put(FrozenTrailer trailer) {
-    trailer.crc = crc32c(std::as_bytes(std::span(&trailer, 1)).first(offsetof(FrozenTrailer, crc)));
-    std::memcpy(bytes.data() + bytes.size() - sizeof trailer, &trailer, sizeof trailer);
-  }
-};
-
-File write(const Segments& segments, const Ids& ids, const Floats& values, std::size_t chunk = 100) {
-  FrozenWriter writer(segments, "item", ids.size());
-  File file;
-  const auto append = [&](std::span<const std::byte> bytes) {
-    file.bytes.insert(file.bytes.end(), bytes.begin(), bytes.end());
-  };
-  const FrozenHead head = writer.begin();
-  append(std::as_bytes(std::span(&head, 1)));
-  for (std::size_t at = 0; at < ids.size(); at += chunk) {
-    const std::size_t count = std::min(chunk, ids.size() - at);
-    std::vector<std::byte> rows(count * writer.row_bytes());
-    writer.add(std::span(ids).subspan(at, count),
-               std::span(values).subspan(at * writer.dim(), count * writer.dim()), rows);
-    append(rows);
-  }
-  append(writer.finish());
-  CHECK_EQUAL(writer.bytes(), file.bytes.size());
-  CHECK_EQUAL(writer.crc(), crc32c(file.bytes));
-  return file;
-}
 
 Floats read(const FrozenTable& table, const Ids& ids) {
   Floats out(ids.size() * table.dim(), -1);
@@ -108,7 +60,7 @@ void ids_of_one_bucket_go_on_to_the_next_and_round_the_end() {
     if (frozen_home(id, 12) == 11) ids.push_back(id);
   Floats values(ids.size());
   for (std::size_t i = 0; i < ids.size(); ++i) values[i] = static_cast<float>(i + 1);
-  const File file = write({{1, kFp32}}, ids, values);
+  const FrozenFile file = write({{1, kFp32}}, ids, values);
   CHECK_EQUAL(file.trailer().buckets, 12u);
   CHECK_EQUAL(file.trailer().longest, 8u);
   CHECK(read(*file.open(), ids) == values);
@@ -150,21 +102,21 @@ void what_cannot_be_written_is_refused() {
 }
 
 void every_cut_is_refused() {
-  const File whole = write({{2, kFp32}}, {7, -8}, {1, 2, 3, 4});
+  const FrozenFile whole = write({{2, kFp32}}, {7, -8}, {1, 2, 3, 4});
   for (std::size_t size = 0; size < whole.bytes.size(); ++size) {
-    File cut = whole;
+    FrozenFile cut = whole;
     cut.bytes.resize(size);
     CHECK_THROWS(FrozenDamage, "", cut.open());
   }
-  File longer = whole;
+  FrozenFile longer = whole;
   longer.bytes.resize(whole.bytes.size() + 64);
   CHECK_THROWS(FrozenDamage, "trailer", longer.open());
 }
 
 void every_flipped_byte_is_found() {
-  const File whole = write({{2, kFp16}, {1, kInt8}}, {7, -8}, {1, 2, 3, 4, 5, 6});
+  const FrozenFile whole = write({{2, kFp16}, {1, kInt8}}, {7, -8}, {1, 2, 3, 4, 5, 6});
   for (std::size_t at = 0; at < whole.bytes.size(); ++at) {
-    File damaged = whole;
+    FrozenFile damaged = whole;
     damaged.bytes[at] ^= std::byte{0x10};
     CHECK_THROWS(FrozenDamage, "", {
       const auto table = damaged.open();
@@ -175,7 +127,7 @@ void every_flipped_byte_is_found() {
 
 // Whatever a trailer says under a checksum that fits, nothing outside of the file is read.
 void a_hostile_trailer_is_refused_or_harmless() {
-  const File whole = write({{2, kFp32}, {1, kFp32}}, {7, -8}, {1, 2, 3, 4, 5, 6});
+  const FrozenFile whole = write({{2, kFp32}, {1, kFp32}}, {7, -8}, {1, 2, 3, 4, 5, 6});
   const FrozenTrailer honest = whole.trailer();
   const std::uint64_t numbers[] = {0,
                                    1,
@@ -191,7 +143,7 @@ void a_hostile_trailer_is_refused_or_harmless() {
                                    std::uint64_t{1} << 58,
                                    std::uint64_t{1} << 63};
   const auto attempt = [&](FrozenTrailer trailer) {
-    File file = whole;
+    FrozenFile file = whole;
     file.put(trailer);
     try {
       const auto table = file.open();
@@ -218,7 +170,7 @@ void a_hostile_trailer_is_refused_or_harmless() {
 }
 
 void a_row_number_beyond_the_rows_is_an_error_of_the_lookup() {
-  File file = write({{2, kFp32}}, {7, -8}, {1, 2, 3, 4});
+  FrozenFile file = write({{2, kFp32}}, {7, -8}, {1, 2, 3, 4});
   const std::size_t at = file.trailer().index_at;
   FrozenBucket bucket;
   std::memcpy(&bucket, file.bytes.data() + at, sizeof bucket);
@@ -233,7 +185,7 @@ void a_row_number_beyond_the_rows_is_an_error_of_the_lookup() {
 }
 
 void an_index_that_goes_round_in_circles_comes_to_an_end() {
-  File file = write({{1, kFp32}}, {7, 8, 9, 10}, {1, 2, 3, 4});
+  FrozenFile file = write({{1, kFp32}}, {7, 8, 9, 10}, {1, 2, 3, 4});
   FrozenTrailer trailer = file.trailer();
   CHECK_EQUAL(trailer.buckets, 2u);
   trailer.longest = 2;

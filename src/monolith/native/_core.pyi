@@ -642,6 +642,19 @@ class FrozenTable:
     def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
         """Copy one row per id into `out`; an id without a row reads as zeros."""
 
+    def contains(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], found: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """Write to `found` whether each id has a row."""
+
+    def matches(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], same: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Write to `same` whether each id has a row of the bytes that its values would be written as.
+        """
+
+    def scan(self, first: int, last: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]:
+        """
+        Ids, and their values one after another, whose hashes are from `first` to `last`.
+        """
+
     def verify(self, start: int, size: int) -> None:
         """Check bytes, in whole MiB, against their checksums."""
 
@@ -658,6 +671,15 @@ class FrozenGroup:
         """
         Copy one row per id into `out`; sizes[batch * tables + table] says whose ids are whose.
         """
+
+class OverlaidGroup:
+    """One call for many frozen tables with rows over them. Thread-safe."""
+
+    def __init__(self, below: Sequence[FrozenTable], above: Sequence[Table], workers: Workers | None = None) -> None:
+        """Keeps the tables alive."""
+
+    def lookup(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], sizes: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_batches: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """As FrozenGroup.lookup; a row above counts, whatever is below."""
 
 class FrozenWriter:
     """Rows into the bytes of a file, in order. Not thread-safe."""

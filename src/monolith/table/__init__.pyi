@@ -89,6 +89,7 @@ from monolith.table.optimizers import (
     StochasticRounding,
     from_upstream,
 )
+from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
 from monolith.table.shard_files import ShardInfo, inspect
 from monolith.table.table import FollowedTable, Rows, Scan, Table, TableStats, iterate
 from monolith.table.tfrecords import tfrecord
@@ -151,11 +152,13 @@ __all__ = [
     "OneBit",
     "Ones",
     "Optimizer",
+    "OverlaidTables",
     "PolynomialDecay",
     "ProbabilisticFilter",
     "RandomUniform",
     "Rmsprop",
     "RmspropV2",
+    "RowOverlay",
     "Rows",
     "Scan",
     "Segment",

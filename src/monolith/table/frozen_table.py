@@ -315,7 +315,7 @@ class FrozenTables:
         self._members = {name: tables[name] for name in sorted(tables)}
         self._widths = {name: table.dim for name, table in self._members.items()}
         self._dims = np.array(list(self._widths.values()), np.int64)
-        count = _processors() if threads is None else threads
+        count = processors() if threads is None else threads
         if count < 1:
             raise TableArgumentError(f"threads must be at least 1, got {threads}")
         self._group: native.FrozenGroup | None = native.FrozenGroup(
@@ -419,8 +419,9 @@ def _by_pieces(work: _OnBytes, total: int, progress: Progress | None, threads: i
             progress.advance(size)
 
     pieces = range(math.ceil(total / _PIECE_BYTES))
-    in_parallel(one, pieces, _processors() if threads is None else threads)
+    in_parallel(one, pieces, processors() if threads is None else threads)
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Return how many this process may use."""
     return len(os.sched_getaffinity(0))
