@@ -56,6 +56,7 @@ from monolith.cli.options.serve import AskOptions, ServeOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
+from monolith.cli.options.ui import UiOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ COMMANDS = {
     "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
+    "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.bench.data"),
