@@ -30,6 +30,15 @@ def test_what_a_process_counts_is_read_back() -> None:
     assert "train_loss" not in scraped
 
 
+def test_a_prefix_of_somebody_s_own_is_found_by_what_every_process_has() -> None:
+    metrics = Metrics("acme.ads")
+    metrics.gauge("run_info", "", ["role"]).set(1, role="worker")
+    metrics.gauge("train_step", "").set(7)
+    assert Scraped(metrics.render()).value("train_step") is None
+    assert Scraped(metrics.render(), None, known=("run_info",)).value("train_step") == 7
+    assert Scraped(metrics.render(), None, known=("other",)).value("train_step") is None
+
+
 def test_histograms_of_one_label_are_added_up() -> None:
     metrics = Metrics()
     took = metrics.histogram("took", "", ["stage", "process"], buckets=(0.1, 1.0))

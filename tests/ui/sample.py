@@ -174,7 +174,7 @@ def curve(start: float, rise: float, noise: float) -> list[CurvePoint]:
 
 
 def stage(name: str, at: int) -> StageFigures:
-    middle = (5, 3, 6, 1, 2)[at]
+    middle = (5, 3, 6, 1, 2, 7)[at]
     counts = [round(400 * math.exp(-((number - middle) ** 2) / 1.6)) for number in range(len(BOUNDS))]
     p50 = BOUNDS[middle]
     assert p50 is not None

@@ -70,12 +70,13 @@ def test_it_draws_what_runs_and_servers_say_and_takes_nothing_from_elsewhere(sho
     assert tab.locator(f"{auc} svg[role=img] path.curve").count() == 2
     label = tab.get_attribute(f"{auc} svg[role=img]", "aria-label")
     assert re.search(r"^AUC, online, over event time\. Now: online 0\.77\d\d; frozen 0\.66\d\d\.", label)
-    assert [shown.text(f".stage:nth-child({n}) h4") for n in range(1, 6)] == [
+    assert [shown.text(f".stage:nth-child({n}) h4") for n in range(1, 7)] == [
         "read",
         "train",
         "publish",
         "wire",
         "apply",
+        "total",
     ]
     assert "p50 50 ms, p99 155 ms" in shown.text(".stage:nth-child(1)")
     assert re.search(r"item\s+1,204,331\s+193 MB\s+1,310,002\s+88,120\s+12\s+105,671", shown.text("#tables"))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def trained(metrics: Metrics, *, auc: float = 0.75, event_time: float = 5_000.0)
         gauge = metrics.gauge(f"table_{name}", "", ["table"])
         gauge.set(user, table="user")
         gauge.set(item, table="item")
-    took = metrics.histogram("event_to_served_seconds", "", ["stage"], buckets=(0.1, 1.0))
+    took = metrics.histogram("publish_stage_seconds", "", ["stage"], buckets=(0.1, 1.0))
     took.observe(0.05, stage="train")
     took.observe(0.5, stage="read")
     return metrics
@@ -110,6 +111,19 @@ def test_a_token_is_shown_to_who_asks_for_one() -> None:
         assert ProcessSource("online", url, SecurityConfig(token=Secret("s3cret"))).read().kind == "trainer"
 
 
+def test_a_trainer_says_that_its_publishing_is_held() -> None:
+    metrics = trained(Metrics())
+    held = metrics.gauge("publish_held", "", ["share"])
+    with shown(metrics) as url:
+        source = ProcessSource("online", url)
+        assert source.read().publish is None
+        held.set(0, share="0")
+        held.set(1, share="1")
+        found = source.read().publish
+    assert found is not None
+    assert (found.held, found.controllable) == (True, False)
+
+
 # A process that serves
 
 
@@ -128,6 +142,8 @@ def test_a_server_shows_requests_latency_and_versions() -> None:
     index = [{"name": "ads", "version": "3", "state": "READY", "reason": ""}]
     pages = {"/v2/repository/index": lambda: json.dumps(index).encode()}
     requests.inc(10, model="ads", code="ok")
+    metrics.gauge("serve_staleness_seconds", "", ["model"]).set(0.26, model="ads")
+    metrics.gauge("serve_follow_held", "", ["model"]).set(1, model="ads")
     with metrics.serve(0, pages=pages) as served:
         source = ProcessSource("ads", f"http://127.0.0.1:{served.port}", clock=lambda: 9_000.0, timer=timer)
         assert of(source.read(), "requests") == []  # there is no rate yet
@@ -143,7 +159,8 @@ def test_a_server_shows_requests_latency_and_versions() -> None:
         ("ads p99", 1.98),
     ]
     assert [(one.name, one.version, one.state) for one in reading.models] == [("ads", "3", "READY")]
-    assert reading.facts["refused"] == "2"
+    assert (reading.facts["refused"], reading.facts["staleness"]) == ("2", "0.3 s")
+    assert reading.note == "the trainer holds publishing back"
 
 
 # A folder
@@ -194,6 +211,20 @@ def test_the_evaluations_of_a_run_are_points_each_once(tmp_path: Path) -> None:
     log.add(evaluated(20, 0.9))  # the run went back, and so does its curve
     assert of(source.read(), "evaluation") == [("click/auc", 10.0, 0.6), ("click/auc", 20.0, 0.9)]
     log.close()
+
+
+def test_a_run_shows_how_its_publishing_stands_where_it_can_be_asked(tmp_path: Path) -> None:
+    def order(action: str, *, reason: str = "", version: str = "") -> list[Any]:  # noqa: ARG001
+        return [SimpleNamespace(held=True, reason="AUC fell by 0.2", since=5.0, version=None)]
+
+    board = StatusBoard(str(tmp_path))
+    board.write(process())
+    source = RunSource("r", str(tmp_path), order=order)
+    assert source.read().publish is None
+    board.write(process(control="127.0.0.1:1"))
+    found = source.read().publish
+    assert found is not None
+    assert (found.held, found.reason, found.since, found.controllable) == (True, "AUC fell by 0.2", 5.0, True)
 
 
 def test_a_run_that_is_over_says_so_and_one_that_never_was_is_down(tmp_path: Path) -> None:

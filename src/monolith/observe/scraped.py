@@ -24,17 +24,24 @@ class Scraped:
 
     Args:
         text: In the Prometheus text format.
-        prefix: Of the names that are asked for, without it.
+        prefix: Of the names that are asked for, without it. None takes that of `known`.
+        known: Names of which a process has at least one, whatever its prefix is.
         most: Numbers that are taken.
 
     Raises:
         RequestError: It is something else, or too much.
     """
 
-    def __init__(self, text: bytes, prefix: str = "monolith", *, most: int = MOST_SAMPLES) -> None:
+    def __init__(
+        self,
+        text: bytes,
+        prefix: str | None = "monolith",
+        *,
+        known: Sequence[str] = (),
+        most: int = MOST_SAMPLES,
+    ) -> None:
         from prometheus_client.parser import text_string_to_metric_families
 
-        self._prefix = f"{prefix}_"
         self._samples: dict[str, list[Sample]] = defaultdict(list)
         count = 0
         try:
@@ -48,6 +55,11 @@ class Scraped:
             raise
         except Exception as cause:  # the parser raises what it happens to stumble over
             raise RequestError("it does not read as metrics of Prometheus") from cause
+        if prefix is None:
+            ends = tuple(f"_{name}" for name in known)
+            found = next((name for name in self._samples if name.endswith(ends)), "")
+            prefix = next((found.removesuffix(end) for end in ends if found.endswith(end)), "monolith")
+        self._prefix = f"{prefix}_"
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._samples

@@ -10,8 +10,10 @@ from typing import Any, Literal
 from monolith.ui.curves import Distribution
 
 Chart = Literal["auc", "evaluation", "examples", "requests", "latency"]
-STAGES = ("read", "train", "publish", "wire", "apply")
-"""What an event passes on its way to a changed answer, in this order."""
+STAGES = ("read", "train", "publish", "wire", "apply", "total")
+"""What an event passes on its way to a changed answer, in this order; a server knows all, a trainer three."""
+STAGE_HISTOGRAMS = ("serve_event_to_served_seconds", "publish_stage_seconds")
+"""What servers and trainers call the histograms of stages, with the label `stage`."""
 
 
 @dataclass(frozen=True, slots=True)

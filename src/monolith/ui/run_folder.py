@@ -16,7 +16,8 @@ from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import JobStatus, ProcessStatus, StatusBoard
 from monolith.errors import MonolithError, UnavailableError
 from monolith.train.evaluation_log import EvaluationLog
-from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading
+from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures
+from monolith.ui.run_publishing import PublishOrders, RunPublishing, orders_of
 from monolith.ui.sources import MOST_CURVES, ProcessSource, process_figures
 
 FILES_EVERY = 5.0
@@ -29,7 +30,8 @@ class RunSource:
     """A run, by its model_dir.
 
     Args:
-        security: What to show to the metrics port of the run.
+        security: What to show to the metrics port of the run, and to its control server.
+        order: Reaches the publishing of the run; by default through its control server.
         clock: Unix seconds.
         timer: Seconds that only grow.
     """
@@ -40,6 +42,7 @@ class RunSource:
         model_dir: str,
         security: SecurityConfig | None = None,
         *,
+        order: PublishOrders | None = None,
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,6 +57,8 @@ class RunSource:
         self._looked: float | None = None
         self._checkpoints: Sequence[CheckpointFigures] = ()
         self._chief: tuple[str, ProcessSource] | None = None
+        self.publishing = RunPublishing(order or orders_of(model_dir, security), timer=timer)
+        """What the buttons of the page do."""
 
     @property
     def name(self) -> str:
@@ -79,9 +84,14 @@ class RunSource:
             kind="run",
             note=note,
             points=points,
+            publish=self._published(job) or reading.publish,
             checkpoints=self._checkpoints,
             processes=process_figures(job),
         )
+
+    def _published(self, job: JobStatus) -> PublishFigures | None:
+        controlled = any(one.control and not one.is_silent(job.time) for one in job.processes)
+        return self.publishing.figures() if controlled else None
 
     def close(self) -> None:
         """Nothing is held between two looks."""

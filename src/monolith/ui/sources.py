@@ -19,17 +19,21 @@ from monolith.errors import ConfigError, RequestError, UnavailableError
 from monolith.observe.scraped import Scraped
 from monolith.ui.curves import LatelyCounted
 from monolith.ui.figures import (
+    STAGE_HISTOGRAMS,
     STAGES,
     Chart,
     CurvePoint,
     ModelFigures,
     PageReading,
     ProcessFigures,
+    PublishFigures,
     StageFigures,
     TableFigures,
 )
 from monolith.ui.process_caller import ProcessCaller
 
+KNOWN = ("run_info", "train_step", "serve_in_flight")
+"""One of these has every process that we know how to show."""
 MOST_SHOWN = 500
 """Tables, models, processes or checkpoints of one source."""
 MOST_CURVES = 8
@@ -142,7 +146,7 @@ class ProcessSource:
         if status != 200:
             raise UnavailableError(f"{self._caller.name}/metrics answers {status}")
         try:
-            scraped = Scraped(text)
+            scraped = Scraped(text, None, known=KNOWN)
         except RequestError as cause:
             raise UnavailableError(f"{self._caller.name}/metrics is of something else: {cause}") from cause
         if "serve_in_flight" in scraped:
@@ -166,7 +170,9 @@ class ProcessSource:
 
     def stages(self, scraped: Scraped) -> list[StageFigures]:
         """Return how long events took for each stage that the process knows of."""
-        found = scraped.histograms("event_to_served_seconds", "stage")
+        found: dict[str, dict[float, float]] = {}
+        for name in STAGE_HISTOGRAMS:
+            found = {**scraped.histograms(name, "stage"), **found}
         return [
             StageFigures(stage=stage, seconds=self._lately.of(f"stage {stage}", found[stage]))
             for stage in STAGES
@@ -175,7 +181,7 @@ class ProcessSource:
 
     def _trainer(self, scraped: Scraped) -> PageReading:
         job = self._job()
-        if job is None and not any(name in scraped for name in ("train_step", "run_info")):
+        if job is None and not any(name in scraped for name in KNOWN):
             raise UnavailableError(
                 f"{self._caller.name} is neither a run (`monolith train --metrics-port`) nor a server "
                 "(`monolith serve`)"
@@ -194,6 +200,7 @@ class ProcessSource:
             points=self.trained(scraped, now),
             tables=table_figures(scraped),
             stages=self.stages(scraped),
+            publish=_published(scraped),
             processes=[] if job is None else process_figures(job),
         )
 
@@ -217,12 +224,15 @@ class ProcessSource:
         refused = sum(
             one.value for one in scraped.samples("serve_requests_total") if one.labels.get("code") != "ok"
         )
+        stale = [one.value for one in scraped.samples("serve_staleness_seconds")]
         return PageReading(
             kind="server",
+            note=_followed(scraped),
             facts={
                 "requests": f"{counts['requests']:,.0f}",
                 "rows": f"{counts['rows']:,.0f}",
                 **({"refused": f"{refused:,.0f}"} if refused else {}),
+                **({"staleness": f"{max(stale):,.1f} s"} if stale else {}),
             },
             points=points,
             stages=self.stages(scraped),
@@ -250,6 +260,20 @@ class ProcessSource:
             ]
         except (ValueError, KeyError, TypeError):
             return []
+
+
+def _published(scraped: Scraped) -> PublishFigures | None:
+    """Return whether a run holds its publishing back, which is all that its metrics say of it."""
+    held = [one.value for one in scraped.samples("publish_held")]
+    reason = "its model_dir, as another source, says why" if any(held) else ""
+    return PublishFigures(held=any(held), reason=reason) if held else None
+
+
+def _followed(scraped: Scraped) -> str:
+    """Return what a person should know of what a server follows."""
+    if scraped.value("serve_rolled_back"):
+        return "rolled back: an older version is served until publishing is resumed"
+    return "the trainer holds publishing back" if scraped.value("serve_follow_held") else ""
 
 
 def table_figures(scraped: Scraped) -> list[TableFigures]:

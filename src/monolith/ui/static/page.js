@@ -258,10 +258,13 @@ async function act(verb, source) {
   setText(byId("act-about"), about);
   setText(byId("act-label"), label);
   setText(byId("act-do"), title);
-  input.value = verb === "rollback" ? one?.publish?.versions?.[0] ?? "" : "";
+  // Those that the run knows of, and those that servers have.
+  const served = sources.flatMap((other) => (other.models ?? []).map((model) => model.version));
+  const versions = verb === "rollback" ? [...(one?.publish?.versions ?? []), ...served].filter(Boolean) : [];
+  input.value = "";
   input.hidden = byId("act-label").hidden = !label;
   input.required = verb === "rollback";
-  byId("act-list").replaceChildren(...(one?.publish?.versions ?? []).map((value) => make("option", { value })));
+  byId("act-list").replaceChildren(...[...new Set(versions)].map((value) => make("option", { value })));
   if ((await answerOf(dialog)) !== "do") return;
   const text = input.value.trim();
   const body = { source, ...(verb === "hold" ? { reason: text } : verb === "rollback" ? { version: text } : {}) };
