@@ -128,6 +128,12 @@ def check_serving(names: dict[str, Any]) -> None:
     assert names["status"] == 0
 
 
+def check_page(names: dict[str, Any]) -> None:
+    sources, curves = names["state"]["sources"], names["state"]["curves"]
+    assert [(one["name"], one["up"]) for one in sources] == [("mine", True)]
+    assert [(one["chart"], one["points"]) for one in curves] == [("auc", [[1_700_000_000.0, 0.731]])]
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -135,6 +141,7 @@ CLAIMS = {
     "first-hour.md": check_first_hour,
     "data.md": check_data,
     "evaluation.md": check_evaluation,
+    "page.md": check_page,
     "README.md": check_readme,
     "retrieval.md": check_retrieval,
     "serving.md": check_serving,

@@ -49,11 +49,12 @@ def test_a_point_before_the_last_begins_the_history_again_from_there() -> None:
     assert curve.generation == 1
 
 
-@pytest.mark.parametrize("point", [(math.nan, 1.0), (9.0, math.inf), (2.0, 20.0)])
-def test_what_has_no_place_or_is_there_already_is_left_out(point: tuple[float, float]) -> None:
+@pytest.mark.parametrize("point", [(math.nan, 1.0), (9.0, math.inf), (2.0, 30.0)])
+def test_what_has_no_place_or_that_of_the_last_is_left_out(point: tuple[float, float]) -> None:
     curve = curve_of(3)
     curve.add(*point)
-    assert len(curve) == 3
+    assert curve.since(0) == [(0, 0.0), (1, 10.0), (2, 20.0)]
+    assert curve.newest == ((2, 30.0) if point[0] == 2 else (2, 20.0))
 
 
 # Counts of late

@@ -20,7 +20,7 @@ from monolith.observe import Metrics
 from monolith.train.evaluation_log import Evaluation, EvaluationLog
 from monolith.ui.figures import CurvePoint, PageReading
 from monolith.ui.run_folder import RunSource
-from monolith.ui.sources import Feed, ProcessSource, source_of
+from monolith.ui.sources import STILL_LOOKS, Feed, ProcessSource, source_of
 
 
 def process(role: Any = "worker", index: int = 0, **more: Any) -> ProcessStatus:
@@ -67,6 +67,23 @@ def test_a_trainer_shows_its_quality_over_event_time() -> None:
     assert of(reading, "auc") == [("click", 5_000.0, 0.75)]
     assert of(reading, "examples") == [("", 9_000.0, 5_000.0)]
     assert reading.facts["step"] == "1,200"
+
+
+def test_quality_goes_by_step_where_event_time_does_not_go_on() -> None:
+    metrics = trained(Metrics())
+    step = metrics.gauge("train_step", "")
+    with shown(metrics) as url:
+        source = ProcessSource("epochs", url)
+        charts = []
+        for number in range(STILL_LOOKS + 2):
+            step.set(100 + number)
+            charts.append(source.read().points[0].chart)
+        assert set(charts[:STILL_LOOKS]) == {"auc"}
+        assert charts[-1] == "auc_by_step"
+        metrics.gauge("train_event_time_seconds", "").set(6_000)
+        assert source.read().points[0].chart == "auc"
+        metrics.gauge("train_event_time_seconds", "").set(0)
+        assert of(source.read(), "auc_by_step") == [("click", 100.0 + STILL_LOOKS + 1, 0.75)]
 
 
 def test_a_trainer_shows_its_tables_and_the_stages_of_freshness_in_order() -> None:

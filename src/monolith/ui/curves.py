@@ -46,8 +46,12 @@ class ThinnedCurve:
         return self._points[count:]
 
     def add(self, x: float, y: float) -> None:
-        """Add a point; one without a finite place is left out, and so is the last one, repeated."""
-        if not (math.isfinite(x) and math.isfinite(y)) or (x, y) == self._newest:
+        """Add a point; one without a finite place is left out. One at the place of the last is the newest,
+        and no part of the curve."""
+        if not (math.isfinite(x) and math.isfinite(y)):
+            return
+        if self._newest is not None and x == self._newest[0]:
+            self._newest = (x, y)
             return
         if self._newest is not None and x < self._newest[0]:
             self._points = [point for point in self._points if point[0] < x]

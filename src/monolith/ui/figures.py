@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from monolith.ui.curves import Distribution
 
-Chart = Literal["auc", "evaluation", "examples", "requests", "latency"]
+Chart = Literal["auc", "auc_by_step", "evaluation", "examples", "requests", "latency"]
 STAGES = ("read", "train", "publish", "wire", "apply", "total")
 """What an event passes on its way to a changed answer, in this order; a server knows all, a trainer three."""
 STAGE_HISTOGRAMS = ("serve_event_to_served_seconds", "publish_stage_seconds")
@@ -24,7 +24,7 @@ class CurvePoint:
     label: str
     """Which curve of the source; empty where a source has one."""
     x: float
-    """Unix seconds, of events or of the clock; of evaluations, the step."""
+    """Unix seconds, of events or of the clock; of what goes by steps, the step."""
     y: float
 
 

@@ -18,7 +18,7 @@ from monolith.errors import MonolithError, UnavailableError
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.ui.figures import CheckpointFigures, CurvePoint, PageReading, PublishFigures
 from monolith.ui.run_publishing import PublishOrders, RunPublishing, orders_of
-from monolith.ui.sources import MOST_CURVES, ProcessSource, process_figures
+from monolith.ui.sources import MOST_CURVES, ProcessSource, is_auc, process_figures
 
 FILES_EVERY = 5.0
 REMOTE_FILES_EVERY = 60.0
@@ -176,7 +176,7 @@ def _evaluated(line: dict[str, object], kind: str) -> list[CurvePoint]:
     metrics = line.get("metrics")
     found = metrics if isinstance(metrics, dict) else {}
     values = {name: value for name, value in found.items() if isinstance(value, int | float)}
-    shown = {name: value for name, value in values.items() if name.endswith("auc")} or values
+    shown = {name: value for name, value in values.items() if is_auc(name)} or values
     return [
         CurvePoint("evaluation", f"{name} {kind}".strip(), float(str(line["step"])), float(value))
         for name, value in sorted(shown.items())[:MOST_CURVES]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from monolith.cluster.security import SecurityConfig
 from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
 from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.observe.progress import describe_seconds
 from monolith.observe.scraped import Scraped
 from monolith.ui.curves import LatelyCounted
 from monolith.ui.figures import (
@@ -36,6 +37,8 @@ KNOWN = ("run_info", "train_step", "serve_in_flight")
 """One of these has every process that we know how to show."""
 MOST_SHOWN = 500
 """Tables, models, processes or checkpoints of one source."""
+STILL_LOOKS = 5
+"""After so many looks with more steps and no newer event, the data has no event time that goes on."""
 MOST_CURVES = 8
 """Of one chart of one source."""
 MOST_FED = 10_000
@@ -136,6 +139,10 @@ class ProcessSource:
         self._clock = clock
         self._lately = LatelyCounted(clock=timer)
         self._rates = Rates(clock=timer)
+        self._event_time: float | None = None
+        self._step = 0.0
+        self._still = 0
+        """Looks in which the step went on and the event time did not."""
 
     @property
     def name(self) -> str:
@@ -158,11 +165,11 @@ class ProcessSource:
 
     def trained(self, scraped: Scraped, now: float) -> list[CurvePoint]:
         """Return the points of a process that trains."""
-        at = scraped.value("train_event_time_seconds") or now
+        chart, at = self._place(scraped)
         points = [
-            CurvePoint("auc", _of_head(metric), at, value)
+            CurvePoint(chart, metric.rpartition("/")[0], at, value)
             for metric, value in sorted(scraped.by("train_metric", "metric").items())
-            if metric.endswith("auc")
+            if is_auc(metric)
         ][:MOST_CURVES]
         if (speed := scraped.value("train_examples_per_s")) is not None:
             points.append(CurvePoint("examples", "", now, speed))
@@ -179,6 +186,19 @@ class ProcessSource:
             if stage in found
         ]
 
+    def _place(self, scraped: Scraped) -> tuple[Chart, float]:
+        """Return where quality is drawn: over event time, or by step where there is none that goes on.
+
+        A file that is read again and again has the same newest event in each epoch.
+        """
+        event_time, step = scraped.value("train_event_time_seconds"), scraped.value("train_step") or 0.0
+        moved = event_time != self._event_time or step == self._step
+        self._still = 0 if moved else self._still + 1
+        self._event_time, self._step = event_time, step
+        if not event_time or self._still >= STILL_LOOKS:
+            return "auc_by_step", step
+        return "auc", event_time
+
     def _trainer(self, scraped: Scraped) -> PageReading:
         job = self._job()
         if job is None and not any(name in scraped for name in KNOWN):
@@ -192,7 +212,7 @@ class ProcessSource:
         facts = {
             "step": None if step is None else f"{step:,.0f}",
             "loss": None if loss is None else f"{loss:.4f}",
-            "behind": None if behind is None else f"{behind:,.0f} s",
+            "behind": None if behind is None else _describe_lag(behind),
         }
         return PageReading(
             kind="trainer",
@@ -310,10 +330,14 @@ def _process(one: ProcessStatus, now: float) -> ProcessFigures:
     )
 
 
-def _of_head(metric: str) -> str:
-    """Return the head of "head/auc"; nothing of a metric that is the only one of its kind."""
-    head, _, name = metric.rpartition("/")
-    return head if name == "auc" else metric
+def is_auc(metric: str) -> bool:
+    """Whether "head/metric" is an AUC."""
+    return metric.rpartition("/")[2] == "auc"
+
+
+def _describe_lag(seconds: float) -> str:
+    days = seconds / 86_400
+    return f"{days:,.0f} days" if days >= 2 else describe_seconds(seconds)
 
 
 # By what people write

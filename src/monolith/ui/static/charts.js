@@ -146,8 +146,8 @@ export class LineChart {
       svg.append(shape("line", { class: "grid", x1: inner.left, x2: inner.right, y1: py(value), y2: py(value) }));
       svg.append(shape("text", { class: "axis", x: inner.left - 5, y: py(value) + 4, "text-anchor": "end" }, labels[at]));
     });
-    const wide = 7 * tick(this.x, high, high - low).length + 28;
-    const most = Math.max(1, Math.floor((inner.right - inner.left) / wide));
+    const wide = 7 * tick(this.x, high, high - low).length + 48;
+    const most = Math.min(6, Math.max(1, Math.floor((inner.right - inner.left) / wide)));
     for (let at = 0; at <= most; at += 1) {
       const value = low + ((high - low) * at) / most;
       const anchor = at === 0 ? "start" : at === most ? "end" : "middle";
@@ -233,7 +233,7 @@ function nearest(points, x) {
 // Histograms
 
 export function drawBars(box, label, bounds, counts) {
-  const width = 220;
+  const width = Math.max(box.clientWidth, 120);
   const height = 84;
   const bottom = height - 16;
   const last = counts.findLastIndex((one) => one > 0);

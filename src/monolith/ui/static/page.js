@@ -7,6 +7,7 @@ const byId = (id) => document.getElementById(id);
 const score = (value) => value.toFixed(4);
 const CHARTS = {
   auc: { title: "AUC, online", unit: "over event time", x: "event", format: score, least: 0.01 },
+  auc_by_step: { title: "AUC, online, by step", unit: "by step", x: "step", format: score, least: 0.01 },
   evaluation: { title: "Evaluations", unit: "by step", x: "step", format: score, least: 0.01 },
   examples: { title: "Examples trained on", unit: "per second", x: "clock", format: count, fromZero: true },
   requests: { title: "Requests served", unit: "per second", x: "clock", format: count, fromZero: true },
@@ -44,7 +45,7 @@ function draw() {
   drawPublish();
   drawTables();
   for (const [part, there] of [
-    ["quality", shown("auc") || shown("evaluation")],
+    ["quality", ["auc", "auc_by_step", "evaluation"].some(shown)],
     ["speed", ["examples", "requests", "latency"].some(shown)],
     ["freshness", sources.some((one) => one.stages?.length)],
     ["publish", sources.some((one) => one.publish)],
@@ -124,7 +125,9 @@ function drawStages() {
         () => make("div", { class: "stage" }, make("h4"), make("p"), make("div")),
         (cell, { stage, seconds }) => {
           const total = seconds.counts.reduce((sum, value) => sum + value, 0);
-          const text = total ? `p50 ${duration(seconds.p50)}, p99 ${duration(seconds.p99)}` : "no event of late";
+          const whole = (text) => text.replaceAll(" ", "\u00a0"); // a line breaks between the two
+          const [p50, p99] = [whole(`p50 ${duration(seconds.p50)}`), whole(`p99 ${duration(seconds.p99)}`)];
+          const text = total ? `${p50}, ${p99}` : "no event of late";
           setText(cell.children[0], stage);
           setText(cell.children[1], text);
           drawBars(cell.children[2], `${stage}: ${text}`, seconds.bounds, seconds.counts);
