@@ -14,6 +14,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     ├── FilesystemError         a path could not be read, written, copied or renamed (also OSError)
     │   └── FileMissingError    there is nothing at that path                        (also FileNotFoundError)
     ├── CorruptFileError        a file is torn, truncated or altered; says where     (also ValueError)
+    ├── CorruptMessageError     bytes of a channel are no message, or a damaged one  (also ValueError)
     ├── TableError              a table refused a call
     │   ├── TableArgumentError  wrong dtype, shape, layout or range                  (also ValueError)
     │   ├── TableClosedError    the table was closed
@@ -126,6 +127,10 @@ class CorruptFileError(MonolithError, ValueError):
         self.path = path
         self.offset = offset
         self.reason = reason
+
+
+class CorruptMessageError(MonolithError, ValueError):
+    """Bytes that came over a channel are no message: torn, altered, of another version, or too large."""
 
 
 class TableError(MonolithError):

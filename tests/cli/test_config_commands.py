@@ -108,8 +108,8 @@ def test_a_field_is_explained_by_either_name(run, name):
 
 def test_a_name_without_a_meaning_is_explained_too(run):
     assert run("config", "explain", "use_estimator")[1].startswith("use_estimator is accepted and ignored: ")
-    assert run("config", "explain", "enable_realtime_training")[1].startswith(
-        "enable_realtime_training is refused: not built yet: "
+    assert run("config", "explain", "skip_zero_embedding_when_serving")[1].startswith(
+        "skip_zero_embedding_when_serving is refused: not built yet: "
     )
 
 
@@ -119,7 +119,8 @@ def test_a_former_path_is_explained_by_the_one_of_today(run):
         run("config", "explain", "training.synchronous")[1]
         == "training.synchronous is cluster.mode, async or sync.\n"
     )
-    assert "is gone: not built yet" in run("config", "explain", "training.realtime")[1]
+    assert run("config", "explain", "training.realtime")[1] == "training.realtime is publish.to.\n"
+    assert "is gone: nothing is sent to servers" in run("config", "explain", "job.business_id")[1]
 
 
 def test_every_field_is_explained_those_of_a_training_too(run):

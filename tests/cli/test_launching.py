@@ -347,7 +347,7 @@ def nobody_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (command("--model-dir", "m", "--discovery_type=zk"), "discovery.kind: --launch local decides how"),
         (command("--model-dir", "m", "--job.local"), "job.local: a run in one process"),
         (command("--model-dir", "m", "--ray-address", "auto"), "--ray-address needs --launch ray"),
-        (command("--model-dir", "m", "--enable_realtime_training"), "not built yet: sending changed rows"),
+        (command("--model-dir", "m", "--enable_realtime_training"), "say where to publish, as publish.to"),
         (command("--model-dir", "m", "--train.keep.max-to-keep", "x"), "train.keep.max_to_keep"),
         (command("--model-dir", "m", "--checkpoint.keep", "3"), "is train.keep.max_to_keep"),
         (["train", TASK, "--ray-address", "auto"], "--ray-address needs --launch ray"),

@@ -9,13 +9,15 @@ import re
 import signal
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from services import warm
+from train.fleets import read_model
+from train.published import Following
 from train.tasks import Clicks
 
 from monolith import observe
@@ -30,7 +32,9 @@ from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
 from monolith.run import load_run_config
-from monolith.train import Hook, Run, StepResult, TrainConfig, Trainer
+from monolith.sync import LogPlace, Subscriber
+from monolith.sync.channels import open_reader
+from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
 
 TASK = "train.tasks:Clicks"
@@ -688,3 +692,50 @@ def test_a_config_file_is_toml(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(ConfigError, match=r"ends in \.toml"):
         load_training(options(config=file))
+
+
+# Publishing
+
+
+def test_what_a_run_publishes_is_read_from_where_its_config_says(
+    model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "log")
+    flags = ["--model-dir", model_dir, "--publish.to", folder, "--publish.interval", "20ms", "--steps", "6"]
+    said = train_json(capsys, *flags)
+    following = Following(Clicks())
+    with closing(open_reader(folder)) as reader:
+        (log,) = reader.shares()
+    assert log.run == model_dir
+    places = {0: LogPlace(log.newest.epoch, 0)}
+    with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
+        subscriber.catch_up()
+        assert subscriber.standing[0].learned.step == said["step"] == 6
+    saved = read_model(Clicks(), Path(model_dir))
+    assert following.values == {
+        name: {key: tuple(value) for key, (_, value, _) in rows.items()} for name, rows in saved.rows.items()
+    }
+
+
+class HoldAtThree(Hook):
+    """Holds publishing from outside, and keeps what the run says."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        if run.step == 3:
+            with ControlClient(run.model_dir) as job:
+                (one,) = job.publish("hold", reason="by a test")
+            Path(run.model_dir, "held.json").write_text(json.dumps([one.held, one.reason, one.by_guard]))
+
+
+class HeldClicks(Clicks):
+    def hooks(self, mode: Mode) -> list[Hook]:  # noqa: ARG002
+        return [HoldAtThree()]
+
+
+def test_a_run_that_publishes_can_be_held_without_being_asked_for_control(
+    model_dir: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("grpc")
+    flags = ["--model-dir", model_dir, "--publish.to", str(tmp_path / "log"), "--steps", "6"]
+    assert train(*flags, task="cli.test_train:HeldClicks") == 0
+    assert json.loads(Path(model_dir, "held.json").read_text()) == [True, "by a test", False]

@@ -134,6 +134,12 @@ def check_page(names: dict[str, Any]) -> None:
     assert [(one["chart"], one["points"]) for one in curves] == [("auc", [[1_700_000_000.0, 0.731]])]
 
 
+def check_publishing(names: dict[str, Any]) -> None:
+    (compare,) = names["compare"]
+    assert compare.learned.step == names["report"].step == 20
+    assert all(trained == followed > 5 for trained, followed in compare.rows.values())
+
+
 CLAIMS = {
     "CONTRIBUTING.md": check_contributing,
     "distributed.md": check_distributed,
@@ -142,6 +148,7 @@ CLAIMS = {
     "data.md": check_data,
     "evaluation.md": check_evaluation,
     "page.md": check_page,
+    "publishing.md": check_publishing,
     "README.md": check_readme,
     "retrieval.md": check_retrieval,
     "serving.md": check_serving,

@@ -70,7 +70,8 @@ def test_all_problems_of_all_sources_come_at_once(tmp_path):
         "the nearest known one is MONOLITH_CLUSTER__NUM_WORKERS",
         "unknown flag --modle_dir; the nearest known one is --model-dir",
         f"checkpoint.keep is train.keep.max_to_keep (from {file})",
-        f"base_name (from {file}): not built yet: sending changed rows to servers that answer requests",
+        f"base_name (from {file}): nothing is sent to servers by name: each reads what the run publishes, by "
+        "`monolith serve DIR --follow` with the place that publish.to says",
         f"unknown key train.sed (from {file}); the nearest known key is train.seed",
         "train.prefetch (from MONOLITH_TRAIN__PREFETCH): expected int, got 'often'",
         f"train.save (from {file}): Can not provide both save_checkpoints_secs and save_checkpoints_steps.",

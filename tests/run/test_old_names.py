@@ -157,6 +157,8 @@ def test_every_field_is_explained() -> None:
         ("data_type", "Instance", "data.format", "framed_instance"),
         ("feature_list", "a,b", "data.columns", ("a", "b")),
         ("enable_dynamic_sharding", "false", "data.queue", None),
+        ("enable_realtime_training", "false", "publish.to", None),
+        ("enable_parameter_sync", "false", "publish.to", None),
         ("filter_capacity", "500", "admission.capacity", 500),
         ("reload_alias_map", '{"old": "new"}', "train.restore.alias_map", {"new": "old"}),
         ("params_override", '{"train.steps": 3}', "task", {"train.steps": 3}),
@@ -216,6 +218,8 @@ def test_a_window_of_the_day_is_one_table() -> None:
         ("reload_alias_map", "{", "malformed JSON"),
         ("operation_timeout_in_ms", "-1", "a call without a limit would wait forever"),
         ("enable_dynamic_sharding", "true", "name it as data.queue"),
+        ("enable_realtime_training", "true", "say where to publish, as publish.to"),
+        ("enable_parameter_sync", "true", "say where to publish, as publish.to"),
     ],
 )
 def test_old_values_that_have_no_meaning_any_more_are_refused(old: str, text: str, says: str) -> None:
@@ -319,7 +323,7 @@ def test_a_former_field_that_is_gone_says_why(tmp_path) -> None:
         load_run_config(file=file)
     said = str(caught.value)
     assert "training.synchronous is cluster.mode, async or sync" in said
-    assert f"sync.base_name is gone (from {file}): not built yet" in said
+    assert f"sync.base_name is gone (from {file}): nothing is sent to servers by name" in said
     assert "restore.renamed.a is train.restore.alias_map, from new names to old ones" in said
 
 

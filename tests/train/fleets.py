@@ -49,6 +49,7 @@ from monolith.train.hooks import HooksConfig
 from monolith.train.keeping import newest_checkpoint
 from monolith.train.model import Model as TrainedModel
 from monolith.train.peers import Start, WorkerState
+from monolith.train.publishing.share import PublishPlan
 
 RECORD = "record"
 TALLY = "tally"
@@ -245,6 +246,7 @@ def run_fleet(
     news_every: timedelta = timedelta(seconds=1),
     installed: HooksConfig | None = None,
     dense: DenseConfig | None = None,
+    publish: PublishPlan | None = None,
     **config: Any,
 ) -> Outcome:
     """Run servers and workers to their end.
@@ -255,6 +257,7 @@ def run_fleet(
         task_of: The task of each worker, where it is not the servers'.
         installed: What the settings of all say of hooks.
         dense: When workers fetch and push dense weights.
+        publish: How all of them publish.
     """
     outcome = Outcome()
     discovery = MemoryDiscovery()
@@ -282,6 +285,7 @@ def run_fleet(
             linger=timedelta(),
             lost_after=lost_after,
             abandoned_after=abandoned_after,
+            publish=publish,
         )
 
     def work(index: int) -> TrainReport:
@@ -303,6 +307,7 @@ def run_fleet(
                 settings,
                 hooks=hooks(index),
                 peers=FleetPeers(fleet, dense),
+                publish=publish,
             )
             trainers(index, trainer)
             return trainer.train()
@@ -330,7 +335,13 @@ def worker_state(number: int) -> WorkerState:
 
 @contextlib.contextmanager
 def serving(
-    task: Task, *, num_ps: int = 1, num_workers: int, config: TrainConfig, holds_weights: bool = True
+    task: Task,
+    *,
+    num_ps: int = 1,
+    num_workers: int,
+    config: TrainConfig,
+    holds_weights: bool = True,
+    publish: PublishPlan | None = None,
 ) -> Iterator[list[str]]:
     """Servers that are told nothing yet; their addresses."""
     with contextlib.ExitStack() as stack:
@@ -342,9 +353,12 @@ def serving(
                 num_ps=num_ps,
                 num_workers=num_workers,
                 holds_weights=holds_weights,
+                publish=publish,
             )
             for index in range(num_ps)
         ]
+        for share in shares:
+            stack.callback(share.close_publishing)
         yield [stack.enter_context(share.serve("127.0.0.1", 0, None)).address for share in shares]
 
 

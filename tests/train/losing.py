@@ -17,7 +17,16 @@ from train.fleets import PATIENT, Tallied
 from monolith.cluster import MemoryDiscovery
 from monolith.errors import UnavailableError
 from monolith.store import ParameterServer, ServerGroup
-from monolith.train import Fleet, FleetPeers, Hook, SaveConfig, TrainConfig, Trainer, TrainReport
+from monolith.train import (
+    Fleet,
+    FleetPeers,
+    Hook,
+    PublishPlan,
+    SaveConfig,
+    TrainConfig,
+    Trainer,
+    TrainReport,
+)
 from monolith.train.fleet.choosing import ServerCalls
 from monolith.train.fleet.keep_going import KeepGoing
 from monolith.train.fleet.parameter_server import ServedShare
@@ -88,6 +97,7 @@ class LosingFleet:
     breaks: dict[int, set[str]] = field(default_factory=dict)
     """Server -> the calls at each of which it is lost, once."""
     stack: ExitStack = field(default_factory=ExitStack)
+    publish: PublishPlan | None = None
 
     def __enter__(self) -> Self:
         for index in range(self.num_ps):
@@ -98,6 +108,8 @@ class LosingFleet:
         self.stack.close()
         for wire in self.wires.values():
             wire.close()
+        for share in self.shares.values():
+            share.close_publishing()
         for server in self.servers.values():
             server.close()
 
@@ -110,6 +122,7 @@ class LosingFleet:
             num_ps=self.num_ps,
             num_workers=self.num_workers,
             max_workers=self.max_workers,
+            publish=self.publish,
         )
         share.breaks = self.breaks.setdefault(index, set())
         share.lose = lambda: self.replace_server(index)
@@ -128,6 +141,7 @@ class LosingFleet:
         assert self.loses_servers
         self.discovery.deregister("ps", index)
         self.wires[index].close()
+        self.shares[index].close_publishing()
         threading.Thread(target=self.servers[index].close, daemon=True).start()
 
     def replace_server(self, index: int) -> None:
@@ -197,7 +211,9 @@ class Worker(threading.Thread):
     def __init__(self, fleet: LosingFleet, index: int, hooks: Sequence[Hook], how: dict[str, Any]) -> None:
         super().__init__(daemon=True, name=f"worker-{index}")
         self.fleet = fleet.fleet(index, **how)
-        self.trainer = Trainer(fleet.task, fleet.config, hooks=hooks, peers=FleetPeers(self.fleet))
+        self.trainer = Trainer(
+            fleet.task, fleet.config, hooks=hooks, peers=FleetPeers(self.fleet), publish=fleet.publish
+        )
         self.found: TrainReport | BaseException | None = None
         self.start()
 

@@ -14,6 +14,7 @@ from train.fleets import SOON, serving
 
 from monolith.store import RankGroups, ServerGroup
 from monolith.train import Hook, LocalRun, Task, TrainConfig, Trainer, TrainReport
+from monolith.train.publishing.share import PublishPlan
 from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.peers import RankPeers
 
@@ -29,6 +30,7 @@ def train_ranks(
     clock: Callable[[], float] = time.time,
     num_ps: int = 0,
     servers: Sequence[str] = (),
+    publish: PublishPlan | None = None,
     **options: Any,
 ) -> list[TrainReport]:
     """Train one task on each rank, together; return their reports.
@@ -38,6 +40,7 @@ def train_ranks(
         clock: Of all ranks.
         num_ps: Servers to start for the rows, which have the first task; ranks hold them otherwise.
         servers: Addresses of servers that are there already.
+        publish: How all of them publish.
         options: Of `RankGroups`.
     """
 
@@ -48,14 +51,23 @@ def train_ranks(
             if group is not None:
                 stack.callback(group.close)
             peers = RankPeers(groups, ranks, servers=group)
-            return Trainer(task, config, hooks=partial(hooks, rank), peers=peers, clock=clock).train()
+            return Trainer(
+                task, config, hooks=partial(hooks, rank), peers=peers, publish=publish, clock=clock
+            ).train()
 
     size = len(tasks)
     with ExitStack() as stack:
         groups = stack.enter_context(connected(size, **options))
         if num_ps:
             servers = stack.enter_context(
-                serving(tasks[0], num_ps=num_ps, num_workers=size, config=config, holds_weights=False)
+                serving(
+                    tasks[0],
+                    num_ps=num_ps,
+                    num_workers=size,
+                    config=config,
+                    holds_weights=False,
+                    publish=publish,
+                )
             )
         return all_at_once(
             *(partial(train, rank, task, groups[rank], servers) for rank, task in enumerate(tasks))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from train.publishing.test_holders import STANDING
+from train.runs import FakeRun
 
-from monolith.errors import TrainingError
+from monolith.errors import ConfigError, TrainingError
+from monolith.train.hooks import ControlServerHook, LocalBarrier
+from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.ui.run_publishing import ASK_EVERY, RunPublishing, orders_of, publish_figures
 
 
@@ -98,6 +104,35 @@ def test_a_run_is_held_where_one_share_is_with_all_reasons() -> None:
     assert found is not None
     assert (found.held, found.reason, found.since) == (True, "NaN in item; by hand", 6.0)
     assert publish_figures([]) is None
+
+
+def test_buttons_reach_a_run_through_its_control_server(tmp_path: Path) -> None:
+    orders: list[PublishOrder] = []
+
+    def obey(order: PublishOrder) -> Sequence[ShareStanding]:
+        orders.append(order)
+        held = order.action in ("hold", "rollback")
+        return [replace(STANDING, held=held, reason=order.reason, version=order.version, since=5.0)]
+
+    hook = ControlServerHook(LocalBarrier(1), Future, publish=obey, grace=0.1)
+    hook.after_create(FakeRun(tmp_path))
+    try:
+        publishing = RunPublishing(orders_of(str(tmp_path), None))
+        publishing.hold("odd scores")
+        found = publishing.figures()
+        publishing.rollback("1200")
+        publishing.resume()
+        with pytest.raises(ConfigError, match="no exported version"):
+            publishing.rollback("../x")
+    finally:
+        hook.close()
+    assert found is not None
+    assert (found.held, found.reason) == (True, "odd scores")
+    assert [(one.action, one.reason, one.version) for one in orders] == [
+        ("hold", "odd scores", None),
+        ("rollback", "", "1200"),
+        ("resume", "", None),
+    ]
 
 
 def test_a_folder_without_a_control_server_says_so(tmp_path: Path) -> None:

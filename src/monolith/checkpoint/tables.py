@@ -71,6 +71,7 @@ class TablesPart:
         write_workers: Files to write at once; fewer where training goes on beside it.
         progress: Advanced by rows that are read.
         write_progress: Advanced by rows that are written, by the thread that writes them.
+        restoring: Made around every restore, for whoever must not look at tables that are half restored.
 
     Raises:
         ConfigError: There is no such share.
@@ -90,6 +91,7 @@ class TablesPart:
         write_workers: int = 4,
         progress: Progress | None = None,
         write_progress: Progress | None = None,
+        restoring: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         check_share("the share of a checkpoint's tables", share)
         self._tables = dict(tables)
@@ -101,6 +103,7 @@ class TablesPart:
         self._write_workers = write_workers
         self._progress = progress
         self._write_progress = write_progress
+        self._restoring = restoring
         self._track()
 
     def cut(self, step: int) -> TablesCut:  # noqa: ARG002
@@ -153,11 +156,12 @@ class TablesPart:
         ]
         histories = {name: _history(chain, old) for name, old in names.items() if old is not None}
         self._check(histories, chain, names)
-        for name, old in names.items():
-            if old is None:
-                self._tables[name].clear()
-            else:
-                reports.append(self._restore(name, old, histories[name], chain, options))
+        with self._restoring():
+            for name, old in names.items():
+                if old is None:
+                    self._tables[name].clear()
+                else:
+                    reports.append(self._restore(name, old, histories[name], chain, options))
         self._track()
         return RestoreReport().merge(*reports)
 

@@ -52,6 +52,12 @@ from monolith.cli.options.export import ExportOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
+from monolith.cli.options.publish import (
+    PublishHoldOptions,
+    PublishResumeOptions,
+    PublishRollbackOptions,
+    PublishStatusOptions,
+)
 from monolith.cli.options.serve import AskOptions, ServeOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
@@ -95,6 +101,10 @@ COMMANDS = {
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
+    "publish status": Command(PublishStatusOptions, "monolith.cli.publish", "status", positional=True),
+    "publish hold": Command(PublishHoldOptions, "monolith.cli.publish", "hold", positional=True),
+    "publish resume": Command(PublishResumeOptions, "monolith.cli.publish", "resume", positional=True),
+    "publish rollback": Command(PublishRollbackOptions, "monolith.cli.publish", "rollback", positional=True),
     "bench table": Command(BenchTableOptions, "monolith.bench.table"),
     "bench data": Command(BenchDataOptions, "monolith.bench.data"),
     "bench checkpoint": Command(BenchCheckpointOptions, "monolith.bench.checkpoint"),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TextIO
 
 from monolith import filesystem
@@ -40,6 +41,7 @@ from monolith.observe.logs import logs_json, name_process
 from monolith.observe.metrics import MetricsServer
 from monolith.observe.progress import describe_seconds
 from monolith.run import RunConfig
+from monolith.run.publishing import publish_plan
 from monolith.run.runtime import listen_address, open_discovery
 from monolith.train import (
     Fleet,
@@ -104,9 +106,11 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
             say(f"metrics on {served.url}")
         if run.job.dump_features:
             return dump_features(training)
-        control = control_place(run, environ, status, asked=options.control)
+        chief = run.cluster.role == "worker" and run.cluster.index == 0
+        asked = options.control or (chief and is_to_be_held(run))
+        control = control_place(run, environ, status, asked=asked)
         open_things.enter_context(status.written())
-        if run.cluster.role != "worker" or run.cluster.index:
+        if not chief:
             open_things.enter_context(profiled_on_demand(control, run, status))
             control = None
         if run.cluster.reads_for_others:
@@ -135,12 +139,22 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
         with open_discovery(run, environ) as discovery:
             assert discovery is not None  # the run is not local
             if run.cluster.role == "ps":
-                return serve(training, run, discovery, environ, status)
+                return serve(training, run, discovery, environ, status, metrics=metrics)
             with reported_to_yarn(run, environ) as outcome:
                 ended = train_in(run, discovery)
                 if ended:
                     outcome.problem = f"the chief was stopped, with status {ended}"
                 return ended
+
+
+def is_to_be_held(run: RunConfig) -> bool:
+    """Whether the run publishes, so that somebody may have to hold it: the chief is then controlled."""
+    if not run.publish.enabled or not run.train.model_dir:
+        return False
+    if find_spec("grpc") is None:
+        say("`monolith publish` cannot reach this run without grpcio (pip install 'monolith-recsys[grpc]')")
+        return False
+    return True
 
 
 @contextmanager
@@ -177,6 +191,8 @@ def serve(
     discovery: Discovery,
     environ: Mapping[str, str],
     status: OwnStatus,
+    *,
+    metrics: Metrics,
 ) -> int:
     """Hold a share of the model until the run is over, or a signal ends this process."""
     from monolith.train import serve_parameters
@@ -205,6 +221,7 @@ def serve(
             lost_after=run.timeouts.silence,
             abandoned_after=run.timeouts.abandoned,
             on_serving=status.watch_server,
+            publish=publish_plan(run, metrics, discovery),
         )
     say(f"parameter server {run.cluster.index} ended: {end.why}")
     if signals.received is not None:
@@ -304,7 +321,15 @@ def train(
         signals = open_things.enter_context(StopSignals(stopper, say))
 
         def attempt(peers: Peers | None = None) -> TrainReport:
-            trainer = Trainer(task, config, hooks=hooks, metrics=metrics, peers=peers, listeners=listeners)
+            trainer = Trainer(
+                task,
+                config,
+                hooks=hooks,
+                metrics=metrics,
+                peers=peers,
+                listeners=listeners,
+                publish=publish_plan(run, metrics, discovery),
+            )
             stopper.use(trainer)
             return trainer.train()
 
@@ -480,13 +505,15 @@ def line_hook(run: LocalRun, config: TrainConfig, show: Show, every: timedelta) 
 
 
 def control_hooks(local: LocalRun, run: RunConfig, place: ControlPlace, status: OwnStatus) -> list[Hook]:
-    """Return what lets an operator halt, resume, save, stop and profile the run."""
+    """Return what lets an operator halt, resume, save, stop and profile the run, and hold what it
+    publishes."""
     assert local.save is not None  # there is a model_dir
     controller = ControllerHook(local.save.trigger_save)
     server = ControlServerHook(
         local.barrier,
         local.save.trigger_save,
         tracer=place.tracer,
+        publish=None if local.publish is None else local.publish.obey,
         address=place.address,
         security=place.security,
         limits=run.limits,

@@ -22,6 +22,7 @@ from monolith.run.export_config import ExportConfig
 from monolith.run.processes import ClusterConfig, DiscoveryConfig, FailoverConfig, JobConfig, TimeoutsConfig
 from monolith.run.surroundings import MetricsConfig, ProfileConfig, ThreadsConfig
 from monolith.store.dense_config import DenseConfig
+from monolith.sync.publish_config import PublishConfig
 from monolith.table.admission_config import AdmissionConfig
 from monolith.train.candidates_config import CandidatesConfig
 from monolith.train.config import TrainConfig
@@ -68,6 +69,7 @@ class RunConfig(Checked):
     """The items that a two-tower model retrieves from; beside a task of one's own, it needs a setting of type
     CandidatesConfig."""
     export: ExportConfig = field(default_factory=ExportConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     ranks: RanksConfig = field(default_factory=RanksConfig)

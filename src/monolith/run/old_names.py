@@ -108,6 +108,16 @@ def queue_folder(value: object) -> object:
     )
 
 
+def publish_place(value: object) -> object:
+    """Sending changed rows to servers was a switch, and needs a place now."""
+    if str(value).strip().lower() in ("", "0", "false", "no", "off", "none"):
+        return None
+    raise ConfigError(
+        "servers read what a run publishes, and nobody finds them for it: say where to publish, as "
+        "publish.to, and start them with `monolith serve DIR --follow`"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Words:
     """Old words for values -> new ones, in any case."""
@@ -127,7 +137,11 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
-_SERVING = "not built yet: sending changed rows to servers that answer requests"
+_SERVING = "not built yet: finding and steering the servers that answer requests"
+_FOLLOWED = (
+    "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
+    "with the place that publish.to says"
+)
 _ITEMS = "no run passes over all items after training; `monolith embeddings` does, with candidates.path"
 _LOG = "log lines are counted in time, not in steps: train.report_every"
 _FOUNTAIN = "Fountain is a service inside ByteDance; see data_service and kafka"
@@ -163,7 +177,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "tide_end_hour": Renamed("train.tide.end_hour"),
     "tide_end_minute": Renamed("train.tide.end_minute"),
     "tide_save_secs": Renamed("train.save.tide_secs"),
-    "enable_realtime_training": Unsupported(_SERVING),
+    "enable_realtime_training": Renamed("publish.to", publish_place),
     "enable_async_optimize": Unsupported(_RANKS),
     "enable_pipelined_fwda2a": Unsupported(_RANKS),
     "enable_pipelined_bwda2a": Unsupported(_RANKS),
@@ -233,22 +247,22 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "retry_wait_in_secs": Renamed("failover.wait"),
     "fountain_zk_host": Dropped(_FOUNTAIN),
     "fountain_model_name": Dropped(_FOUNTAIN),
-    "dc_aware": Unsupported(_SERVING),
+    "dc_aware": Unsupported(_FOLLOWED),
     # RunnerConfig
     "task": Renamed("job.task", beside_table=True),
     "tf_config": Renamed("discovery.tf_config", empty_is_open),
     "deep_insight_name": Renamed("job.name", empty_is_open),
     "discovery_type": Renamed("discovery.kind", DISCOVERY_WORDS),
     "zk_server": Renamed("discovery.zookeeper", empty_is_open),
-    "zk_watch_address_family": Unsupported(_SERVING, default="ipv4"),
+    "zk_watch_address_family": Unsupported(_FOLLOWED, default="ipv4"),
     "is_local": Renamed("job.local"),
     "enable_fid_dedup": Dropped("an id that a batch has twice is always sent once"),
-    "bzid": Unsupported(_SERVING),
-    "ps_replica_num": Unsupported(_SERVING),
+    "bzid": Unsupported(_FOLLOWED),
+    "ps_replica_num": Unsupported(_FOLLOWED),
     "tf_grpc_worker_cache_threads": Dropped(_CALLS),
     "monolith_grpc_worker_service_handler_multiplier": Dropped(_CALLS),
     "params_override": Renamed("task", from_json),
-    "base_name": Unsupported(_SERVING),
+    "base_name": Unsupported(_FOLLOWED),
     "data_type": Renamed("data.format", FORMAT_WORDS),
     "feature_list": Renamed("data.columns", listed),
     "sort_id": Renamed("data.sort_id"),
@@ -256,7 +270,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "restore_ckpt": Renamed("train.restore.checkpoint", empty_is_open),
     "deep_insight_target": Renamed("train.hooks.deep_insight.targets", listed),
     "deep_insight_sample_ratio": Renamed("train.hooks.deep_insight.sample_ratio"),
-    "unified_serving": Unsupported(_SERVING),
+    "unified_serving": Unsupported(_FOLLOWED),
     "use_estimator": Dropped("there is one way to train, without TensorFlow's estimator"),
     "kafka_topics": Renamed("kafka.topics", listed),
     "kafka_group_id": Renamed("kafka.group"),
@@ -285,7 +299,7 @@ _TPU = (
 FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dataset_use_dataservice": Renamed("data_service.enabled"),
     "data_service_dispatcher": Renamed("data_service.dispatcher"),
-    "enable_parameter_sync": Unsupported(_SERVING),
+    "enable_parameter_sync": Renamed("publish.to", publish_place),
     "metric_prefix": Renamed("metrics.prefix"),
     "save_summary_interval": Renamed("train.summary_every_steps"),
     "root_log_interval": Unsupported(_LOG),
@@ -312,6 +326,7 @@ OLD_NAMES: Mapping[str, Renamed | Dropped | Unsupported] = {**FLAGS_OF_OTHERS, *
 _MOVED = {
     "training.synchronous": "cluster.mode, async or sync",
     "training.partially_synchronous": "cluster.mode, async or sync, with cluster.num_ps",
+    "training.realtime": "publish.to",
     "failover.partial_recovery": "failover.recovery",
     "job.model_dir": "train.model_dir",
     "job.params": "task",
@@ -355,7 +370,6 @@ _GONE = {
     "job.business_id": "bzid",
     "cluster.force_ps_shutdown": "force_shutdown_ps",
     "discovery.address_family": "zk_watch_address_family",
-    "training.realtime": "enable_realtime_training",
     "training.processes_per_gpu": "processes_per_gpu",
     "training.defer_sparse_updates": "enable_async_optimize",
     "training.overlap_forward": "enable_pipelined_fwda2a",

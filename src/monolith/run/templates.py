@@ -31,6 +31,7 @@ _JOB: Mapping[str, object] = {
     "train.summary_every_steps": Suggested(100),
     "train.keep.max_to_keep": Suggested(10),
     "metrics.port": Suggested(9100),
+    "publish.to": Suggested("grpc://127.0.0.1:7900"),
 }
 
 _SETTINGS = ("# Settings of the task, such as where its data is.", "[task]")

@@ -7,10 +7,11 @@ A server knows its own share and nobody else. Rows come and go as bytes in one b
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -130,7 +131,16 @@ class TakeBuffers(Meant):
     """None takes those of all."""
 
 
-@dataclass(frozen=True, slots=True)
+class NewestPush(NamedTuple):
+    """What the newest of all updates of rows said of itself."""
+
+    step: int = 0
+    event_time: int = 0
+    at: float = 0.0
+    """Unix seconds when it was applied."""
+
+
+@dataclass(slots=True)
 class _Held:
     """What a server holds for one run. A request works on what it found when it came: one of an earlier run
     that is still under way changes nothing of this one."""
@@ -140,6 +150,7 @@ class _Held:
     dense: DenseShare
     buffers: BufferShelf = field(default_factory=BufferShelf)
     applied: AppliedPushes = field(default_factory=AppliedPushes)
+    newest: NewestPush = field(default_factory=NewestPush)
 
     def is_meant(self, incarnation: bytes) -> bool:
         """Whether a header means this."""
@@ -165,6 +176,7 @@ class ParameterServer:
         calls: More calls, from JSON to JSON, each on a thread of its own: one may wait for as long as
             30 seconds and keeps nobody else waiting.
         polls: More calls, which look meanwhile whether their caller is gone.
+        exchanges: More calls whose body comes with bytes.
         limits: What one caller may ask for.
 
     Raises:
@@ -184,6 +196,7 @@ class ParameterServer:
         guard: PortGuard | None = None,
         calls: Mapping[str, Call] | None = None,
         polls: Mapping[str, Poll] | None = None,
+        exchanges: Mapping[str, Exchange] | None = None,
         limits: Limits | None = None,
     ) -> None:
         _check_share(share)
@@ -201,7 +214,8 @@ class ParameterServer:
             "step": typed(Meant, lambda body: self._about(self._meant(body))),
             "set_step": typed(SetStep, self._set_step),
         }
-        exchanges: dict[str, Exchange] = {
+        bulky: dict[str, Exchange] = {
+            **(exchanges or {}),
             "push_dense": typed_exchange(PushDense, self._push_dense),
             "pull_dense": typed_exchange(Meant, self._pull_dense),
             "dump_dense": typed_exchange(Meant, self._dump_dense),
@@ -216,7 +230,7 @@ class ParameterServer:
             SERVICE,
             own | dict(calls or {}),
             polls=polls,
-            exchanges=exchanges,
+            exchanges=bulky,
             message=self._rows,
             host=host,
             port=port,
@@ -246,6 +260,11 @@ class ParameterServer:
     @step.setter
     def step(self, value: int) -> None:
         self._held.dense.step = value
+
+    @property
+    def newest_push(self) -> NewestPush:
+        """What the rows that are held now have learned from last."""
+        return self._held.newest
 
     @property
     def traffic(self) -> Traffic:
@@ -365,6 +384,10 @@ class ParameterServer:
                 event_time=about.event_time if request.times is None else torch.from_numpy(request.times),
                 latest_values=None if request.latest is None else torch.from_numpy(request.latest),
             )
+            times, before = request.times, held.newest
+            event_time = about.event_time if times is None or not len(times) else int(times.max())
+            step = max(about.step, before.step)  # of two at the same time one may be lost: the next says it
+            held.newest = NewestPush(step, max(event_time, before.event_time), time.time())
 
         held.applied.once(about.sender, about.number, apply, lambda: None)
         return pack_answer(RowFlags.NONE, 0), b""

@@ -15,6 +15,7 @@ from monolith.train.hooks import AlertConfig, SaveConfig, TideWindow
 from monolith.train.lane import Lane
 from monolith.train.metrics.metric_set import METRICS, Metric, MetricSet, Windowed, WindowRow
 from monolith.train.peers import Alone, Peers
+from monolith.train.publishing.share import PublishPlan
 from monolith.train.rate_schedule import ScheduleConfig
 from monolith.train.report import TrainReport
 from monolith.train.retrieval import RetrievalTask
@@ -45,6 +46,7 @@ __all__ = [
     "Mode",
     "Outputs",
     "Peers",
+    "PublishPlan",
     "RestoreConfig",
     "RetrievalTask",
     "Run",

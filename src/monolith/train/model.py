@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +82,8 @@ class Model:
             self.dense = task.dense_optimizer(self.module)
             self.schedule = None if self.dense is None else _schedule(task, self.dense, rates)
         self.module.train(mode is Mode.TRAIN)
+        self.restoring: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Made around every restore of rows of this process."""
         self._checked = False
 
     def parts(self, *, incremental: bool = False, beside: bool = False) -> list[Part]:
@@ -120,6 +122,7 @@ class Model:
             incremental=incremental,
             write_workers=1 if beside else 4,
             write_progress=Resting(SHARE) if beside and busy else None,
+            restoring=self._while_restoring,
         )
 
     def dense_part(self, *, random: bool = True) -> DensePart:
@@ -135,6 +138,19 @@ class Model:
             optimizers["dense"] = self.dense
         schedules = {} if self.schedule is None else {"dense": self.schedule}
         return DensePart(self.module, optimizers, schedules, random=random and self.sparse is not None)
+
+    @property
+    def tables(self) -> Mapping[str, DumpableTable]:
+        """The tables of this process, by name.
+
+        Raises:
+            ConfigError: Rows are elsewhere, or two tables have one name.
+        """
+        return self._tables()[0]
+
+    def published(self) -> dict[str, Tensor]:
+        """Return the weights and buffers of the module, by name, as an export names them. Not copied."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the dense weights that are trained, by name."""
@@ -204,6 +220,9 @@ class Model:
     def close(self) -> None:
         for store in self.stores:
             store.close()
+
+    def _while_restoring(self) -> AbstractContextManager[object]:
+        return self.restoring()
 
     def _check_features(self, batch: Batch) -> None:
         there = batch.ids.names

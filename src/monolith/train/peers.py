@@ -40,6 +40,7 @@ from monolith.data import Share
 from monolith.data.source import Position
 from monolith.model import Together, WeightOptimizer
 from monolith.store import LocalStore, MakeStore
+from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.hook import Run
 from monolith.train.hooks.control.barrier import Barrier, LocalBarrier
@@ -47,6 +48,8 @@ from monolith.train.hooks.installed import Others
 from monolith.train.lane import Silence
 from monolith.train.lost import Lost
 from monolith.train.model import Model
+from monolith.train.publishing.holders import Holders, OwnRows
+from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.wire.bodies import Count
 from monolith.wire.traffic import Traffic
 
@@ -229,6 +232,14 @@ class Peers(Protocol):
     def dense_part(self, model: Model) -> Part:
         """Return what a checkpoint keeps of the weights."""
 
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+        """Return who publishes the rows of an attached model, as this process has to do with them; None where
+        it has nothing to do.
+
+        Args:
+            guard: Of the model as a whole, asked beside those that look at rows.
+        """
+
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         """Hear, as the one that leads, how to find the newest checkpoint. It may be asked from any thread."""
 
@@ -374,6 +385,11 @@ class Alone:
 
     def dense_part(self, model: Model) -> Part:
         return model.dense_part()
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+        share = SharePublisher(model.tables, (0, 1), plan, guards=[guard])
+        model.restoring = share.restoring
+        return OwnRows(share)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         """Do nothing: there is nobody to lose."""

@@ -31,6 +31,7 @@ from monolith.errors import (
 from monolith.feature import Batch
 from monolith.model import EmbeddingOptimizer, WeightOptimizer, apply_gradients
 from monolith.observe import Metrics
+from monolith.sync.messages import LearnedUpTo
 from monolith.train.config import TrainConfig
 from monolith.train.every import Every
 from monolith.train.expiring import RowExpiry
@@ -41,6 +42,7 @@ from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import LookedUp, Model
 from monolith.train.peers import Gathered, LastCheckpoint, Peers, Staleness, Start, WorkerState
 from monolith.train.positions import joined_positions, order_of, positions_of, same_order, split_position
+from monolith.train.publishing.learning import Learned, newest_event
 from monolith.train.skipping import Skipping
 from monolith.train.task import Mode, Outputs, Task
 from monolith.wire.traffic import Traffic
@@ -55,6 +57,8 @@ class _Read(NamedTuple):
 
     batch: Batch
     position: Position
+    at: float
+    """When it was read, in Unix seconds."""
 
 
 _Lane = Lane[_Read, LookedUp]
@@ -147,6 +151,13 @@ class Session:
             self._dealing.entrust()
         self._position = stream.position()
         self.expiry = RowExpiry(config.expiry, wall=clock, metrics=metrics)
+        self._clock = clock
+        self.learned: Learned | None = None
+        """Told what rows have learned from, when their update is done; on the thread that updates them."""
+        self.log_places: Callable[[], Mapping[str, Any]] | None = None
+        """Says for a checkpoint how far the log of each share is published, where somebody publishes."""
+        self.idle: Callable[[], None] = lambda: None
+        """Called now and then while there is no data, by the training thread."""
         every = config.evict_every_steps
         self._evictions = None if every is None else Every(every)
         self._lane: _Lane | None = None
@@ -429,7 +440,14 @@ class Session:
             StatePart("progress", self._progress, self._set_progress),
             StatePart("position", self._positions, self._go_to),
             StatePart("metrics", self.metrics.state, self.metrics.restore),
+            *self._log_parts(),
         ]
+
+    def _log_parts(self) -> list[Part]:
+        """Return what a checkpoint keeps of what was published, for exports; nobody restores it."""
+        if self.log_places is None:
+            return []
+        return [StatePart("log_places", self.log_places, lambda _: None)]
 
     def take_step(self) -> StepResult | None:
         """Predict the next batch, then train on it; None at the end of the data.
@@ -459,7 +477,7 @@ class Session:
             if self._meetings > 1:  # it waited: for data, for its turn in a slow start, at a barrier
                 self._peers.refresh()
             self._meetings = 0
-            (batch, position), rows = found
+            (batch, position, read_at), rows = found
             outputs = self._train(batch, rows, lane)
             self._position = position
         loss = outputs.loss.detach()
@@ -467,9 +485,22 @@ class Session:
         self.examples += len(batch)
         self._heads = tuple(batch.labels) or self._heads
         self.expiry.observe(batch.ids)
+        if self.learned is not None:
+            self._tell_learned(self.learned, batch, read_at, lane)
         if self._evictions is not None and self._evictions.crossed(self.step):
             self.evict()
         return StepResult(self.step, batch, loss, predictions)
+
+    def _tell_learned(self, tell: Learned, batch: Batch, read_at: float, lane: _Lane) -> None:
+        """Say what rows have learned from, after the update of this step, which is on its way."""
+        learned = LearnedUpTo(
+            step=self.step,
+            watermark=self.expiry.now() or 0,
+            event_at=newest_event(batch.ids),
+            read_at=read_at,
+            trained_at=self._clock(),
+        )
+        lane.push(lambda: tell(learned))
 
     def _train(self, batch: Batch, rows: LookedUp, lane: _Lane) -> Outputs | None:
         """Train on a batch; None where it was skipped, and everything is as before."""
@@ -624,6 +655,7 @@ class Session:
 
     def _idle(self) -> bool:
         """Called again and again while the data has nothing to say; return whether to stop waiting."""
+        self.idle()
         if self._meet() is not None:
             self._interrupted = True
             if self._lane is not None:
@@ -639,7 +671,7 @@ class Session:
 
     def _read(self) -> Iterator[_Read]:
         for batch in self.data:
-            yield _Read(batch, self.data.position())
+            yield _Read(batch, self.data.position(), self._clock())
 
     def _expiry_time(self) -> int | None:
         """Return the time by which rows expire; None as long as nobody can tell.

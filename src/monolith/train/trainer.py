@@ -68,6 +68,9 @@ from monolith.train.metrics.metric_set import WindowRow
 from monolith.train.model import Model
 from monolith.train.own_random import OwnRandom
 from monolith.train.peers import Alone, Peers
+from monolith.train.publishing.hook import PublishHook
+from monolith.train.publishing.metric_guard import MetricGuard
+from monolith.train.publishing.share import PublishPlan
 from monolith.train.report import BestEvaluation, FirstAndLastSteps, TrainReport
 from monolith.train.retrieval import RetrievalTask
 from monolith.train.session import Session, open_data
@@ -87,6 +90,8 @@ class LocalRun:
         """Holds everybody who trains this model between their steps."""
         self.save: SaveHook | None = None
         """Saves on demand; None where nothing is kept."""
+        self.publish: PublishHook | None = None
+        """Publishes what is learned; None where nothing is published, or this process has no part in it."""
         self.evaluate: EvaluateHook | None = None
         """Evaluates while the run trains; None where that is not asked for, or another process does."""
         self._model_dir = model_dir
@@ -138,6 +143,7 @@ class Trainer:
         metrics: Where counters of the run go.
         peers: Whom to train with; None trains in this process alone. They serve one run.
         listeners: Told of each checkpoint that this process saves.
+        publish: How what is learned is published for servers that follow; None publishes nothing.
         clock: Unix seconds.
     """
 
@@ -150,9 +156,11 @@ class Trainer:
         metrics: Metrics | None = None,
         peers: Peers | None = None,
         listeners: Sequence[SaveListener] = (),
+        publish: PublishPlan | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.task = task
+        self._publish = publish
         self._listeners = tuple(listeners)
         self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
@@ -210,6 +218,7 @@ class Trainer:
             open_things.callback(session.close)
             self._run = run = LocalRun(session, model_dir, peers.barrier)
             open_things.callback(self._forget_run)
+            publishing = self._publishing(run)
             best = BestSoFar(config.evaluate)
             more = [StatePart("evaluation", best.state, best.restore)] if config.evaluate.enabled else []
             keeper = Keeper(session, config, self._clock, more) if model_dir else None
@@ -260,9 +269,10 @@ class Trainer:
                         session.meet(run)
                     return None if run.stop_reason is not None else session.take_step()
 
+            leave = _LeaveHook(session, peers)
             drive(
                 run,
-                [ends, *own, *given, *self.task.hooks(Mode.TRAIN), _LeaveHook(session, peers)],
+                [ends, *own, *given, *self.task.hooks(Mode.TRAIN), *publishing, leave],
                 step=step,
                 create=create,
                 chief_hooks=self.task.chief_hooks(Mode.TRAIN) if peers.leads else (),
@@ -434,6 +444,25 @@ class Trainer:
             )
             made.pop_all()
             return session
+
+    def _publishing(self, run: LocalRun) -> list[Hook]:
+        """Return what publishes, of this process; before anything is restored or saved."""
+        plan, session = self._publish, run.session
+        if plan is None:
+            return []
+        guard = MetricGuard(plan.config.guard)
+        holders = self._peers.holders(session.model, plan, guard)
+        if holders is None:
+            return []
+        leads = self._peers.leads
+        run.publish = hook = PublishHook(
+            holders, session.model, plan.config, guard, leads=leads, refresh=self._peers.refresh
+        )
+        session.learned = holders.note
+        session.idle = lambda: hook.idle(run)
+        if leads:
+            session.log_places = hook.places
+        return [hook]
 
     def _epochs(self) -> Epochs | None:
         config = self.config

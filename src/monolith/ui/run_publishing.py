@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from monolith.cluster.security import SecurityConfig
-from monolith.errors import MonolithError, TrainingError
+from monolith.errors import MonolithError
+from monolith.train.publishing.bodies import ShareStanding
 from monolith.ui.figures import PublishFigures
 
 ASK_EVERY = 2.0
@@ -16,26 +17,10 @@ ASK_EVERY = 2.0
 ANSWER_SECONDS = 10.0
 
 
-class PublishedShare(Protocol):
-    """Where the publishing of one share stands, as the control server says."""
-
-    @property
-    def held(self) -> bool: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def since(self) -> float: ...
-
-    @property
-    def version(self) -> str | None: ...
-
-
 class PublishOrders(Protocol):
     """Passes an order on to a run (status, hold, resume, rollback); returns where each share stands then."""
 
-    def __call__(self, action: str, *, reason: str = "", version: str = "") -> Sequence[PublishedShare]: ...
+    def __call__(self, action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]: ...
 
 
 class RunPublishing:
@@ -74,13 +59,13 @@ class RunPublishing:
         with self._lock:
             return self._known
 
-    def _note(self, shares: Sequence[PublishedShare]) -> None:
+    def _note(self, shares: Sequence[ShareStanding]) -> None:
         with self._lock:
             self._asked = self._timer()
             self._known = publish_figures(shares)
 
 
-def publish_figures(shares: Sequence[PublishedShare]) -> PublishFigures | None:
+def publish_figures(shares: Sequence[ShareStanding]) -> PublishFigures | None:
     """Return how a run's publishing stands: held where one share is, with all their reasons."""
     if not shares:
         return None
@@ -97,13 +82,10 @@ def publish_figures(shares: Sequence[PublishedShare]) -> PublishFigures | None:
 def orders_of(model_dir: str, security: SecurityConfig | None) -> PublishOrders:
     """Return what reaches the run of a model_dir, wherever that listens at the time."""
 
-    def order(action: str, *, reason: str = "", version: str = "") -> Sequence[PublishedShare]:
+    def order(action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]:
         from monolith.train.hooks import ControlClient
 
         with ControlClient(model_dir, security=security, timeout=ANSWER_SECONDS) as job:
-            publish: PublishOrders | None = getattr(job, "publish", None)
-            if publish is None:
-                raise TrainingError("this version publishes nothing")
-            return publish(action, reason=reason, version=version)
+            return job.publish(action, reason=reason, version=version)
 
     return order

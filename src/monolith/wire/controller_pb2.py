@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emonolith/wire/controller.proto\"\x15\n\x13StopTrainingRequest\"\x16\n\x14StopTrainingResponse\"\x17\n\x15ResumeTrainingRequest\"\x18\n\x16ResumeTrainingResponse\"\x17\n\x15GetBlockStatusRequest\"L\n\x16GetBlockStatusResponse\x12\x17\n\x0f\x62locked_indices\x18\x01 \x03(\x05\x12\x19\n\x11unblocked_indices\x18\x02 \x03(\x05\"\x17\n\x15SaveCheckpointRequest\"\x18\n\x16SaveCheckpointResponse\"\x1a\n\x18GetTrainingStatusRequest\"0\n\x19GetTrainingStatusResponse\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\"0\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"?\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"w\n\x14\x43ontrollerHooksProto\x12,\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x1c.ControllerHooksProto.Action\"1\n\x06\x41\x63tion\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x10\n\x0cTRIGGER_SAVE\x10\x01\x12\x08\n\x04STOP\x10\x02\x32\x8c\x03\n\nController\x12;\n\x0cStopTraining\x12\x14.StopTrainingRequest\x1a\x15.StopTrainingResponse\x12\x41\n\x0eResumeTraining\x12\x16.ResumeTrainingRequest\x1a\x17.ResumeTrainingResponse\x12\x41\n\x0eGetBlockStatus\x12\x16.GetBlockStatusRequest\x1a\x17.GetBlockStatusResponse\x12\x41\n\x0eSaveCheckpoint\x12\x16.SaveCheckpointRequest\x1a\x17.SaveCheckpointResponse\x12J\n\x11GetTrainingStatus\x12\x19.GetTrainingStatusRequest\x1a\x1a.GetTrainingStatusResponse\x12,\n\x07Profile\x12\x0f.ProfileRequest\x1a\x10.ProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1emonolith/wire/controller.proto\"\x15\n\x13StopTrainingRequest\"\x16\n\x14StopTrainingResponse\"\x17\n\x15ResumeTrainingRequest\"\x18\n\x16ResumeTrainingResponse\"\x17\n\x15GetBlockStatusRequest\"L\n\x16GetBlockStatusResponse\x12\x17\n\x0f\x62locked_indices\x18\x01 \x03(\x05\x12\x19\n\x11unblocked_indices\x18\x02 \x03(\x05\"\x17\n\x15SaveCheckpointRequest\"\x18\n\x16SaveCheckpointResponse\"\x1a\n\x18GetTrainingStatusRequest\"0\n\x19GetTrainingStatusResponse\x12\x13\n\x0bglobal_step\x18\x01 \x01(\x03\"0\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x03\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"?\n\x0fProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05steps\x18\x02 \x01(\x03\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"A\n\x0ePublishRequest\x12\x0e\n\x06\x61\x63tion\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"!\n\x0fPublishResponse\x12\x0e\n\x06shares\x18\x01 \x01(\t\"w\n\x14\x43ontrollerHooksProto\x12,\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x1c.ControllerHooksProto.Action\"1\n\x06\x41\x63tion\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x10\n\x0cTRIGGER_SAVE\x10\x01\x12\x08\n\x04STOP\x10\x02\x32\xba\x03\n\nController\x12;\n\x0cStopTraining\x12\x14.StopTrainingRequest\x1a\x15.StopTrainingResponse\x12\x41\n\x0eResumeTraining\x12\x16.ResumeTrainingRequest\x1a\x17.ResumeTrainingResponse\x12\x41\n\x0eGetBlockStatus\x12\x16.GetBlockStatusRequest\x1a\x17.GetBlockStatusResponse\x12\x41\n\x0eSaveCheckpoint\x12\x16.SaveCheckpointRequest\x1a\x17.SaveCheckpointResponse\x12J\n\x11GetTrainingStatus\x12\x19.GetTrainingStatusRequest\x1a\x1a.GetTrainingStatusResponse\x12,\n\x07Profile\x12\x0f.ProfileRequest\x1a\x10.ProfileResponse\x12,\n\x07Publish\x12\x0f.PublishRequest\x1a\x10.PublishResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,10 +55,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROFILEREQUEST']._serialized_end=412
   _globals['_PROFILERESPONSE']._serialized_start=414
   _globals['_PROFILERESPONSE']._serialized_end=477
-  _globals['_CONTROLLERHOOKSPROTO']._serialized_start=479
-  _globals['_CONTROLLERHOOKSPROTO']._serialized_end=598
-  _globals['_CONTROLLERHOOKSPROTO_ACTION']._serialized_start=549
-  _globals['_CONTROLLERHOOKSPROTO_ACTION']._serialized_end=598
-  _globals['_CONTROLLER']._serialized_start=601
-  _globals['_CONTROLLER']._serialized_end=997
+  _globals['_PUBLISHREQUEST']._serialized_start=479
+  _globals['_PUBLISHREQUEST']._serialized_end=544
+  _globals['_PUBLISHRESPONSE']._serialized_start=546
+  _globals['_PUBLISHRESPONSE']._serialized_end=579
+  _globals['_CONTROLLERHOOKSPROTO']._serialized_start=581
+  _globals['_CONTROLLERHOOKSPROTO']._serialized_end=700
+  _globals['_CONTROLLERHOOKSPROTO_ACTION']._serialized_start=651
+  _globals['_CONTROLLERHOOKSPROTO_ACTION']._serialized_end=700
+  _globals['_CONTROLLER']._serialized_start=703
+  _globals['_CONTROLLER']._serialized_end=1145
 # @@protoc_insertion_point(module_scope)

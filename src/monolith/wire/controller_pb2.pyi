@@ -71,6 +71,22 @@ class ProfileResponse(_message.Message):
     seconds: float
     def __init__(self, path: _Optional[str] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class PublishRequest(_message.Message):
+    __slots__ = ("action", "version", "reason")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    version: str
+    reason: str
+    def __init__(self, action: _Optional[str] = ..., version: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PublishResponse(_message.Message):
+    __slots__ = ("shares",)
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    shares: str
+    def __init__(self, shares: _Optional[str] = ...) -> None: ...
+
 class ControllerHooksProto(_message.Message):
     __slots__ = ("action",)
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

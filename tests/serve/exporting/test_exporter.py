@@ -14,12 +14,13 @@ from checkpoint.small_runs import ITEM, USER, chain
 from checkpoint.small_servers import Servers
 from serve.served_tasks import Predicted, Served, columns, exported, predictions, trained
 from train.fleets import run_fleet
+from train.published import Following
 from train.rank_runs import train_ranks
 from train.tasks import Clicks
 
 from monolith.checkpoint import read_chain
 from monolith.checkpoint.offline.reading import SavedTables
-from monolith.errors import ConfigError, ExportError, FileMissingError
+from monolith.errors import ConfigError, CorruptFileError, ExportError, FileMissingError
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
 from monolith.serve import Predictor
@@ -199,6 +200,24 @@ def test_a_sharded_servable_has_an_entry_and_its_servers_rows(config, tmp_path):
     assert sum(one.rows for one in parts) == whole.rows
     assert all(one.dense is None and one.tables.keys() == whole.tables.keys() for one in parts)
     assert made.bytes == made.servable.bytes + sum(one.bytes for one in parts)
+
+
+def test_an_export_says_from_where_on_a_server_that_follows_reads(tmp_path):
+    task = Served()
+    following = Following(task)
+    config = TrainConfig(model_dir=str(tmp_path / "run"), steps=6, summary_every_steps=None)
+    Trainer(task, config, publish=following.plan).train()
+    found = exported(config, tmp_path / "to", shards=2).servable
+    (place,) = found.log_places.values()
+    assert place[0] == following.deltas[0].place.epoch
+    assert 0 <= place[1] <= following.deltas[-1].place.sequence
+    assert read_servable(str(tmp_path / "to" / "ps_1" / "6")).log_places == found.log_places
+
+
+def test_places_in_the_log_that_make_no_sense_are_refused():
+    assert exporting._log_places("p", {}) == {}
+    with pytest.raises(CorruptFileError, match="its places in the log make no sense"):
+        exporting._log_places("p", {"value": {"0": ["e", 3]}})
 
 
 def test_the_same_export_again_leaves_what_is_there(config, tmp_path):

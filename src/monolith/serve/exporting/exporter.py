@@ -134,6 +134,8 @@ class _Checkpoint:
     tables: SavedTables
     heads: tuple[str, ...]
     """The labels that it was trained on."""
+    log_places: Mapping[str, tuple[str, int]]
+    """How far each share was published when it was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +358,7 @@ class Exporter:
             watermark=saved.watermark,
             created=self._clock(),
             digest=job.digest,
+            log_places=saved.log_places,
             shards=self._how.shards,
             missing_rows=self._how.missing_rows,
         )
@@ -422,8 +425,23 @@ def _read(prefix: str, heads: Sequence[str]) -> _Checkpoint:
         raise CorruptFileError(prefix, 0, f"its event times make no sense: {cause}") from cause
     trained = tuple(str(head) for head in progress.get("heads", ()))  # an older one does not say
     return _Checkpoint(
-        prefix, last.manifest.step, watermark, last.crc, SavedTables(chain), trained or tuple(heads)
+        prefix,
+        last.manifest.step,
+        watermark,
+        last.crc,
+        SavedTables(chain),
+        trained or tuple(heads),
+        _log_places(prefix, last.manifest.parts.get("log_places", {})),
     )
+
+
+def _log_places(prefix: str, entry: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
+    """Return what a checkpoint says of how far its run had published."""
+    try:
+        said = entry.get("value", {}).items()
+        return {str(int(share)): (str(place["epoch"]), int(place["sequence"])) for share, place in said}
+    except (AttributeError, KeyError, TypeError, ValueError) as cause:
+        raise CorruptFileError(prefix, 0, f"its places in the log make no sense: {cause}") from cause
 
 
 def _tables_of(collections: Sequence[EmbeddingCollection]) -> dict[str, TableConfig]:

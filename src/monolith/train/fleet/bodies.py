@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from monolith.checkpoint.report import RestoreReport
 from monolith.data.source import Position
 from monolith.train.peers import Start, WorkerState
+from monolith.train.publishing.bodies import HoldersTold, PublishOrder
 from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
 
 WorkName = Literal["tables.write", "tables.restore", "dense.restore"]
@@ -576,6 +577,9 @@ CALLS: Mapping[str, type] = {
     "server.attend": Attend,
     "server.end": EndRun,
     "server.health": OfRun,
+    "publish.obey": PublishOrder,
+    "publish.told": HoldersTold,
+    "publish.flush": OfRun,
     "tables.cut": OfCut,
     "tables.close": CloseCut,
     "job.start": StartJob,

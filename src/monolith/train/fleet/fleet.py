@@ -387,6 +387,11 @@ class Fleet:
         self._replaced = {}
 
     @property
+    def run(self) -> str:
+        """Names the run on the servers; "" before this worker takes part in one."""
+        return self._run
+
+    @property
     def joined(self) -> bool:
         """Whether this worker takes part in a run."""
         return bool(self._run)

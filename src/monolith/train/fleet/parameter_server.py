@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from monolith import filesystem
 from monolith.checkpoint import CustomRestore, RestoreOptions, SavedPart, TablesPart
@@ -36,10 +37,13 @@ from monolith.errors import (
     ClusterError,
     ConfigError,
     DeadlineExceededError,
+    FeatureError,
     SaveError,
     UnavailableError,
 )
 from monolith.store import DenseShare, LocalStore, ParameterServer
+from monolith.store.dense import unpack_tensors
+from monolith.store.servers import NewestPush
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.bodies import (
     CALLS,
@@ -63,10 +67,15 @@ from monolith.train.fleet.bodies import (
 )
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, Meeting
+from monolith.train.fleet.published_share import PublishedShare
 from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
+from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold
+from monolith.train.publishing.share import PublishPlan
 from monolith.train.task import Mode, Task
 from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
+from monolith.wire.byte_messages import Bytes
+from monolith.wire.flight import typed_exchange
 from monolith.wire.limits import Limits
 from monolith.wire.traffic import Traffic
 
@@ -114,6 +123,7 @@ def serve_parameters(
     lost_after: timedelta = LOST_AFTER,
     abandoned_after: timedelta = ABANDONED_AFTER,
     on_serving: Callable[[ServedShare, str], None] | None = None,
+    publish: PublishPlan | None = None,
 ) -> ServerEnd:
     """Hold a share of a model until the chief says that the run is over; return how it ended.
 
@@ -131,6 +141,7 @@ def serve_parameters(
         lost_after: How long a worker may be silent before server 0 calls it lost.
         abandoned_after: How long to wait for another chief when the one there was is gone.
         on_serving: Told what is served, and where, when others may come.
+        publish: How what changes in this share is published; None publishes nothing.
 
     Raises:
         DeadlineExceededError: No chief came.
@@ -148,6 +159,7 @@ def serve_parameters(
         max_workers=max_workers,
         lost_after=lost_after,
         holds_weights=holds_weights,
+        publish=publish,
     )
     stop = threading.Event() if stop is None else stop
     with share.serve(host, port, guard, limits) as server:
@@ -162,6 +174,7 @@ def serve_parameters(
             )
         finally:
             discovery.deregister("ps", index, server.address)
+            share.close_publishing()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,8 @@ class _Held:
     dense: DenseShare
     tables: TablesPart
     cuts: dict[str, PartCut]
+    publishing: PublishedShare | None = None
+    """None where nothing is published."""
     works: int = 0
     """Pieces of work that are under way."""
     retired: bool = False
@@ -216,9 +231,11 @@ class ServedShare:
         max_workers: int | None = None,
         lost_after: timedelta = LOST_AFTER,
         holds_weights: bool = True,
+        publish: PublishPlan | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holds_weights = holds_weights
+        self._publish = publish
         self._task = task
         self._config = config
         self._index = index
@@ -263,6 +280,7 @@ class ServedShare:
             guard=guard,
             calls=typed_calls(CALLS, calls, longest=longest),
             polls=typed_polls(CALLS, polls, longest=longest),
+            exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
             limits=limits,
         )
         return self._server
@@ -278,6 +296,9 @@ class ServedShare:
             "server.health": self._health,
             "tables.cut": self._cut,
             "tables.close": self._close,
+            "publish.obey": self._obey,
+            "publish.told": self._hear,
+            "publish.flush": self._flush,
         }
 
     @property
@@ -478,6 +499,55 @@ class ServedShare:
             held.model.dense_part(random=False).restore([SavedPart(body.prefix, body.entry)], options)
             return DenseRestored(len(held.dense.weights))
 
+    # Publishing
+
+    def close_publishing(self) -> None:
+        """Publish no more: this server ends."""
+        with self._lock:
+            held = self._held
+        if held is not None and held.publishing is not None:
+            held.publishing.close()
+
+    def _obey(self, body: PublishOrder) -> PublishedShares:
+        with self._publishing() as publishing:
+            return PublishedShares(() if publishing is None else publishing.obey(body))
+
+    def _hear(self, body: HoldersTold) -> PublishedShares:
+        """Hear how far the run is; the first time, everything is restored, and publishing begins."""
+        self._check_run(body.run)
+        with self._publishing() as publishing:
+            if publishing is None:
+                return PublishedShares(())
+            publishing.hear(body)
+            return PublishedShares(publishing.obey(PublishOrder("status")))
+
+    def _take_weights(self, body: WeightsTold, data: Bytes) -> tuple[dict[str, Any], Any]:
+        """Take all dense weights, of which this server publishes a copy."""
+        with self._working(body.run) as held:
+            if held.publishing is not None:
+                mine = held.model.published()
+                if body.weights != len(mine):
+                    raise FeatureError(f"this model has {len(mine)} weights, and {body.weights} came")
+                came = unpack_tensors(data, list(mine.values()))
+                held.publishing.bring({name: one.clone() for name, one in zip(mine, came, strict=True)})
+        return {}, b""
+
+    def _flush(self, body: OfRun) -> None:
+        with self._working(body.run) as held:
+            if held.publishing is not None:
+                held.publishing.flush()
+
+    @contextmanager
+    def _publishing(self) -> Iterator[PublishedShare | None]:
+        """Have what publishes the rows that are held now, which nobody closes meanwhile."""
+        with self._lock:
+            run = self._run
+        if run is None:
+            yield None
+            return
+        with self._working(run) as held:
+            yield held.publishing
+
     # Inside
 
     def _check_run(self, run: str) -> None:
@@ -512,6 +582,8 @@ class ServedShare:
             for cut in held.cuts.values():
                 cut.close(saved=False)  # who writes it still ends with an error
             held.retired = True
+            if held.publishing is not None:
+                held.publishing.close()
             self._close_retired(held)
 
     def _close_retired(self, held: _Held) -> None:
@@ -531,7 +603,13 @@ class ServedShare:
             dense = DenseShare(model.weights(), model.dense, share, model.schedule)
         else:
             dense = DenseShare({}, None, share)
-        return _Held(model, stores, dense, part, {})
+        publishing = None
+        if self._publish is not None:
+            publishing = PublishedShare(model, share, self._publish, self._newest_push)
+        return _Held(model, stores, dense, part, {}, publishing)
+
+    def _newest_push(self) -> NewestPush:
+        return NewestPush() if self._server is None else self._server.newest_push
 
 
 class _Attendance:

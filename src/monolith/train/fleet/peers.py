@@ -19,6 +19,7 @@ from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, ParameterServerStore
 from monolith.store.dense_cache import DenseCache
 from monolith.store.dense_config import DenseConfig
+from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.barrier import FleetBarrier
 from monolith.train.fleet.buffers import FleetBuffers
@@ -39,6 +40,9 @@ from monolith.train.peers import (
     Start,
     WorkerState,
 )
+from monolith.train.publishing.holders import Holders
+from monolith.train.publishing.served_rows import RowsOfServers
+from monolith.train.publishing.share import PublishPlan
 from monolith.wire.traffic import Traffic
 
 _log = logging.getLogger(__name__)
@@ -160,6 +164,12 @@ class FleetPeers:
     def _dense(self) -> ServedDense:
         assert self._served is not None, "attach a model first"
         return self._served
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+        if not self.leads:
+            return None  # servers hold the rows, and the chief tells them
+        every = plan.config.dense_interval.total_seconds()
+        return RowsOfServers(self._fleet.group, lambda: self._fleet.run, every=every)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         self._fleet.last_checkpoint = last

@@ -33,6 +33,7 @@ from monolith.errors import ConfigError, RetryableError, UnavailableError
 from monolith.model import WeightOptimizer
 from monolith.store import MakeStore, RankGroups, ServerGroup
 from monolith.store.dense import dump_dense, fill_dense, pack_tensors, read_dense, unpack_tensors
+from monolith.sync.guard import RecoveringGuard
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.buffers import merge_buffers
 from monolith.train.hook import Run
@@ -51,6 +52,8 @@ from monolith.train.peers import (
     Stepper,
     WorkerState,
 )
+from monolith.train.publishing.holders import Holders
+from monolith.train.publishing.share import PublishPlan
 from monolith.train.ranks.agreement import agreed
 from monolith.train.ranks.averaging import AveragedGradients
 from monolith.train.ranks.barrier import WAITS, RankBarrier
@@ -169,6 +172,9 @@ class RankPeers:
 
     def dense_part(self, model: Model) -> Part:
         return RankDense(model.dense_part(), self._saving_buffers)
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+        return self._rows.holders(model, plan, guard)
 
     def restore_from(self, last: Callable[[], LastCheckpoint | None]) -> None:
         """Do nothing: who loses a rank begins again."""

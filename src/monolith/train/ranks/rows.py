@@ -27,6 +27,7 @@ from monolith.store import (
     ServerGroup,
     Store,
 )
+from monolith.sync.guard import RecoveringGuard
 from monolith.table import SlotThresholds, TableConfig
 from monolith.train.config import TrainConfig
 from monolith.train.fleet.bodies import Attend, Attended, BeginServer, EndRun, OfRun, ServerHealth
@@ -35,6 +36,10 @@ from monolith.train.fleet.parts import ServedTables
 from monolith.train.fleet.table_work import TableWork, on_each
 from monolith.train.hooks.control.ps_health import HealthStatus, MachineHealth
 from monolith.train.model import Model
+from monolith.train.publishing.holders import Holders
+from monolith.train.publishing.rank_rows import RowsOfRanks
+from monolith.train.publishing.served_rows import RowsOfServers
+from monolith.train.publishing.share import PublishPlan, SharePublisher
 from monolith.train.ranks.parts import RankShare, RankTables
 from monolith.wire.traffic import Traffic
 
@@ -80,6 +85,9 @@ class RankRows(Protocol):
 
     def tables_part(self) -> Part:
         """Return the tables of all, as the part of a checkpoint that rank 0 makes."""
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+        """See `Peers.holders`."""
 
     def server_health(self, server: int) -> MachineHealth:
         """Ask one server for its health. From any thread."""
@@ -146,6 +154,13 @@ class RowsOnRanks:
 
     def tables_part(self) -> Part:
         return RankTables(self._groups.calls)
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:
+        groups = self._groups
+        guards = [guard] if groups.rank == 0 else []
+        share = SharePublisher(model.tables, (groups.rank, groups.size), plan, guards=guards)
+        model.restoring = share.restoring
+        return RowsOfRanks(groups, share)
 
     def server_health(self, server: int) -> MachineHealth:
         raise ConfigError(f"there is no parameter server {server}: rows are on ranks")
@@ -228,6 +243,12 @@ class RowsOnServers:
 
     def tables_part(self) -> Part:
         return ServedTables(self)
+
+    def holders(self, model: Model, plan: PublishPlan, guard: RecoveringGuard) -> Holders | None:  # noqa: ARG002
+        if self._groups.rank:
+            return None  # servers hold the rows, and rank 0 tells them
+        every = plan.config.dense_interval.total_seconds()
+        return RowsOfServers(self._group, lambda: self._run, every=every)
 
     def server_health(self, server: int) -> MachineHealth:
         found = ask(self._group, server, "server.health", OfRun(self._run), ServerHealth)

@@ -10,10 +10,11 @@ knows the directory can make the call:
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,12 +42,16 @@ from monolith.errors import (
     MissingExtraError,
     MonolithError,
     ProfilerBusyError,
+    RequestError,
+    RetryableError,
     TrainingError,
 )
 from monolith.train.hook import Hook, Run
 from monolith.train.hooks.control.barrier import Barrier, unblocked_indices
 from monolith.train.hooks.reports.tracing import MOST_SECONDS, Trace, Tracer
+from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, person_order
 from monolith.wire import controller_pb2 as wire
+from monolith.wire.bodies import read_body, write_body
 from monolith.wire.limits import Limits
 
 _log = logging.getLogger(__name__)
@@ -67,7 +72,11 @@ _METHODS: dict[str, tuple[type[Message], type[Message]]] = {
     "SaveCheckpoint": (wire.SaveCheckpointRequest, wire.SaveCheckpointResponse),
     "GetTrainingStatus": (wire.GetTrainingStatusRequest, wire.GetTrainingStatusResponse),
     "Profile": (wire.ProfileRequest, wire.ProfileResponse),
+    "Publish": (wire.PublishRequest, wire.PublishResponse),
 }
+
+Obey = Callable[[PublishOrder], Sequence[ShareStanding]]
+"""Has all who hold rows do something with their publishing, and says where each stands."""
 
 
 Call = Callable[[Any, Any], Message]
@@ -204,6 +213,7 @@ class ControlServerHook(Hook):
         barrier: Placed to halt training; a `BarrierHook` makes the run obey it, and should call
             `SaveHook.before_step` while it waits, or a halted job cannot be saved.
         trigger_save: `SaveHook.trigger_save`; called on a thread of the server.
+        publish: Answers what is asked of publishing; None where the run publishes nothing.
         tracer, address, security, grace: As for `ControlServer`.
         limits: What one caller may ask for.
     """
@@ -214,6 +224,7 @@ class ControlServerHook(Hook):
         trigger_save: Callable[[], Future[str | None]],
         *,
         tracer: Tracer | None = None,
+        publish: Obey | None = None,
         address: str = "127.0.0.1:0",
         security: SecurityConfig | None = None,
         grace: float = GRACE_SECONDS,
@@ -231,6 +242,7 @@ class ControlServerHook(Hook):
             "GetBlockStatus": lambda *_: self._block_status(),
             "SaveCheckpoint": lambda _, context: self._save_for_few(context),
             "GetTrainingStatus": lambda *_: self._training_status(),
+            "Publish": lambda request, _: _publish(publish, request),
         }
         self._server = ControlServer(
             calls,
@@ -316,6 +328,20 @@ class ControlServerHook(Hook):
         except Exception as error:
             _log.exception("saving a checkpoint on request failed")
             raise _RefusedError("INTERNAL", f"cannot save: {type(error).__name__}: {_said(error)}") from error
+
+
+def _publish(obey: Obey | None, request: Any) -> wire.PublishResponse:
+    try:
+        order = person_order(request.action, reason=request.reason, version=request.version)
+    except RequestError as error:
+        raise _RefusedError("INVALID_ARGUMENT", str(error)) from error
+    if obey is None:
+        raise _RefusedError("FAILED_PRECONDITION", "this run publishes nothing; start it with publish.to")
+    try:
+        shares = obey(order)
+    except RetryableError as error:
+        raise _RefusedError("UNAVAILABLE", str(error)) from error
+    return wire.PublishResponse(shares=json.dumps(write_body(PublishedShares(tuple(shares)))))
 
 
 def control_token(model_dir: str) -> Secret:
@@ -420,6 +446,16 @@ class ControlClient:
         """
         found = self._call("Profile", {"steps": steps, "seconds": seconds}, timeout=2 * MOST_SECONDS)
         return Trace(found.path, int(found.steps), found.seconds)
+
+    def publish(self, action: str, *, reason: str = "", version: str = "") -> Sequence[ShareStanding]:
+        """Have the run hold, resume or take back what it publishes, or say how that stands.
+
+        Raises:
+            ConfigError: The order makes no sense.
+            TrainingError: The run publishes nothing, or a holder of rows could not be told.
+        """
+        found = self._call("Publish", {"action": action, "reason": reason, "version": version})
+        return read_body(PublishedShares, json.loads(found.shares)).shares
 
     def close(self) -> None:
         self._channel.close()

@@ -1,0 +1,80 @@
+"""`monolith publish status | hold | resume | rollback`: what a run lets out to the servers that follow it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from monolith.cli.options.publish import (
+    PublishHoldOptions,
+    PublishResumeOptions,
+    PublishRollbackOptions,
+    PublishStatusOptions,
+)
+from monolith.cluster.security import SecurityConfig
+from monolith.observe.progress import describe_bytes
+from monolith.train.publishing.bodies import ShareStanding
+from monolith.wire.bodies import write_body
+
+_ADDRESS = re.compile(r"[^/\\]+:[0-9]{1,5}")
+
+
+def status(options: PublishStatusOptions) -> int:
+    """Say how publishing stands."""
+    return _order(options, "status")
+
+
+def hold(options: PublishHoldOptions) -> int:
+    """Hold it back."""
+    return _order(options, "hold", reason=options.reason)
+
+
+def resume(options: PublishResumeOptions) -> int:
+    """Let it go on."""
+    return _order(options, "resume")
+
+
+def rollback(options: PublishRollbackOptions) -> int:
+    """Take servers back to a version."""
+    return _order(options, "rollback", version=options.version)
+
+
+def _order(options: PublishStatusOptions, action: str, *, reason: str = "", version: str = "") -> int:
+    from monolith.train.hooks import ControlClient
+
+    security = SecurityConfig(
+        token_file=options.token_file, cert=options.tls_cert, key=options.tls_key, ca=options.tls_ca
+    )
+    by_address = _ADDRESS.fullmatch(options.run) is not None
+    model_dir, address = ("", options.run) if by_address else (options.run, None)
+    with ControlClient(model_dir, address=address, security=security) as job:
+        shares = job.publish(action, reason=reason, version=version)
+    if options.json:
+        sys.stdout.write(json.dumps({"shares": [write_body(one) for one in shares]}) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line}\n" for line in describe(shares)))
+    return 0
+
+
+def describe(shares: Sequence[ShareStanding]) -> list[str]:
+    """Return a line for each share, for people."""
+    if not shares:
+        return ["nothing is published yet: the run is starting"]
+    return [_line(one) for one in shares]
+
+
+def _line(one: ShareStanding) -> str:
+    state = "publishing"
+    if one.held:
+        since = datetime.fromtimestamp(one.since, UTC).strftime("%H:%M:%S UTC")
+        state = f"HELD since {since}: {one.reason}" if one.since else f"HELD: {one.reason}"
+    if one.version is not None:
+        state += f"; servers are at version {one.version}"
+    return (
+        f"share {one.share} of {one.shares}: {state}. Step {one.step:,}, delta {one.sequence:,} of epoch "
+        f"{one.epoch[:8] or 'none'}; {one.rows:,} rows, {describe_bytes(one.bytes)}, {one.errors:,} errors, "
+        f"{one.resyncs:,} resyncs"
+    )

@@ -1,0 +1,96 @@
+"""What a run's config says of publishing, as what its processes publish with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monolith import filesystem
+from monolith.checkpoint import Saver
+from monolith.checkpoint.shares import IdShare
+from monolith.cluster import Discovery
+from monolith.cluster.addresses import Address
+from monolith.cluster.security import guard_listener
+from monolith.errors import ConfigError
+from monolith.observe import Metrics
+from monolith.run.config import RunConfig
+from monolith.sync.channel import DeltaWriter
+from monolith.sync.channels import ChannelUrl, open_writer, parse_channel_url
+from monolith.train.publishing.share import PublishPlan
+
+
+def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None = None) -> PublishPlan | None:
+    """Return how this process of a run publishes; None where the run publishes nothing.
+
+    Args:
+        discovery: Where it registers a port that it listens on, for those who find it there.
+
+    Raises:
+        ConfigError: `publish.to` is no URL of a channel.
+    """
+    if run.publish.to is None:
+        return None
+    try:
+        found = parse_channel_url(run.publish.to)
+    except ConfigError as error:
+        raise ConfigError(f"publish.to: {error}") from error
+    opening = _Opening(run, run.publish.to, found, discovery)
+    return PublishPlan(config=run.publish, run=_name_of(run), open_writer=opening, metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Opens the channel of a share of one run."""
+
+    run: RunConfig
+    url: str
+    found: ChannelUrl
+    discovery: Discovery | None
+
+    def __call__(self, share: IdShare) -> DeltaWriter:
+        run, url, host = self.run, self.url, run_host(self.run)
+        guard = None
+        if self.found.kind == "flight":
+            address = address_of(self.found.addresses, share)
+            scheme = url.partition("://")[0]
+            name = f"/{self.found.name}" if self.found.name else ""
+            url, host = f"{scheme}://{address}{name}", address.host
+        if self.found.kind in ("flight", "discovery"):
+            guard = guard_listener(host, run.security)
+        return open_writer(
+            url,
+            guard=guard,
+            discovery=self.discovery if self.found.kind == "discovery" else None,
+            host=host,
+            log_bytes=run.publish.keep_bytes,
+            limits=run.limits,
+        )
+
+
+def run_host(run: RunConfig) -> str:
+    """Return the host that a process listens on where no URL names one."""
+    return run.cluster.listen or "127.0.0.1"
+
+
+def address_of(addresses: tuple[str, ...], share: IdShare) -> Address:
+    """Return where one of several holders listens: each has an address, or all follow one, port by port.
+
+    Raises:
+        ConfigError: There are several addresses, and not as many as holders.
+    """
+    number, count = share
+    if len(addresses) == count:
+        return Address.parse(addresses[number])
+    if len(addresses) != 1:
+        raise ConfigError(
+            f"publish.to: there are {len(addresses)} addresses for {count} holders of rows; name one "
+            "for each, in order, or the first alone: the others listen at the ports after it"
+        )
+    first = Address.parse(addresses[0])
+    return Address(first.host, first.port + number if first.port else 0)
+
+
+def _name_of(run: RunConfig) -> str:
+    """Return what names the run in its messages: its folder, as an export of it says, too."""
+    if not run.train.model_dir:
+        return run.job.name or run.job.task or "a run without a folder"
+    return filesystem.parent(Saver(run.train.model_dir).names.prefix(0))

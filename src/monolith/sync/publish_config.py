@@ -1,0 +1,80 @@
+"""What a run says of publishing: where to, how often, how much is kept, and what holds it back.
+
+Nothing here needs torch: a command reads settings before it decides whether to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+from monolith.config import Checked, Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardConfig(Checked):
+    """What holds publishing back. Rows and weights that are NaN or infinite always do."""
+
+    largest_value: float | None = 10_000.0
+    """The largest absolute value that a published row or weight may have; None sets no bound."""
+    times_usual: float | None = 100.0
+    """How many times the largest absolute value that was published of a table before a row of it may have;
+    values below 1 may always be published. None sets no bound."""
+    auc_fall: float | None = 0.1
+    """How far the AUC of the latest examples may fall below its running level; None does not look."""
+    calibration_rise: float | None = 0.5
+    """How much the calibration error of the latest examples (predicted over happened, less 1) may rise above
+    its running level; None does not look."""
+    window: int = 10_000
+    """The number of latest examples whose AUC and calibration are compared with their running levels."""
+    warm_up: int = 50_000
+    """The number of examples after each start whose AUC and calibration hold nothing back: they set the first
+    running levels."""
+    resume: Literal["by_hand", "when_recovered"] = "by_hand"
+    """How publishing goes on after the guard has held it: by `monolith publish resume`, or also by itself,
+    when what was held back is within bounds again. What an operator held stays held."""
+
+    def problems(self) -> Iterator[Problem]:
+        for name in ("largest_value", "auc_fall", "calibration_rise"):
+            given = getattr(self, name)
+            if given is not None and not given > 0:
+                yield Problem((name,), f"must be above 0, or None, got {given}")
+        if self.times_usual is not None and not self.times_usual > 1:
+            yield Problem(("times_usual",), f"must be above 1, or None, got {self.times_usual}")
+        if self.window < 1:
+            yield Problem(("window",), f"must be at least 1, got {self.window}")
+        if self.warm_up < self.window:
+            yield Problem(("warm_up", "window"), f"is {self.warm_up}, less than one window of {self.window}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishConfig(Checked):
+    """Publishing what training changes, for servers that follow the run (`monolith serve --follow`)."""
+
+    to: str | None = None
+    """Where changes are published: grpc://host:port (grpc+tls:// with certificates) to listen there,
+    kafka://broker/topic, or a folder that servers see. None publishes nothing."""
+    interval: timedelta = timedelta(milliseconds=250)
+    """How often changed rows are published."""
+    dense_interval: timedelta = timedelta(seconds=1)
+    """How often dense weights are published."""
+    keep_bytes: int = 256 << 20
+    """How many bytes of published changes each holder of rows keeps; a server that is further behind takes a
+    snapshot."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+
+    @property
+    def enabled(self) -> bool:
+        return self.to is not None
+
+    def problems(self) -> Iterator[Problem]:
+        if self.to is not None and not self.to.strip():
+            yield Problem(("to",), "must say where to publish, or be left out")
+        for name in ("interval", "dense_interval"):
+            given = getattr(self, name)
+            if given <= timedelta(0):
+                yield Problem((name,), f"must be more than 0, got {given}")
+        if self.keep_bytes < 1 << 20:
+            yield Problem(("keep_bytes",), f"must be at least 1048576, a mebibyte, got {self.keep_bytes}")

@@ -1,0 +1,164 @@
+"""Holds publishing back when the model gets worse: its AUC falls, or its calibration error rises.
+
+Every batch is predicted before it is trained on, so the latest examples say how good the model is that would
+be published. They are compared with what has been usual in this run:
+
+    warming up ──warm_up examples──► watching ──past a bound──► out of bounds
+        ▲                               ▲                           │
+        └────────── accept ─────────────┴──── within half of it ────┘
+
+A running level follows slowly, and not at all while publishing is held: what is bad does not become usual.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from monolith.errors import MetricError
+from monolith.sync.guard import LookUp
+from monolith.sync.messages import Delta
+from monolith.sync.publish_config import GuardConfig
+from monolith.train.metrics.sliding import SlidingMetrics
+
+_log = logging.getLogger(__name__)
+
+LOOKS_PER_WINDOW = 10
+"""How often, at the most, metrics are computed while a window of examples passes."""
+LOOK_EVERY = 0.25
+"""Seconds, at the least, between two computations: they take milliseconds of the training thread."""
+
+
+@dataclass(slots=True)
+class _Head:
+    """One head: its latest examples, and the levels that its metrics have."""
+
+    latest: SlidingMetrics
+    levels: dict[str, float] = field(default_factory=dict)
+    """auc, and the calibration error."""
+    examples: int = 0
+    """Since the last start, or since somebody accepted things as they are."""
+    unseen: int = 0
+    """Examples since the last look."""
+    broken: bool = False
+    """Whether its labels or predictions are such that there is nothing to measure."""
+
+
+class MetricGuard:
+    """`RecoveringGuard` of what the training thread measures. Thread-safe.
+
+    Args:
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, config: GuardConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._heads: dict[str, _Head] = {}
+        self._reasons: dict[str, str] = {}
+        """Head and metric -> why publishing is held."""
+        self._looked = -math.inf
+
+    @property
+    def looks(self) -> bool:
+        """Whether it has anything to look at."""
+        return self._config.auc_fall is not None or self._config.calibration_rise is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Why publishing is to be held; None where everything is within bounds."""
+        with self._lock:
+            return next(iter(self._reasons.values()), None)
+
+    def update(self, predictions: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> None:
+        """Take in a batch as it was predicted, on the training thread."""
+        if not self.looks:
+            return
+        with self._lock:
+            for name, predicted in predictions.items():
+                if name in labels:
+                    self._take(name, predicted, labels[name])
+            due = self._clock() - self._looked >= LOOK_EVERY
+            least = max(self._config.window // LOOKS_PER_WINDOW, 1)
+            for name, head in self._heads.items():
+                if due and head.unseen >= least and not head.broken:
+                    self._looked = self._clock()
+                    self._look(name, head)
+
+    def check(self, delta: Delta) -> str | None:  # noqa: ARG002  it is not about rows
+        return self.reason
+
+    def recovered(self, look_up: LookUp) -> bool:  # noqa: ARG002
+        return self.reason is None
+
+    def accept(self) -> None:
+        with self._lock:
+            self._reasons = {}
+            for head in self._heads.values():
+                head.levels, head.examples = {}, 0
+
+    # Inside, with the lock held
+
+    def _take(self, name: str, predictions: Tensor, labels: Tensor) -> None:
+        head = self._heads.get(name)
+        if head is None:
+            latest = SlidingMetrics(("auc", "calibration"), self._config.window)
+            head = self._heads[name] = _Head(latest)
+        if head.broken or not bool(predictions.isfinite().all()):
+            return  # the step itself skips such a batch
+        head.latest.update(predictions, labels)
+        head.examples += len(predictions)
+        head.unseen += len(predictions)
+
+    def _look(self, name: str, head: _Head) -> None:
+        config, share = self._config, head.unseen / self._config.warm_up
+        head.unseen = 0
+        try:
+            found = head.latest.values()
+        except MetricError as error:
+            head.broken = True
+            _log.info("publishing is not guarded by the metrics of %r: %s", name, error)
+            return
+        miscalibrated = abs(found["calibration"] - 1)
+        for metric, value, bound in (
+            (f"{name}/auc", found["auc"], config.auc_fall),
+            (f"{name}/calibration", miscalibrated, config.calibration_rise),
+        ):
+            self._compare(head, metric, value, bound, share)
+
+    def _compare(self, head: _Head, name: str, value: float, bound: float | None, share: float) -> None:
+        """Hold a value against its level.
+
+        Args:
+            share: How far the level moves towards the value.
+        """
+        if bound is None or not math.isfinite(value):
+            return
+        level = head.levels.get(name, value)
+        warm = head.examples >= self._config.warm_up
+        beyond = level - value if name.endswith("/auc") else value - level
+        if warm and beyond > bound:
+            self._reasons[name] = _describe(name, value, level, bound, self._config.window)
+        elif name in self._reasons and beyond <= bound / 2:
+            del self._reasons[name]
+        if name not in self._reasons:
+            head.levels[name] = level + min(share, 1.0) * (value - level)
+
+
+def _describe(name: str, value: float, level: float, bound: float, window: int) -> str:
+    if name.endswith("/auc"):
+        return (
+            f"{name} of the latest {window:,} examples fell to {value:.4f}, from about {level:.4f}: by more "
+            f"than publish.guard.auc_fall of {bound:g}"
+        )
+    return (
+        f"the error of {name} over the latest {window:,} examples rose to {value:.4f}, from about "
+        f"{level:.4f}: by more than publish.guard.calibration_rise of {bound:g}"
+    )

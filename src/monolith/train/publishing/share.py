@@ -1,0 +1,256 @@
+"""One share of a model's rows, published by the process that holds it.
+
+    made ──start──► publishing ◄──restored──► paused, while rows are restored
+                      │    ▲
+            hold, or  │    │ resume: what is current, in a new epoch after a rollback
+            a guard   ▼    │
+                       held ──rollback──► held, and servers go back to an exported version
+
+Whatever a channel does wrong is counted and said in the log, and training goes on: nothing here waits for
+anybody who reads, and nothing raises into a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from monolith.checkpoint.shares import IdShare
+from monolith.errors import MonolithError
+from monolith.observe import Doublings, Metrics
+from monolith.sync.channel import DeltaWriter
+from monolith.sync.guard import AllGuards, RecoveringGuard, RowGuard
+from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.publish_config import PublishConfig
+from monolith.sync.publisher import DELTA_IDS, Publisher
+from monolith.train.publishing.bodies import PublishOrder, ShareStanding
+from monolith.train.publishing.counted_writer import CountedWriter
+from monolith.train.publishing.learning import Learning
+
+_log = logging.getLogger(__name__)
+
+OpenShareWriter = Callable[[IdShare], DeltaWriter]
+"""Opens the channel of a share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishPlan:
+    """What whoever holds rows needs to publish them."""
+
+    config: PublishConfig
+    run: str
+    """Names the run, in every message."""
+    open_writer: OpenShareWriter
+    metrics: Metrics = field(default_factory=Metrics)
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
+
+
+class _Opened(NamedTuple):
+    """What publishes, once rows may be seen."""
+
+    publisher: Publisher
+    writer: CountedWriter
+    thread: threading.Thread
+
+
+class SharePublisher:
+    """Publishes the tables of one share. Thread-safe.
+
+    Args:
+        tables: By name; they outlive this.
+        learned: Says what the rows have learned from; by default what `learning` was told.
+        guards: Asked besides the one that looks at rows.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, Any],
+        share: IdShare,
+        plan: PublishPlan,
+        *,
+        learned: Callable[[], LearnedUpTo] | None = None,
+        guards: Sequence[RecoveringGuard] = (),
+    ) -> None:
+        self._tables = dict(tables)
+        self._share = share
+        self._plan = plan
+        self._interval = plan.config.interval.total_seconds()
+        self.learning = Learning()
+        self._learned = self.learning.now if learned is None else learned
+        self._rows = RowGuard(plan.config.guard)
+        self._guard = AllGuards([self._rows, *guards])
+        self._weights: Mapping[str, Tensor] | None = None
+        self._turn = threading.Lock()  # held while something is published, or rows are restored
+        self._opened: _Opened | None = None
+        self._by_person = False
+        self._failures, self._failed = 0, Doublings()
+        self._closed = threading.Event()
+
+    @property
+    def place(self) -> LogPlace | None:
+        """How far the share is published; None before it is."""
+        return None if self._opened is None else self._opened.publisher.place
+
+    def start(self) -> None:
+        """Publish from now on: the rows are made or restored. Starting again does nothing.
+
+        Raises:
+            MonolithError: The channel cannot be opened, such as a port that is taken.
+        """
+        if self._opened is not None or self._closed.is_set():
+            return
+        plan, config = self._plan, self._plan.config
+        writer = CountedWriter(
+            plan.open_writer(self._share),
+            plan.metrics,
+            self._share[0],
+            problem=self._rows.problem,
+            clock=plan.clock,
+        )
+        publisher = Publisher(
+            self._tables,
+            writer,
+            run=plan.run,
+            share=self._share,
+            interval=self._interval,
+            dense_interval=config.dense_interval.total_seconds(),
+            dense=self._newest_weights,
+            learned=self._learned,
+            guard=self._guard,
+            clock=plan.clock,
+        )
+        thread = threading.Thread(target=self._run, name="publish", daemon=True)
+        self._opened = _Opened(publisher, writer, thread)
+        thread.start()
+
+    def bring(self, weights: Mapping[str, Tensor]) -> None:
+        """Take a copy of the dense weights, to be published with the next delta."""
+        self._weights = weights
+
+    def obey(self, order: PublishOrder) -> tuple[ShareStanding, ...]:
+        """Do as somebody says; return where the share stands then, or nothing before it is published."""
+        if self._opened is None:
+            return ()
+        publisher = self._opened.publisher
+        if order.action == "hold":
+            self._hold(publisher, order)
+        elif order.action == "resume":
+            if not order.by_guard:
+                self._guard.accept()
+            self._by_person = False
+            publisher.resume()
+        elif order.action == "rollback":
+            assert order.version is not None, "an order to go back names the version"
+            self._by_person = True
+            publisher.rollback(order.version)
+        return (self._standing(self._opened),)
+
+    def _standing(self, opened: _Opened) -> ShareStanding:
+        publisher, writer = opened.publisher, opened.writer
+        state, place, newest = publisher.state, publisher.place, writer.newest
+        by_guard = state.held and not self._by_person
+        return ShareStanding(
+            share=self._share[0],
+            shares=self._share[1],
+            held=state.held,
+            reason=state.reason[:4096],
+            since=state.since,
+            version=state.version,
+            epoch=place.epoch,
+            sequence=place.sequence,
+            step=newest.step,
+            watermark=newest.watermark,
+            published_at=newest.published_at,
+            deltas=writer.deltas,
+            rows=writer.rows,
+            bytes=writer.bytes,
+            errors=publisher.stats.failures + self._failures,
+            resyncs=writer.resyncs,
+            by_guard=by_guard,
+            recovered=by_guard and self._guard.recovered(self._look_up),
+        )
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Publish nothing while rows are restored, and begin a new epoch with what they are then."""
+        with self._turn:
+            yield
+            self._weights = None  # the next that are brought fit the rows
+            self.learning.forget()
+            if self._opened is not None:
+                publisher = self._opened.publisher
+                self._try(lambda: publisher.begin_epoch("rows were restored"))
+
+    def publish(self) -> bool:
+        """Publish what has changed, now; return whether there may be more than one delta holds. Called by the
+        thread of its own, and by tests."""
+        opened = self._opened
+        if opened is None:
+            return False
+        before = opened.writer.rows
+        with self._turn:
+            if not self._closed.is_set():
+                self._try(opened.publisher.publish_now)
+        return opened.writer.rows - before >= DELTA_IDS
+
+    def flush(self) -> None:
+        """Publish all that has changed."""
+        with self._turn:
+            if self._opened is not None and not self._closed.is_set():
+                self._try(self._opened.publisher.flush)
+
+    def close(self) -> None:
+        """Stop, and let go of the tables. Closing again does nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._opened is not None:
+            self._opened.thread.join(10)
+            with self._turn:
+                self._try(self._opened.publisher.close)
+
+    # Inside
+
+    def _run(self) -> None:
+        delay = self._interval
+        while not self._closed.wait(delay):
+            began = time.monotonic()
+            more = self.publish()
+            delay = 0.0 if more else max(0.0, self._interval - (time.monotonic() - began))
+
+    def _hold(self, publisher: Publisher, order: PublishOrder) -> None:
+        self._by_person = self._by_person or not order.by_guard
+        if not publisher.state.held or not order.by_guard:
+            publisher.hold(order.reason)
+
+    def _newest_weights(self) -> Mapping[str, Tensor] | None:
+        return self._weights
+
+    def _look_up(self, table: str, ids: Tensor) -> Tensor:
+        found: Tensor = self._tables[table].lookup(ids)
+        return found
+
+    def _try(self, call: Callable[[], object]) -> None:
+        """Do what may fail; a failure is counted, and said now and then."""
+        try:
+            call()
+        except Exception as error:
+            self._failures += 1
+            if self._failed.due(self._failures):
+                unexpected = None if isinstance(error, MonolithError) else error
+                _log.error(
+                    "share %d of %d was not published (%d times so far); training goes on, and it is tried "
+                    "again: %s",
+                    *self._share,
+                    self._failures,
+                    error,
+                    exc_info=unexpected,
+                )

@@ -1,0 +1,159 @@
+"""Channels by their URLs: which one it is, what is refused, and who is found by discovery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sync.delta_channels import Copy, SmallPublisher, until
+
+from monolith.cluster.discovery import MemoryDiscovery
+from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener
+from monolith.config import Secret
+from monolith.errors import ConfigError, UnavailableError
+from monolith.sync.channels import (
+    PUBLISHER,
+    ChannelUrl,
+    ListeningWriter,
+    open_reader,
+    open_writer,
+    parse_channel_url,
+)
+from monolith.sync.folder_channel import FolderDeltaReader, FolderDeltaWriter
+
+pytest.importorskip("pyarrow.flight")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("grpc://host:7000", ChannelUrl("flight", ("host:7000",))),
+        ("grpc://a:1,[::1]:2/model", ChannelUrl("flight", ("a:1", "[::1]:2"), "model")),
+        ("grpc+tls://host:7000", ChannelUrl("flight", ("host:7000",), tls=True)),
+        ("kafka://a:9092,b:9092/deltas", ChannelUrl("kafka", ("a:9092", "b:9092"), "deltas")),
+        ("/shared/deltas", ChannelUrl("folder", name="/shared/deltas")),
+        ("deltas", ChannelUrl("folder", name="deltas")),
+        ("file:///shared/deltas", ChannelUrl("folder", name="file:///shared/deltas")),
+        ("s3://bucket/deltas", ChannelUrl("folder", name="s3://bucket/deltas")),
+        ("discovery", ChannelUrl("discovery")),
+    ],
+)
+def test_a_url_says_which_channel_it_is(url: str, found: ChannelUrl) -> None:
+    assert parse_channel_url(url) == found
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "empty"),
+        ("gprc://host:7000", "Did you mean grpc://"),
+        ("kafak://host:1/topic", "Did you mean kafka://"),
+        ("http://host:7000", "it must be grpc"),
+        ("grpc://host", "host"),
+        ("grpc://host:seven", "seven"),
+        ("grpc://a:1,,b:2", "it must be|Use grpc|host"),
+        ("grpc://host:7000/a/b", "one word"),
+        ("kafka://broker:9092", "topic"),
+        ("kafka://broker:9092/a/b", "topic"),
+        ("kafka://user:secret@broker:9092/topic", "others can read the password"),
+        ("file:///", "no folder"),
+    ],
+)
+def test_a_bad_url_is_refused_with_what_to_write(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        parse_channel_url(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_folder_is_opened_by_its_path(tmp_path: Path) -> None:
+    writer, reader = open_writer(str(tmp_path)), open_reader(f"file://{tmp_path}")
+    assert isinstance(writer, FolderDeltaWriter)
+    assert isinstance(reader, FolderDeltaReader)
+    publisher, copy = SmallPublisher(writer), Copy()
+    publisher.publish([1, 2])
+    until(lambda: copy.equals(publisher), lambda: copy.follow(reader, wait=0.1))
+    writer.close()
+
+
+def test_a_publisher_listens_at_one_address() -> None:
+    with pytest.raises(ConfigError, match="one address"):
+        open_writer("grpc://127.0.0.1:0,127.0.0.1:0")
+
+
+def test_tls_is_asked_for_by_both_or_by_none() -> None:
+    with pytest.raises(ConfigError, match=r"security\.cert"):
+        open_reader("grpc+tls://host:1")
+
+
+def test_without_a_registry_discovery_is_refused() -> None:
+    for open_end in (open_reader, open_writer):
+        with pytest.raises(ConfigError, match="no registry"):
+            open_end("discovery")
+
+
+def test_publishers_are_found_by_discovery_wherever_they_are() -> None:
+    with MemoryDiscovery() as discovery:
+        writers = [open_writer("discovery", discovery=discovery) for _ in range(2)]
+        reader = open_reader("discovery", discovery=discovery)
+        assert list(reader.shares()) == []
+        publishers = [SmallPublisher(writers[n], epoch=f"e{n}", share=(n, 2)) for n in range(2)]
+        for number, publisher in enumerate(publishers):
+            publisher.publish([number])
+        assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+        writers[1].close()
+        assert set(discovery.query(PUBLISHER)) == {0}
+        moved = open_writer("discovery", discovery=discovery)
+        again, copy = SmallPublisher(moved, epoch="moved", share=(1, 2)), Copy()
+        again.publish([7])
+        assert isinstance(moved, ListeningWriter)
+        until(
+            lambda: copy.equals(again), lambda: copy.follow(open_reader("discovery", discovery=discovery), 1)
+        )
+        reader.close()
+        writers[0].close()
+        moved.close()
+
+
+def test_a_reader_without_the_token_is_refused() -> None:
+    security = SecurityConfig(token=Secret("the-shared-token"))
+    writer = open_writer("grpc://127.0.0.1:0", guard=guard_listener("127.0.0.1", security))
+    assert isinstance(writer, ListeningWriter)
+    publisher, copy = SmallPublisher(writer), Copy()
+    publisher.publish([1])
+    url = f"grpc://{writer.address}"
+    for wrong in (None, guard_caller(SecurityConfig(token=Secret("another")))):
+        with pytest.raises(ConfigError, match="token"):
+            open_reader(url, guard=wrong).shares()
+    reader = open_reader(url, guard=guard_caller(security))
+    copy.follow(reader)
+    assert copy.equals(publisher)
+    reader.close()
+    writer.close()
+
+
+def test_both_ends_show_certificates(certificates: Path) -> None:
+    security = SecurityConfig(
+        cert=certificates / "ca-node.crt", key=certificates / "ca-node.key", ca=certificates / "ca.crt"
+    )
+    guard = guard_listener("127.0.0.1", security)
+    with pytest.raises(ConfigError, match=r"grpc\+tls"):
+        open_writer("grpc://127.0.0.1:0", guard=guard)
+    writer = open_writer("grpc+tls://127.0.0.1:0", guard=guard)
+    assert isinstance(writer, ListeningWriter)
+    publisher, copy = SmallPublisher(writer), Copy()
+    publisher.publish([1])
+    reader = open_reader(f"grpc+tls://{writer.address}", guard=guard_caller(security))
+    copy.follow(reader)
+    assert copy.equals(publisher)
+    other = SecurityConfig(
+        cert=certificates / "other-node.crt",
+        key=certificates / "other-node.key",
+        ca=certificates / "other.crt",
+    )
+    for wrong in (None, guard_caller(other)):
+        stranger = open_reader(f"grpc{'+tls' if wrong else ''}://{writer.address}", guard=wrong)
+        with pytest.raises((ConfigError, UnavailableError)):
+            stranger.shares()
+        stranger.close()
+    reader.close()
+    writer.close()

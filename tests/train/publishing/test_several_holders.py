@@ -1,0 +1,103 @@
+"""Runs of several processes publish as well: each holder of rows its share, and one the dense weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from train.fleets import Tallied, read_model, run_fleet
+from train.losing import LosingFleet, settings, wait_for
+from train.published import Following
+from train.rank_runs import quiet, train_ranks
+
+from monolith.train import Hook, LocalRun, SaveConfig, TrainConfig
+from monolith.train.publishing.bodies import PublishOrder, ShareStanding
+
+TASK = Tallied(batches=16)
+
+
+def ends_equal(following: Following, model_dir: Path) -> None:
+    """See that a subscriber holds what the last checkpoint of a run has, rows and weights."""
+    saved = read_model(TASK, model_dir)
+    assert following.values == {
+        name: {key: tuple(value) for key, (_, value, _) in rows.items()} for name, rows in saved.rows.items()
+    }
+    assert {name: one.tolist() for name, one in following.dense.items()} == saved.weights
+    assert sorted(following.subscriber.standing) == [0, 1]
+
+
+class Watch(Hook):
+    """Keeps what the process that leads hears of all holders."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._run = run
+        self.found: list[list[ShareStanding]] = []
+
+    def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
+        publishing = self._run.publish
+        if publishing is None or run.step not in (6, 8):
+            return
+        order = PublishOrder("hold", "for a moment") if run.step == 6 else PublishOrder("resume")
+        self.found.append(list(publishing.obey(order)))
+
+
+def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(tmp_path: Path) -> None:
+    following = Following(TASK)
+    outcome = run_fleet(TASK, tmp_path, num_ps=2, num_workers=2, publish=following.plan)
+    assert outcome.chief.finished
+    ends_equal(following, tmp_path)
+    learned = [one.learned for one in following.subscriber.standing.values()]
+    assert max(one.step for one in learned) == outcome.chief.step
+    assert all(0 < one.trained_at <= one.published_at for one in learned)
+
+
+def test_a_subscriber_of_two_ranks_ends_equal_to_them(tmp_path: Path) -> None:
+    following = Following(TASK)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
+    watches: list[Watch] = []
+
+    def hooks(rank: int, run: LocalRun) -> list[Hook]:
+        if rank:
+            return []
+        watches.append(Watch(run))
+        return list(watches)
+
+    train_ranks([TASK, TASK], config, hooks=hooks, publish=following.plan)
+    ends_equal(following, tmp_path)
+    held, resumed = watches[0].found
+    assert [(one.share, one.shares, one.held) for one in held] == [(0, 2, True), (1, 2, True)]
+    assert [one.held for one in resumed] == [False, False]
+
+
+def test_a_subscriber_of_servers_beside_ranks_ends_equal_to_them(tmp_path: Path) -> None:
+    following = Following(TASK)
+    config = quiet(TrainConfig(), model_dir=str(tmp_path), save=SaveConfig(steps=6))
+    train_ranks([TASK, TASK], config, num_ps=2, publish=following.plan)
+    ends_equal(following, tmp_path)
+
+
+def test_a_server_that_took_the_place_of_a_lost_one_publishes_in_an_epoch_of_its_own(tmp_path: Path) -> None:
+    following = Following(TASK)
+    epochs: list[dict[int, str]] = []
+
+    class Loses(Hook):
+        def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
+            if run.step == 4:
+                wait_for(lambda: len(following.channel.reader().shares()) == 2, "both to publish")
+                epochs.append(epochs_of(following))
+            if run.step == 8:
+                fleet.replace_server(1)
+
+    config = settings(tmp_path, save=SaveConfig(steps=5))
+    with LosingFleet(config, task=TASK, loses_servers=True, publish=following.plan) as fleet:
+        report = fleet.train(hooks=[Loses()]).report()
+        epochs.append(epochs_of(following))
+    assert [found.server for found in report.lost.servers] == [1]
+    before, after = epochs
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+    ends_equal(following, tmp_path)
+
+
+def epochs_of(following: Following) -> dict[int, str]:
+    return {log.share[0]: log.newest.epoch for log in following.channel.reader().shares()}
