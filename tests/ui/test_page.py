@@ -105,12 +105,13 @@ def test_it_lives_and_shows_a_source_that_goes_and_comes_back(shown: Shown) -> N
 
 
 def test_it_finds_its_way_back_when_its_own_server_was_away(browser: Any) -> None:
-    with Page([Feed("one")], every=0.05) as first:
+    with Page([Feed("one <img src=x onerror=alert(1)>")], every=0.05) as first:
         port = int(str(first.address).rpartition(":")[2].strip("/"))
         tab = browser.new_page()
         looked = Shown(first, SampleRun(), Feed("x"), tab)
         tab.goto(str(first.address))
-        looked.wait("#sources", "one")
+        looked.wait("#sources", "one <img src=x")  # a name is text, whatever it says
+        assert tab.locator("img").count() == 0
     looked.wait("#connection", "does not answer; trying again")
     with Page([Feed("two")], port=port, every=0.05):
         looked.wait("#sources", "two")

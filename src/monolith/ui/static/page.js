@@ -126,7 +126,7 @@ function drawStages() {
         (cell, { stage, seconds }) => {
           const total = seconds.counts.reduce((sum, value) => sum + value, 0);
           const whole = (text) => text.replaceAll(" ", "\u00a0"); // a line breaks between the two
-          const [p50, p99] = [whole(`p50 ${duration(seconds.p50)}`), whole(`p99 ${duration(seconds.p99)}`)];
+          const [p50, p99] = [whole(`p50 ${upTo(seconds, "p50")}`), whole(`p99 ${upTo(seconds, "p99")}`)];
           const text = total ? `${p50}, ${p99}` : "no event of late";
           setText(cell.children[0], stage);
           setText(cell.children[1], text);
@@ -135,13 +135,19 @@ function drawStages() {
       );
       const rows = one.stages.map(({ stage, seconds }) => [
         stage,
-        duration(seconds.p50),
-        duration(seconds.p99),
+        upTo(seconds, "p50"),
+        upTo(seconds, "p99"),
         count(seconds.counts.reduce((sum, value) => sum + value, 0)),
       ]);
       fill(part.children[2].lastElementChild, ["stage", ">p50", ">p99", ">events"], rows, `${one.name}, the last minute`);
     },
   );
+}
+
+// What lies above the largest bound is only known to do so.
+function upTo(seconds, which) {
+  const largest = Math.max(...seconds.bounds.filter((bound) => bound !== null));
+  return `${seconds[which] >= largest ? "over " : ""}${duration(seconds[which])}`;
 }
 
 function details(title) {
