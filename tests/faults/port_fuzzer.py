@@ -105,6 +105,9 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "server.assign": {"index": 0, "num_ps": 1},
         "server.reserve": {},
         "server.end": {"run": "r"},
+        "publish.obey": {"action": "hold", "reason": "x", "version": None, "by_guard": False},
+        "publish.told": {"run": "r", "step": 1, "watermark": 0},
+        "publish.flush": {"run": "r"},
         "tables.cut": {"run": "r", "cut": "c"},
         "tables.close": {"run": "r", "cut": "c", "saved": False},
         "job.start": {
@@ -130,6 +133,7 @@ EXCHANGES: dict[str, tuple[dict[str, Any], int]] = {
     "load_dense": ({}, 64),
     "lay_buffers": ({"worker": 1, "examples": 8}, 8),
     "take_buffers": ({"worker": None}, 0),
+    "publish.weights": ({"run": "r", "weights": 4}, 64),
 }
 CONTROL = (
     "StopTraining",
@@ -137,6 +141,7 @@ CONTROL = (
     "GetBlockStatus",
     "SaveCheckpoint",
     "GetTrainingStatus",
+    "Publish",
     "Nothing",
 )
 NUMBERS = (0, 1, -1, 2, -3, 255, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, -(2**63), 2**70, 1e9, 1e308, 0.5)

@@ -27,7 +27,8 @@ from monolith.data.service import DataWorker, Dispatcher
 from monolith.observe import Metrics
 from monolith.serve.shards import ServingServer
 from monolith.store import ParameterServer
-from monolith.train import TrainConfig
+from monolith.sync import MemoryChannel, PublishConfig
+from monolith.train import PublishPlan, TrainConfig
 from monolith.train.fleet.parameter_server import ServedShare
 from monolith.train.hooks import ControlServerHook, LocalBarrier
 from monolith.wire.limits import Limits
@@ -47,7 +48,10 @@ def serve(folder: str, stack: ExitStack) -> dict[str, str]:
     job = replace(CONFIG, lease=timedelta(seconds=600))
     dispatcher = stack.enter_context(Dispatcher(job, folder=f"{folder}/job", limits=LIMITS))
     worker = stack.enter_context(DataWorker(dispatcher.address, open_split, limits=LIMITS, chunk_records=5))
-    share = ServedShare(Clicks(), TrainConfig(model_dir=f"{folder}/model"), index=0, num_ps=1, num_workers=2)
+    config, channel = TrainConfig(model_dir=f"{folder}/model"), MemoryChannel()
+    plan = PublishPlan(config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer())
+    share = ServedShare(Clicks(), config, index=0, num_ps=1, num_workers=2, publish=plan)
+    stack.callback(share.close_publishing)
     parameters = stack.enter_context(share.serve("127.0.0.1", 0, None, LIMITS))
     guarded = stack.enter_context(
         ParameterServer([], share=(0, 1), guard=Guard(token=Secret(TOKEN)), limits=LIMITS)

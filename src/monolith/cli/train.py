@@ -107,8 +107,8 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
         if run.job.dump_features:
             return dump_features(training)
         chief = run.cluster.role == "worker" and run.cluster.index == 0
-        asked = options.control or (chief and is_to_be_held(run))
-        control = control_place(run, environ, status, asked=asked)
+        controlled = options.control or (chief and is_to_be_held(run))
+        control = control_place(run, environ, status, asked=controlled)
         open_things.enter_context(status.written())
         if not chief:
             open_things.enter_context(profiled_on_demand(control, run, status))

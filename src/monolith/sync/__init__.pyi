@@ -20,6 +20,7 @@ from monolith.sync.messages import (
     SnapshotEnd,
     SnapshotRows,
 )
+from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.sync.publisher import Publisher, PublishGuard, PublishStats
 from monolith.sync.subscriber import Followed, Subscriber
 from monolith.sync.table_target import TableTarget
@@ -38,11 +39,13 @@ __all__ = [
     "DeltaWriter",
     "Digests",
     "Followed",
+    "GuardConfig",
     "LearnedUpTo",
     "LogPlace",
     "MemoryChannel",
     "Message",
     "OpenReader",
+    "PublishConfig",
     "PublishGuard",
     "PublishState",
     "PublishStats",

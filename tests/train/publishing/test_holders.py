@@ -80,6 +80,13 @@ def test_where_the_guard_of_one_holds_it_all_are_held() -> None:
     assert [one.held for one in holders.shares] == [True, True]
 
 
+def test_who_missed_that_all_went_back_goes_back_too() -> None:
+    holders = TwoHolders()
+    holders.hold(0, version="1200")
+    steward(holders).look()
+    assert holders.orders == [PublishOrder("rollback", version="1200")]
+
+
 def test_a_model_that_got_worse_holds_all() -> None:
     holders = TwoHolders()
     steward(holders, wrong="the AUC fell").look()

@@ -20,7 +20,7 @@ from monolith.checkpoint import read_manifest
 from monolith.data import Stream
 from monolith.feature import Batch
 from monolith.model import DeepFM
-from monolith.sync import LogPlace, Subscriber, TableTarget
+from monolith.sync import GuardConfig, LogPlace, Subscriber, TableTarget
 from monolith.table import NativeTable, Sgd, iterate
 from monolith.train import AlertConfig, Hook, LocalRun, Mode, SaveConfig, TrainConfig, Trainer
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
@@ -252,6 +252,28 @@ def test_nothing_of_a_poisoned_batch_is_let_out_and_training_goes_on() -> None:
     assert following.target.state.held
     assert "largest_value" in following.target.state.reason
     assert 'monolith_publish_held{share="0"} 1.0' in following.metrics.render().decode()
+
+
+def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
+    following = Following(TASK, replace(OFTEN, guard=GuardConfig()))
+    standings: list[ShareStanding] = []
+
+    def gets_worse(run: LocalRun) -> None:
+        assert run.publish is not None
+        run.publish._guard._reasons["click/auc"] = "click/auc fell"
+        standings.append(publish(run))
+
+    def resume(run: LocalRun) -> None:
+        assert run.publish is not None
+        standings.extend(run.publish.obey(PublishOrder("resume")))
+        assert run.publish._guard._heads["click"].examples == 0
+
+    last = train(following, between={4: gets_worse, 8: resume})
+    assert [(one.held, one.reason, one.by_guard) for one in standings] == [
+        (True, "click/auc fell", True),
+        (False, "", False),
+    ]
+    assert following.values == last.values
 
 
 def test_what_is_held_is_collected_and_published_when_somebody_resumes() -> None:

@@ -35,17 +35,40 @@ class Watch(Hook):
 
     def after_step(self, run: Any, result: Any) -> None:  # noqa: ARG002
         publishing = self._run.publish
-        if publishing is None or run.step not in (6, 8):
+        assert publishing is not None
+        if run.step < 4 + 2 * len(self.found) or len(self.found) == 2:
             return
-        order = PublishOrder("hold", "for a moment") if run.step == 6 else PublishOrder("resume")
+        wait_for(lambda: len(publishing.obey(PublishOrder("status"))) == 2, "all to publish")
+        order = PublishOrder("resume") if self.found else PublishOrder("hold", "for a moment")
         self.found.append(list(publishing.obey(order)))
+
+    def check(self) -> None:
+        """See that both shares were held, and let go."""
+        held, resumed = self.found
+        assert [(one.share, one.shares, one.held) for one in held] == [(0, 2, True), (1, 2, True)]
+        assert {one.reason for one in held} == {"for a moment"}
+        assert [one.held for one in resumed] == [False, False]
 
 
 def test_a_subscriber_of_two_parameter_servers_ends_equal_to_them(tmp_path: Path) -> None:
     following = Following(TASK)
-    outcome = run_fleet(TASK, tmp_path, num_ps=2, num_workers=2, publish=following.plan)
+    watches: list[Watch] = []
+
+    def watch(run: LocalRun) -> list[Hook]:
+        watches.append(Watch(run))
+        return list(watches)
+
+    outcome = run_fleet(
+        TASK,
+        tmp_path,
+        num_ps=2,
+        num_workers=2,
+        hooks=lambda worker: () if worker else watch,
+        publish=following.plan,
+    )
     assert outcome.chief.finished
     ends_equal(following, tmp_path)
+    watches[0].check()
     learned = [one.learned for one in following.subscriber.standing.values()]
     assert max(one.step for one in learned) == outcome.chief.step
     assert all(0 < one.trained_at <= one.published_at for one in learned)
@@ -64,9 +87,7 @@ def test_a_subscriber_of_two_ranks_ends_equal_to_them(tmp_path: Path) -> None:
 
     train_ranks([TASK, TASK], config, hooks=hooks, publish=following.plan)
     ends_equal(following, tmp_path)
-    held, resumed = watches[0].found
-    assert [(one.share, one.shares, one.held) for one in held] == [(0, 2, True), (1, 2, True)]
-    assert [one.held for one in resumed] == [False, False]
+    watches[0].check()
 
 
 def test_a_subscriber_of_servers_beside_ranks_ends_equal_to_them(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN
 from monolith.train.fleet.published_share import PublishedShare
 from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
-from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold
+from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold, sound
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.task import Mode, Task
 from monolith.wire.bodies import Answer, Gone, Nothing, PollAnswer, typed_calls, typed_polls
@@ -509,8 +509,9 @@ class ServedShare:
             held.publishing.close()
 
     def _obey(self, body: PublishOrder) -> PublishedShares:
+        order = sound(body)
         with self._publishing() as publishing:
-            return PublishedShares(() if publishing is None else publishing.obey(body))
+            return PublishedShares(() if publishing is None else publishing.obey(order))
 
     def _hear(self, body: HoldersTold) -> PublishedShares:
         """Hear how far the run is; the first time, everything is restored, and publishing begins."""

@@ -35,13 +35,24 @@ def person_order(action: str, *, reason: str = "", version: str = "") -> Publish
     """
     if action not in get_args(Action):
         raise RequestError(f"publish: {action[:60]!r} is none of {', '.join(get_args(Action))}")
-    if (action == "rollback") != bool(version):
+    body = {"action": action, "reason": reason, "version": version or None}
+    return sound(read_body(PublishOrder, body))
+
+
+def sound(order: PublishOrder) -> PublishOrder:
+    """Return an order that came from elsewhere, if it makes sense.
+
+    Raises:
+        RequestError: It does not; says why.
+    """
+    version = order.version
+    if (order.action == "rollback") != (version is not None):
         raise RequestError("publish: a rollback, and nothing else, names the exported version to go back to")
-    if version and not _is_version(version):
+    if version is not None and not _is_version(version):
         raise RequestError(
             f"publish: {version[:60]!r} is no exported version: those are names of folders, such as 1200"
         )
-    return read_body(PublishOrder, {"action": action, "reason": reason, "version": version or None})
+    return order
 
 
 def _is_version(text: str) -> bool:

@@ -89,6 +89,14 @@ class OwnRows:
         self._share.close()
 
 
+def _as_held(one: ShareStanding) -> PublishOrder:
+    """Return what has all stand as one share does, which is held."""
+    if one.version is not None:
+        return PublishOrder("rollback", version=one.version)
+    reason = f"{one.reason} (share {one.share})"
+    return PublishOrder("hold", reason[:4096], by_guard=one.by_guard)
+
+
 class Steward:
     """Keeps the holders of a run together, and lets them go on when what a guard held back is well again.
 
@@ -130,10 +138,7 @@ class Steward:
             self._holders.obey(PublishOrder("hold", reason, by_guard=True))
         elif held and len(held) < len(found):
             first = held[0]
-            why = first.reason if len(found) == 1 else f"{first.reason} (share {first.share})"
-            self._holders.obey(
-                PublishOrder("hold", why[:4096], version=first.version, by_guard=first.by_guard)
-            )
+            self._holders.obey(_as_held(first))
         elif held and reason is None and self._may_go_on(held):
             _log.warning("what held publishing back is within bounds again; publishing goes on")
             self._holders.obey(PublishOrder("resume", by_guard=True))

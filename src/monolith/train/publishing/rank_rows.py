@@ -9,7 +9,7 @@ from torch import Tensor
 
 from monolith.store import RankGroups
 from monolith.sync.messages import LearnedUpTo, LogPlace
-from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding
+from monolith.train.publishing.bodies import PublishedShares, PublishOrder, ShareStanding, sound
 from monolith.train.publishing.share import SharePublisher
 from monolith.wire.bodies import Json, read_body, write_body
 
@@ -60,5 +60,5 @@ class RowsOfRanks:
         self._share.close()
 
     def _answer(self, body: dict[str, Json]) -> dict[str, Json]:
-        order = read_body(PublishOrder, body)
+        order = sound(read_body(PublishOrder, body))
         return write_body(PublishedShares(self._share.obey(order)))
