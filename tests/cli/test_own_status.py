@@ -83,6 +83,13 @@ def test_a_process_that_does_nothing_yet_is_starting() -> None:
     assert status.pid > 0
 
 
+def test_a_process_says_where_its_metrics_are() -> None:
+    status = own()
+    assert status.status().metrics == ""
+    status.metrics_url = "http://127.0.0.1:9090/metrics"
+    assert status.status().metrics == "http://127.0.0.1:9090/metrics"
+
+
 def test_a_worker_s_speed_lag_rows_and_checkpoint_are_known() -> None:
     clock = Clocks()
     status = own(clock)

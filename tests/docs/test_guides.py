@@ -129,6 +129,12 @@ def check_serving(names: dict[str, Any]) -> None:
     assert names["status"] == 0
 
 
+def check_page(names: dict[str, Any]) -> None:
+    sources, curves = names["state"]["sources"], names["state"]["curves"]
+    assert [(one["name"], one["up"]) for one in sources] == [("mine", True)]
+    assert [(one["chart"], one["points"]) for one in curves] == [("auc", [[1_700_000_000.0, 0.731]])]
+
+
 def check_publishing(names: dict[str, Any]) -> None:
     (compare,) = names["compare"]
     assert compare.learned.step == names["report"].step == 20
@@ -142,6 +148,7 @@ CLAIMS = {
     "first-hour.md": check_first_hour,
     "data.md": check_data,
     "evaluation.md": check_evaluation,
+    "page.md": check_page,
     "publishing.md": check_publishing,
     "README.md": check_readme,
     "retrieval.md": check_retrieval,

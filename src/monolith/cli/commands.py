@@ -62,6 +62,7 @@ from monolith.cli.options.serve import AskOptions, ServeOptions
 from monolith.cli.options.shows import DemoOptions, TourOptions
 from monolith.cli.options.top import TopOptions
 from monolith.cli.options.train import EvaluateOptions, PredictOptions, TrainOptions
+from monolith.cli.options.ui import UiOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ COMMANDS = {
     "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
+    "ui": Command(UiOptions, "monolith.cli.ui", positional=True),
     "profile": Command(ProfileOptions, "monolith.cli.profile", positional=True),
     "publish status": Command(PublishStatusOptions, "monolith.cli.publish", "status", positional=True),
     "publish hold": Command(PublishHoldOptions, "monolith.cli.publish", "hold", positional=True),

@@ -65,6 +65,8 @@ class OwnStatus:
         self._look: Look = lambda status: status
         self.control: Callable[[], str] = lambda: ""
         """Says where this process is controlled; empty while it is not."""
+        self.metrics_url = ""
+        """Where this process shows its metrics; empty where it does not."""
         self._writer: StatusWriter | None = None
         self._failovers = 0
         self.page = StatusPage(self._board, self._now, clock=clock)
@@ -83,7 +85,13 @@ class OwnStatus:
     def status(self) -> ProcessStatus:
         """Return how this process stands now."""
         with self._lock:
-            now = replace(self._start, time=self._clock(), failovers=self._failovers, control=self.control())
+            now = replace(
+                self._start,
+                time=self._clock(),
+                failovers=self._failovers,
+                control=self.control(),
+                metrics=self.metrics_url,
+            )
             return self._look(now)
 
     def _now(self) -> ProcessStatus:

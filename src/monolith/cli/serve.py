@@ -38,8 +38,7 @@ from monolith.serve.server import (
     VersionPolicy,
 )
 from monolith.serve.server.catalog import ServableCatalog, example_row, served_folder
-from monolith.serve.server.server import bound_socket
-from monolith.wire.ports import join_address
+from monolith.wire.ports import bound_socket, join_address
 
 READY = "ready"
 """What each of several processes says when it serves."""

@@ -102,6 +102,7 @@ def run(options: TrainOptions, environ: Mapping[str, str] | None = None) -> int:
         served = serve_metrics(metrics, run, status)
         if served is not None:
             open_things.enter_context(served)
+            status.metrics_url = served.url
             say(f"metrics on {served.url}")
         if run.job.dump_features:
             return dump_features(training)

@@ -76,6 +76,8 @@ class ProcessStatus:
     """Where it listens; empty for a process that does not."""
     control: Text = ""
     """Where its control server listens; empty for a process without."""
+    metrics: Text = ""
+    """The URL of its metrics; empty for a process that shows none."""
     job: Text = ""
     num_ps: Count = 0
     """Servers of the whole job."""

@@ -29,6 +29,37 @@ def check_port(whose: str, host: str, port: int) -> None:
         raise listen_error(whose, host, port, cause) from cause
 
 
+def bound_socket(host: str, port: int, share: bool = False, *, whose: str = "serve") -> socket.socket:
+    """Return a socket that is bound, and not listening yet.
+
+    Args:
+        share: Whether other processes of this user may listen on the same port.
+        whose: What an error begins with.
+
+    Raises:
+        ListenError: The port is taken, or the address is not of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as cause:
+        raise listen_error(whose, host, port, cause) from cause
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as cause:
+        made.close()
+        if isinstance(cause, OverflowError):
+            raise ListenError(
+                f"{whose}: cannot listen on {host}:{port}: a port is from 0 to 65535"
+            ) from cause
+        raise listen_error(whose, host, port, cause) from cause
+    return made
+
+
 def listen_error(whose: str, host: str, port: int, cause: OSError | None) -> ListenError:
     number = None if cause is None else cause.errno
     why = {

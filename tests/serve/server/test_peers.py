@@ -10,8 +10,8 @@ from monolith.cluster.security import Guard
 from monolith.config import Secret
 from monolith.errors import ListenError
 from monolith.serve.server import ServePeers
-from monolith.serve.server.server import bound_socket
 from monolith.wire.open_inference import message_types
+from monolith.wire.ports import bound_socket
 
 GUARD = Guard(token=Secret("s3cret"))
 TOKEN = {"authorization": "Bearer s3cret"}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-import socket
 import ssl
 import tempfile
 import threading
@@ -24,7 +23,6 @@ from types import TracebackType
 from typing import Self
 
 from monolith.cluster.security import Guard
-from monolith.errors import ListenError
 from monolith.observe.metrics import Metrics
 from monolith.serve.server.config import ServeConfig, ServedFolder
 from monolith.serve.server.grpc_port import GrpcPort
@@ -34,7 +32,7 @@ from monolith.serve.server.inference import Inference
 from monolith.serve.server.observing import ServeMetrics
 from monolith.serve.server.peers import ServePeers
 from monolith.serve.server.served import Catalog
-from monolith.wire.ports import join_address, listen_error
+from monolith.wire.ports import bound_socket, join_address
 
 _log = logging.getLogger(__name__)
 
@@ -178,31 +176,3 @@ class InferenceServer:
 def _left(end: float) -> float:
     """Return the seconds until a time, at least one: what has ended already needs a moment to be seen."""
     return max(1.0, end - time.monotonic())
-
-
-def bound_socket(host: str, port: int, share: bool) -> socket.socket:
-    """Return a socket that is bound, and not listening yet.
-
-    Args:
-        share: Whether other processes of this user may listen on the same port.
-
-    Raises:
-        ListenError: The port is taken, or the address is not of this machine.
-    """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-    except OSError as cause:
-        raise listen_error("serve", host, port, cause) from cause
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        made.bind(address)
-    except (OSError, OverflowError) as cause:
-        made.close()
-        if isinstance(cause, OverflowError):
-            raise ListenError(f"serve: cannot listen on {host}:{port}: a port is from 0 to 65535") from cause
-        raise listen_error("serve", host, port, cause) from cause
-    return made

@@ -246,6 +246,31 @@ def test_gauges_are_kept_for_prometheus() -> None:
     assert 'monolith_train_metric{metric="click/auc"} 0.7312' in text
 
 
+def test_gauges_tell_the_tables_apart() -> None:
+    metrics = Metrics()
+    tables = {"user": stats(3, inserted=9, filtered=5), "item": stats(4, refused=1, evicted=2)}
+    gauge_standing(metrics)(standing(tables=tables))
+    text = metrics.render().decode()
+    for line in (
+        'table_rows{table="user"} 3.0',
+        'table_bytes{table="item"} 400.0',
+        'table_births{table="user"} 9.0',
+        'table_filtered{table="user"} 5.0',
+        'table_refused{table="item"} 1.0',
+        'table_expired{table="item"} 2.0',
+    ):
+        assert f"monolith_{line}\n" in text
+
+
+def test_the_newest_event_is_a_gauge_where_the_data_has_times() -> None:
+    metrics = Metrics()
+    show = gauge_standing(metrics)
+    show(standing())
+    assert b"monolith_train_event_time_seconds 0.0" in metrics.render()
+    show(standing(event_time=999_990))
+    assert b"monolith_train_event_time_seconds 999990.0" in metrics.render()
+
+
 def test_the_staleness_of_dense_weights_is_told_where_there_is_some() -> None:
     assert "dense staleness" not in describe_standing(standing())
     assert "dense staleness" not in describe_standing(standing(staleness=0))

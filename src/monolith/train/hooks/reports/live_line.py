@@ -52,6 +52,10 @@ class Standing:
     """By "head/metric", over the latest examples; those that have nothing to say are left out."""
     lag_seconds: float | None
     """How far the newest example trained on is behind the clock; None where the data has no event times."""
+    event_time: int = 0
+    """The newest event trained on, in Unix seconds; 0 where the data has no event times."""
+    tables: Mapping[str, TableStats] = field(default_factory=dict)
+    """What each table holds, by name."""
     rows: int
     bytes: int
     filtered: int
@@ -153,7 +157,8 @@ class LiveLineHook(Hook):
             self._tell(run.step, self._timer())
 
     def _tell(self, step: int, now: float) -> None:
-        stats, ahead = self._stats().values(), self._outlook.look(step)
+        tables, ahead = self._stats(), self._outlook.look(step)
+        stats = tables.values()
         self._show(
             Standing(
                 step=step,
@@ -164,6 +169,8 @@ class LiveLineHook(Hook):
                 loss=math.nan if self._loss is None else float(self._loss) / self._losses,
                 metrics=_said(self._metrics()),
                 lag_seconds=max(self._clock() - self._event_time, 0.0) if self._event_time > 0 else None,
+                event_time=self._event_time,
+                tables=tables,
                 rows=sum(table.rows for table in stats),
                 bytes=sum(table.bytes_total for table in stats),
                 filtered=sum(table.filtered for table in stats),
@@ -262,6 +269,17 @@ def log_standing(standing: Standing) -> None:
     )
 
 
+TABLE_GAUGES = {
+    "rows": ("rows", "Rows in the table"),
+    "bytes_total": ("bytes", "Memory of the table"),
+    "inserted": ("births", "Ids that were given a row"),
+    "filtered": ("filtered", "Occurrences of ids that are too rare to be admitted"),
+    "refused": ("refused", "Ids refused because the table is full"),
+    "evicted": ("expired", "Rows that expired"),
+}
+"""Of each table: the number -> what Prometheus calls it, after "table_"."""
+
+
 def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
     """Return what keeps Prometheus gauges as the run stands."""
     numbers = {
@@ -289,6 +307,11 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
     quality = metrics.gauge("train_metric", "The metric over the latest examples", ["metric"])
 
     evaluated = metrics.gauge("train_evaluated_metric", "The metric of the last evaluation", ["metric"])
+    event_time = metrics.gauge("train_event_time_seconds", "The newest event trained on, in Unix seconds")
+    of_tables = {
+        attribute: metrics.gauge(f"table_{name}", about, ["table"])
+        for attribute, (name, about) in TABLE_GAUGES.items()
+    }
 
     def show(standing: Standing) -> None:
         for name, gauge in numbers.items():
@@ -299,6 +322,11 @@ def gauge_standing(metrics: Metrics) -> Callable[[Standing], None]:
             staleness.set(standing.staleness)
         if standing.data_read is not None:
             data.set(standing.data_read)
+        if standing.event_time > 0:
+            event_time.set(standing.event_time)
+        for table, stats in standing.tables.items():
+            for attribute, gauge in of_tables.items():
+                gauge.set(getattr(stats, attribute), table=table)
         for name, value in standing.metrics.items():
             quality.set(value, metric=name)
         for name, value in standing.evaluated.items():

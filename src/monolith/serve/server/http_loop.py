@@ -1,0 +1,310 @@
+"""The loop that reads HTTP: uvicorn's parser and protocol, with the bounds that they lack.
+
+One event loop reads and writes for all connections (docs/decisions/0040 says why), and hands each request to
+an application. It bears with hostile callers: a head that is too long or never ends, more connections than
+are allowed. Bodies are the application's.
+
+A connection that begins as HTTP/2 does is gRPC's, where both share a port: its bytes go to and from the
+gRPC server of this process, over a unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from monolith.errors import MissingExtraError
+from monolith.serve.server.config import ServeLimits
+
+_log = logging.getLogger(__name__)
+
+HEAD_BYTES = 64 << 10
+"""The longest head of a request: its first line and headers."""
+KEEP_ALIVE_SECONDS = 75
+HTTP2 = b"PRI"
+"""How HTTP/2 begins, and no method of HTTP/1 does."""
+BACKLOG = 2048
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+"""As ASGI has it."""
+
+
+class HttpLoop:
+    """Answers HTTP on sockets that are bound already, until closed.
+
+    Args:
+        app: Answers requests, on the loop.
+        sockets: Bound; owned from now on.
+        context: For TLS, on all of them.
+        limits: Of connections, and how long a caller may take for a head.
+        relay: The unix socket of a gRPC server, for connections that begin as HTTP/2.
+        peer_socket: Another place to listen, for processes of this user, without TLS.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        sockets: list[socket.socket],
+        *,
+        context: Any = None,
+        limits: ServeLimits,
+        relay: Path | None = None,
+        peer_socket: Path | None = None,
+    ) -> None:
+        uvicorn, self._protocol = _import_uvicorn()
+        config = uvicorn.Config(
+            app,
+            http=self._protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            backlog=BACKLOG,
+            proxy_headers=False,
+        )
+        config.load()
+        config.ssl = context
+        self._bounds = _Bounds(limits, relay)
+        config.monolith = self._bounds
+        self._server = uvicorn.Server(config)
+        self._config = config
+        self._sockets = sockets
+        self._peer_socket = peer_socket
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, grace: float) -> None:
+        """Take no new requests, and wait so many seconds for those in flight."""
+        self._bounds.closing = True
+        self._config.timeout_graceful_shutdown = max(1, int(grace))
+        self._server.should_exit = True
+        self._thread.join(grace + 5)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+                runner.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():
+                _log.exception("the HTTP server failed")
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = self._server
+        serving = asyncio.ensure_future(server.serve(self._sockets))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        peers = None
+        if self._peer_socket is not None and not serving.done():
+            plain = self._config
+            peers = await self._loop.create_unix_server(
+                lambda: self._protocol(plain, server.server_state, {}), str(self._peer_socket)
+            )
+            self._peer_socket.chmod(0o600)
+        self._ready.set()
+        try:
+            await serving
+        finally:
+            if peers is not None:
+                peers.close()
+
+
+class _Bounds:
+    """What the protocol of a connection looks at."""
+
+    def __init__(self, limits: ServeLimits, relay: Path | None) -> None:
+        self.read_timeout = limits.read_timeout.total_seconds()
+        self.connections = limits.connections
+        self.relay = relay
+        self.closing = False
+        """Whether connections that are made from now on are closed: uvicorn tells only those that it had."""
+
+
+class _Relay(asyncio.Protocol):
+    """One end of a connection that is passed on: what comes here is written there."""
+
+    def __init__(self, other: asyncio.Transport | None = None, first: bytes = b"") -> None:
+        self._other = other
+        self._held = [first]
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        if self._other is not None:
+            transport.write(b"".join(self._held))
+
+    def join(self, other: asyncio.Transport) -> None:
+        """Learn where to write, and write what came before."""
+        self._other = other
+        if whole := b"".join(self._held):
+            other.write(whole)
+
+    def data_received(self, data: bytes) -> None:
+        if self._other is None:
+            self._held.append(data)
+        else:
+            self._other.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        if self._other is not None:
+            self._other.close()
+
+    # The end that cannot be written to fast enough keeps the other one from reading.
+
+    def pause_writing(self) -> None:
+        if self._other is not None:
+            self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._other is not None and not self._other.is_closing():
+            self._other.resume_reading()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return None
+
+
+def _import_uvicorn() -> tuple[Any, Any]:
+    """Return uvicorn, and its protocol with the bounds that it lacks.
+
+    Raises:
+        MissingExtraError: Either is not installed.
+    """
+    try:
+        import uvicorn
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError as cause:
+        raise MissingExtraError("uvicorn with httptools", "serve", "serving over HTTP") from cause
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """One connection: a head within bytes and time, and not too many connections.
+
+        The timer runs while a head is awaited that has begun, or that never has.
+        """
+
+        def connection_made(self, transport: Any) -> None:
+            self._bounds: _Bounds = self.config.monolith  # type: ignore[attr-defined]
+            self._head = b""
+            self._head_bytes = 0
+            self._in_head = True
+            self._known = self._bounds.relay is None
+            super().connection_made(transport)
+            if self._bounds.closing:
+                self._timer = None
+                transport.close()
+                return
+            if len(self.connections) > self._bounds.connections:
+                self._timer = None
+                self._refuse(503, "too many connections")
+                return
+            self._timer = self.loop.call_later(self._bounds.read_timeout, self._too_slow)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if not self._known:
+                self._head += data
+                if HTTP2.startswith(self._head[: len(HTTP2)]) and len(self._head) < len(HTTP2):
+                    return
+                self._known = True
+                data, self._head = self._head, b""
+                if data.startswith(HTTP2):
+                    self._hand_over(data)
+                    return
+            if self.transport.is_closing():
+                return
+            if self._in_head:
+                self._head_bytes += len(data)
+                if self._timer is None:
+                    self._timer = self.loop.call_later(self._bounds.read_timeout, self._too_slow)
+            super().data_received(data)
+            if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+                self._refuse(431, f"the head of the request is longer than {HEAD_BYTES} bytes")
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head = True
+            self._head_bytes = 0
+            super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, msg)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _too_slow(self) -> None:
+            self._timer = None
+            if self._in_head and not self.transport.is_closing():
+                if self._head_bytes or self._head:
+                    self._refuse(408, "the head of the request took too long")
+                else:
+                    self.transport.close()
+
+        def _refuse(self, status: int, text: str) -> None:
+            body = json.dumps({"error": text}).encode()
+            self.transport.write(
+                b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%s" % (status, len(body), body)
+            )
+            self.transport.close()
+
+        def _hand_over(self, data: bytes) -> None:
+            """Pass this connection on to the gRPC server."""
+            self._stop_timer()
+            self.connections.discard(self)
+            near = _Relay(first=b"")
+            transport = self.transport
+            transport.set_protocol(near)
+            near.connection_made(transport)
+            task = self.loop.create_task(_connect_relay(self.loop, self._bounds.relay, transport, near, data))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    return uvicorn, BoundedProtocol
+
+
+async def _connect_relay(
+    loop: asyncio.AbstractEventLoop, path: Path | None, transport: Any, near: _Relay, data: bytes
+) -> None:
+    try:
+        far, _ = await loop.create_unix_connection(lambda: _Relay(transport, data), str(path))
+    except OSError:
+        transport.close()
+        return
+    near.join(far)

@@ -1,0 +1,197 @@
+"""The board: what all sources say, gathered while the page is open, and handed out as it changes.
+
+Each source is asked by a thread of its own, so that one that hangs keeps no other from being seen. One that
+cannot be asked is said to be down, with the reason, and is asked again: what it said last stays until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from monolith.errors import ConfigError, MonolithError
+from monolith.ui.curves import ThinnedCurve
+from monolith.ui.figures import CurvePoint, PageReading, plain
+from monolith.ui.sources import PageSource, PublishControl, named_once
+
+_log = logging.getLogger(__name__)
+
+EVERY = 1.0
+"""Seconds between two looks at a source."""
+SILENT_SECONDS = 20.0
+"""A source whose last look has not ended for so long is down."""
+MOST_CURVES = 200
+"""Of all sources together."""
+
+_Key = tuple[str, str, str]
+"""Chart, source, label."""
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is known of one source."""
+
+    name: str
+    reading: PageReading | None = None
+    error: str | None = "not asked yet"
+    since: float = 0.0
+    """When it came to be up, or down."""
+    heard: float = 0.0
+    """When it last said something."""
+    asked: float | None = None
+    """When the look began that has not ended."""
+
+    def to_json(self, now: float) -> dict[str, Any]:
+        error = self.error
+        if error is None and self.asked is not None and now - self.asked > SILENT_SECONDS:
+            error = f"it has not answered for {now - self.asked:.0f} s"
+        said = {} if self.reading is None else plain(self.reading)
+        said.pop("points", None)
+        return {
+            "name": self.name,
+            "up": error is None,
+            "error": error,
+            "since": self.since,
+            "heard": self.heard,
+            **said,
+        }
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one onlooker has been told: of each curve its generation, and how many points."""
+
+    version: int = -1
+    curves: dict[_Key, tuple[int, int]] = field(default_factory=dict)
+
+
+class Board:
+    """Asks sources from `start` to `close`. Thread-safe.
+
+    Args:
+        every: Seconds between two looks at a source.
+        controls: By the name of a source, what its buttons do.
+        clock: Unix seconds.
+
+    Raises:
+        ConfigError: Two sources have one name.
+    """
+
+    def __init__(
+        self,
+        sources: Iterable[PageSource],
+        *,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._sources = named_once(sources)
+        self._every = every
+        self._clock = clock
+        self._lock = threading.Lock()  # guards what follows
+        self._standings = {one.name: _Standing(one.name, since=clock()) for one in self._sources}
+        self._curves: dict[_Key, ThinnedCurve] = {}
+        self._version = 0
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        for source in self._sources:
+            thread = threading.Thread(
+                target=self._look_on, args=(source,), name=f"page-{source.name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Ask no more; a source that hangs is not waited for."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(1.0)
+        for source in self._sources:
+            source.close()
+
+    def look(self, source: PageSource) -> None:
+        """Ask a source once; whatever goes wrong is what is known of it from now on."""
+        standing = self._standings[source.name]
+        standing.asked = self._clock()
+        reading, error = None, None
+        try:
+            reading = source.read()
+        except MonolithError as problem:
+            error = str(problem)
+        except Exception as problem:  # a source must not take the page down with it
+            _log.exception("the page cannot read %s", source.name)
+            error = f"the page cannot read it: {type(problem).__name__} (its log says more)"
+        with self._lock:
+            now = self._clock()
+            if (error is None) != (standing.error is None):
+                standing.since = now
+            standing.error, standing.asked = error, None
+            if reading is not None:
+                standing.reading, standing.heard = reading, now
+                self._draw(source.name, reading.points)
+            self._version += 1
+
+    def news(self, seen: Seen) -> dict[str, Any] | None:
+        """Return what has changed since an onlooker was last told, who is told so; None for nothing."""
+        with self._lock:
+            if seen.version == self._version:
+                return None
+            now = self._clock()
+            curves = [self._curve(key, curve, seen) for key, curve in self._curves.items()]
+            seen.version = self._version
+            return {
+                "time": now,
+                "sources": [standing.to_json(now) for standing in self._standings.values()],
+                "curves": [one for one in curves if one is not None],
+            }
+
+    def control(self, name: str) -> PublishControl:
+        """Return what holds the publishing of a source back.
+
+        Raises:
+            ConfigError: There is no such source, or nothing to control about it.
+        """
+        for source in self._sources:
+            if source.name == name:
+                control: PublishControl | None = getattr(source, "publishing", None)
+                if control is None:
+                    raise ConfigError(f"{name} has no publishing that this page can control")
+                return control
+        raise ConfigError(f"there is no source {name[:100]!r}")
+
+    def _curve(self, key: _Key, curve: ThinnedCurve, seen: Seen) -> Mapping[str, Any] | None:
+        generation, count = seen.curves.get(key, (-1, 0))
+        whole = generation != curve.generation
+        points = curve.since(0 if whole else count)
+        seen.curves[key] = (curve.generation, len(curve))
+        if not points and not whole:
+            return None
+        chart, source, label = key
+        return {
+            "chart": chart,
+            "source": source,
+            "label": label,
+            "whole": whole,
+            "points": [[round(x, 3), float(f"{y:.6g}")] for x, y in points],
+            "newest": curve.newest,
+        }
+
+    def _draw(self, source: str, points: Iterable[CurvePoint]) -> None:
+        for point in points:
+            key = (point.chart, source, point.label)
+            curve = self._curves.get(key)
+            if curve is None:
+                if len(self._curves) >= MOST_CURVES:
+                    continue
+                curve = self._curves[key] = ThinnedCurve()
+            curve.add(point.x, point.y)
+
+    def _look_on(self, source: PageSource) -> None:
+        while not self._stop.is_set():
+            self.look(source)
+            self._stop.wait(self._every)

@@ -1,0 +1,377 @@
+"""Where the page looks: the folder of a run, a process that trains or serves, or this process itself.
+
+A source is asked every second or so, on a thread of its own, and says how it stands. It keeps what it needs
+to turn counts into rates; what it said before is the board's to remember.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from monolith.cluster.security import SecurityConfig
+from monolith.cluster.status import FAILED, STATUS_PATH, JobStatus, ProcessStatus, Rates
+from monolith.errors import ConfigError, RequestError, UnavailableError
+from monolith.observe.progress import describe_seconds
+from monolith.observe.scraped import Scraped
+from monolith.ui.curves import LatelyCounted
+from monolith.ui.figures import (
+    STAGE_HISTOGRAMS,
+    STAGES,
+    Chart,
+    CurvePoint,
+    ModelFigures,
+    PageReading,
+    ProcessFigures,
+    PublishFigures,
+    StageFigures,
+    TableFigures,
+)
+from monolith.ui.process_caller import ProcessCaller
+
+KNOWN = ("run_info", "train_step", "serve_in_flight")
+"""One of these has every process that we know how to show."""
+MOST_SHOWN = 500
+"""Tables, models, processes or checkpoints of one source."""
+STILL_LOOKS = 5
+"""After so many looks with more steps and no newer event, the data has no event time that goes on."""
+MOST_CURVES = 8
+"""Of one chart of one source."""
+MOST_FED = 10_000
+"""Points that a feed holds until somebody looks."""
+
+
+class PageSource(Protocol):
+    """Says how something stands. Asked by one thread; `close` by another."""
+
+    @property
+    def name(self) -> str:
+        """What the page calls it."""
+
+    def read(self) -> PageReading:
+        """Look now.
+
+        Raises:
+            MonolithError: Nobody can tell; says why. It is asked again.
+        """
+
+    def close(self) -> None: ...
+
+
+class PublishControl(Protocol):
+    """Holds publishing back, and lets it go on. Thread-safe."""
+
+    def hold(self, reason: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def rollback(self, version: str) -> None:
+        """Have servers go back to an exported version, and hold publishing."""
+
+
+# This process
+
+
+class Feed:
+    """What this process itself has to show, such as a demo. Thread-safe.
+
+    Args:
+        name: What the page calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()  # guards what follows
+        self._points: deque[CurvePoint] = deque(maxlen=MOST_FED)
+        self._note = ""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def add(self, chart: Chart, x: float, y: float, label: str = "") -> None:
+        """Add a point to a curve; the page draws it within a second."""
+        with self._lock:
+            self._points.append(CurvePoint(chart, label, x, y))
+
+    def say(self, note: str) -> None:
+        """Put a line below the name, in place of the last."""
+        with self._lock:
+            self._note = note
+
+    def read(self) -> PageReading:
+        with self._lock:
+            points = tuple(self._points)
+            self._points.clear()
+            return PageReading(kind="this process", note=self._note, points=points)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+# A process
+
+
+class ProcessSource:
+    """A process that shows its metrics over HTTP: it trains, or it serves.
+
+    Args:
+        url: http(s)://host:port.
+        clock: Unix seconds.
+        timer: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        security: SecurityConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._caller = ProcessCaller(url, security or SecurityConfig())
+        self._clock = clock
+        self._lately = LatelyCounted(clock=timer)
+        self._rates = Rates(clock=timer)
+        self._event_time: float | None = None
+        self._step = 0.0
+        self._still = 0
+        """Looks in which the step went on and the event time did not."""
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def read(self) -> PageReading:
+        status, text = self._caller.ask("GET", "/metrics")
+        if status != 200:
+            raise UnavailableError(f"{self._caller.name}/metrics answers {status}")
+        try:
+            scraped = Scraped(text, None, known=KNOWN)
+        except RequestError as cause:
+            raise UnavailableError(f"{self._caller.name}/metrics is of something else: {cause}") from cause
+        if "serve_in_flight" in scraped:
+            return self._server(scraped)
+        return self._trainer(scraped)
+
+    def close(self) -> None:
+        """Nothing is held between two looks."""
+
+    def trained(self, scraped: Scraped, now: float) -> list[CurvePoint]:
+        """Return the points of a process that trains."""
+        chart, at = self._place(scraped)
+        points = [
+            CurvePoint(chart, metric.rpartition("/")[0], at, value)
+            for metric, value in sorted(scraped.by("train_metric", "metric").items())
+            if is_auc(metric)
+        ][:MOST_CURVES]
+        if (speed := scraped.value("train_examples_per_s")) is not None:
+            points.append(CurvePoint("examples", "", now, speed))
+        return points
+
+    def stages(self, scraped: Scraped) -> list[StageFigures]:
+        """Return how long events took for each stage that the process knows of."""
+        found: dict[str, dict[float, float]] = {}
+        for name in STAGE_HISTOGRAMS:
+            found = {**scraped.histograms(name, "stage"), **found}
+        return [
+            StageFigures(stage=stage, seconds=self._lately.of(f"stage {stage}", found[stage]))
+            for stage in STAGES
+            if stage in found
+        ]
+
+    def _place(self, scraped: Scraped) -> tuple[Chart, float]:
+        """Return where quality is drawn: over event time, or by step where there is none that goes on.
+
+        A file that is read again and again has the same newest event in each epoch.
+        """
+        event_time, step = scraped.value("train_event_time_seconds"), scraped.value("train_step") or 0.0
+        moved = event_time != self._event_time or step == self._step
+        self._still = 0 if moved else self._still + 1
+        self._event_time, self._step = event_time, step
+        if not event_time or self._still >= STILL_LOOKS:
+            return "auc_by_step", step
+        return "auc", event_time
+
+    def _trainer(self, scraped: Scraped) -> PageReading:
+        job = self._job()
+        if job is None and not any(name in scraped for name in KNOWN):
+            raise UnavailableError(
+                f"{self._caller.name} is neither a run (`monolith train --metrics-port`) nor a server "
+                "(`monolith serve`)"
+            )
+        now = self._clock()
+        step, loss = scraped.value("train_step"), scraped.value("train_loss")
+        behind = scraped.value("train_event_time_lag_seconds")
+        facts = {
+            "step": None if step is None else f"{step:,.0f}",
+            "loss": None if loss is None else f"{loss:.4f}",
+            "behind": None if behind is None else _describe_lag(behind),
+        }
+        return PageReading(
+            kind="trainer",
+            facts={name: value for name, value in facts.items() if value is not None},
+            points=self.trained(scraped, now),
+            tables=table_figures(scraped),
+            stages=self.stages(scraped),
+            publish=_published(scraped),
+            processes=[] if job is None else process_figures(job),
+        )
+
+    def _server(self, scraped: Scraped) -> PageReading:
+        now = self._clock()
+        counts = {
+            "requests": scraped.value("serve_requests_total") or 0.0,
+            "rows": scraped.value("serve_rows_total") or 0.0,
+        }
+        grown = self._rates.of(counts)
+        points = [] if "requests" not in grown else [CurvePoint("requests", "", now, grown["requests"])]
+        for model, buckets in sorted(scraped.histograms("serve_request_seconds", "model").items()):
+            if len(points) > MOST_CURVES:
+                break
+            took = self._lately.of(f"latency {model}", buckets)
+            points += [
+                CurvePoint("latency", f"{model} {which}", now, seconds * 1e3)
+                for which, seconds in (("p50", took.p50), ("p99", took.p99))
+                if seconds is not None
+            ]
+        refused = sum(
+            one.value for one in scraped.samples("serve_requests_total") if one.labels.get("code") != "ok"
+        )
+        stale = [one.value for one in scraped.samples("serve_staleness_seconds")]
+        return PageReading(
+            kind="server",
+            note=_followed(scraped),
+            facts={
+                "requests": f"{counts['requests']:,.0f}",
+                "rows": f"{counts['rows']:,.0f}",
+                **({"refused": f"{refused:,.0f}"} if refused else {}),
+                **({"staleness": f"{max(stale):,.1f} s"} if stale else {}),
+            },
+            points=points,
+            stages=self.stages(scraped),
+            models=self._models(),
+        )
+
+    def _job(self) -> JobStatus | None:
+        status, text = self._caller.ask("GET", STATUS_PATH)
+        if status != 200:
+            return None
+        try:
+            return JobStatus.from_json(text)
+        except RequestError:
+            return None  # a process of a library user, whose port has metrics only
+
+    def _models(self) -> list[ModelFigures]:
+        status, text = self._caller.ask("POST", "/v2/repository/index")
+        if status != 200:
+            return []
+        try:
+            found = json.loads(text)
+            return [
+                ModelFigures(**{key: str(one[key])[:500] for key in ("name", "version", "state", "reason")})
+                for one in found[:MOST_SHOWN]
+            ]
+        except (ValueError, KeyError, TypeError):
+            return []
+
+
+def _published(scraped: Scraped) -> PublishFigures | None:
+    """Return whether a run holds its publishing back, which is all that its metrics say of it."""
+    held = [one.value for one in scraped.samples("publish_held")]
+    reason = "its model_dir, as another source, says why" if any(held) else ""
+    return PublishFigures(held=any(held), reason=reason) if held else None
+
+
+def _followed(scraped: Scraped) -> str:
+    """Return what a person should know of what a server follows."""
+    if scraped.value("serve_rolled_back"):
+        return "rolled back: an older version is served until publishing is resumed"
+    return "the trainer holds publishing back" if scraped.value("serve_follow_held") else ""
+
+
+def table_figures(scraped: Scraped) -> list[TableFigures]:
+    """Return what a process says of its tables, those with the most rows first."""
+    names = ("rows", "bytes", "births", "filtered", "refused", "expired")
+    found = {name: scraped.by(f"table_{name}", "table") for name in names}
+    tables = {table for values in found.values() for table in values}
+    figures = [
+        TableFigures(table=table, **{name: found[name].get(table) for name in names}) for table in tables
+    ]
+    return sorted(figures, key=lambda one: (-(one.rows or 0), one.table))[:MOST_SHOWN]
+
+
+def process_figures(job: JobStatus) -> list[ProcessFigures]:
+    """Return the processes of a job, those in trouble first."""
+    figures = [_process(one, job.time) for one in job.processes]
+    return sorted(figures, key=lambda one: not one.trouble)[:MOST_SHOWN]
+
+
+def _process(one: ProcessStatus, now: float) -> ProcessFigures:
+    silent = one.is_silent(now)
+    return ProcessFigures(
+        name=one.name,
+        state=f"silent for {one.age(now):.0f} s" if silent and one.state != FAILED else one.state,
+        place=one.address or (f"{one.host} pid {one.pid}" if one.pid else ""),
+        trouble=silent or one.state == FAILED or one.state.startswith("no step"),
+        step=one.step,
+        examples_per_s=one.examples_per_s,
+        lag_seconds=one.lag_seconds,
+        rows=one.rows,
+        bytes=one.bytes,
+        restarts=one.restarts,
+        failovers=one.failovers,
+    )
+
+
+def is_auc(metric: str) -> bool:
+    """Whether "head/metric" is an AUC."""
+    return metric.rpartition("/")[2] == "auc"
+
+
+def _describe_lag(seconds: float) -> str:
+    days = seconds / 86_400
+    return f"{days:,.0f} days" if days >= 2 else describe_seconds(seconds)
+
+
+# By what people write
+
+
+def source_of(text: str, security: SecurityConfig | None = None) -> PageSource:
+    """Return the source that a person names: RUN, URL, NAME=RUN or NAME=URL.
+
+    Raises:
+        ConfigError: It is neither a folder nor a URL of HTTP.
+    """
+    from monolith.ui.run_folder import RunSource
+
+    name, separator, place = text.partition("=")
+    if not separator or "/" in name or not name:
+        name, place = "", text
+    if not place:
+        raise ConfigError(f"ui: {text!r} names no run and no URL; give RUN, URL, NAME=RUN or NAME=URL")
+    if place.startswith(("http://", "https://")):
+        return ProcessSource(name or place.partition("://")[2].partition("/")[0], place, security)
+    if "://" in place and place.startswith(("grpc", "kafka")):
+        raise ConfigError(f"ui: {place!r} is not a place the page can look at; give the http:// address")
+    return RunSource(name or place.rstrip("/").rpartition("/")[2] or place, place, security)
+
+
+def named_once(sources: Iterable[PageSource]) -> Sequence[PageSource]:
+    """Return sources as they are.
+
+    Raises:
+        ConfigError: Two of them have one name, by which the page would not tell them apart.
+    """
+    found = list(sources)
+    names: list[Any] = [one.name for one in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"ui: two sources are called {twice[0]!r}; write NAME=PLACE to choose their names")
+    return found
