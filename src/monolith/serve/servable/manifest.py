@@ -181,6 +181,9 @@ class Servable:
     """Unix seconds."""
     digest: str
     """Of what it was made of and how: equal where an export would write the same."""
+    log_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """By the number of a share of training, how far the log of its changes was written when the rows were
+    saved: epoch and sequence. A server that follows goes on from there. Empty where nothing was published."""
     part: str = "whole"
     """whole, or of a sharded servable: entry, ps_0, ps_1, ..."""
     shards: int = 0
