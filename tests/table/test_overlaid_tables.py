@@ -77,6 +77,7 @@ def test_an_id_that_went_reads_as_zeros_until_it_comes_again(tables: OverlaidTab
     assert 1 not in present(tables)
     tables.above.put("item", ids(1), floats([4, 4]))
     assert read(tables, 1) == [[4, 4]]
+    assert present(tables)[1] == [4, 4]
 
 
 def test_what_is_there_is_what_lookups_find(tables: OverlaidTables) -> None:

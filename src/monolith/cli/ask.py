@@ -16,6 +16,8 @@ from monolith.cluster.security import SecurityConfig, guard_caller, ssl_context
 from monolith.errors import ConfigError
 from monolith.serve.asking import Answered, open_asker
 
+SHOWN_FIRST = ("step", "watermark", "staleness")
+"""Of what a server says beside an answer; times of stages are for --json, and for `monolith freshness`."""
 SHOWN_COLUMNS = 6
 """Columns of a row that the table shows beside its predictions."""
 
@@ -52,7 +54,7 @@ def read_rows(options: AskOptions) -> list[dict[str, Any]]:
     Raises:
         ConfigError: One is no JSON object, or there are none.
     """
-    rows = [_row(text, f"--row {text[:60]!r}") for text in options.row]
+    rows = [read_row(text, f"ask: --row {text[:60]!r}") for text in options.row]
     if options.file is not None:
         rows += _file_rows(options.file)
     if not rows:
@@ -74,16 +76,21 @@ def _file_rows(path: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"ask: --file {path} must be a list of objects")
         return list(listed)
     lines = [line for line in text.splitlines() if line.strip()]
-    return [_row(line, f"--file {path}, row {number}") for number, line in enumerate(lines)]
+    return [read_row(line, f"ask: --file {path}, row {number}") for number, line in enumerate(lines)]
 
 
-def _row(text: str, where: str) -> dict[str, Any]:
+def read_row(text: str, where: str) -> dict[str, Any]:
+    """Return a row that is written as a JSON object.
+
+    Raises:
+        ConfigError: It is none; begins with `where`.
+    """
     try:
         row = json.loads(text)
     except ValueError as cause:
-        raise ConfigError(f"ask: {where} is no JSON: {cause}") from cause
+        raise ConfigError(f"{where} is no JSON: {cause}") from cause
     if not isinstance(row, dict):
-        raise ConfigError(f"ask: {where} must be a JSON object: a value, or a list of values, by column")
+        raise ConfigError(f"{where} must be a JSON object: a value, or a list of values, by column")
     return row
 
 
@@ -100,7 +107,12 @@ def show(rows: Sequence[dict[str, Any]], answered: Answered) -> None:
         values = [_shown(row.get(name, "")) for name in columns]
         table.add_row(*values, *(_shown(output[number]) for output in answered.outputs.values()))
     console.print(table)
-    beside = ", ".join(f"{name} {value}" for name, value in answered.parameters.items())
+    said = {name: value for name, value in answered.parameters.items() if not name.endswith("_at")}
+    if "staleness" in said:
+        said["staleness"] = f"{said['staleness']} s"
+    order = [name for name in SHOWN_FIRST if name in said]
+    order += [name for name in said if name not in SHOWN_FIRST]
+    beside = ", ".join(f"{name} {said[name]}" for name in order)
     console.print(f"{answered.model} version {answered.version}" + (f", {beside}" if beside else ""))
     if answered.passed_over:
         sys.stderr.write(f"the model does not take {', '.join(answered.passed_over)}; passed over\n")

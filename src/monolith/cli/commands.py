@@ -49,6 +49,7 @@ from monolith.cli.options.data_service import DataDispatcherOptions, DataWorkerO
 from monolith.cli.options.doctor import DoctorOptions
 from monolith.cli.options.embeddings import EmbeddingsOptions
 from monolith.cli.options.export import ExportOptions
+from monolith.cli.options.freshness import FreshnessOptions
 from monolith.cli.options.insight import InsightOptions
 from monolith.cli.options.new import NewOptions
 from monolith.cli.options.profile import ProfileOptions
@@ -97,6 +98,7 @@ COMMANDS = {
     "embeddings": Command(EmbeddingsOptions, "monolith.cli.embeddings"),
     "serve": Command(ServeOptions, "monolith.cli.serve", positional=True),
     "ask": Command(AskOptions, "monolith.cli.ask", positional=True),
+    "freshness": Command(FreshnessOptions, "monolith.cli.freshness", positional=True),
     "export": Command(ExportOptions, "monolith.cli.export"),
     "top": Command(TopOptions, "monolith.cli.top", positional=True),
     "ui": Command(UiOptions, "monolith.cli.ui", positional=True),

@@ -23,7 +23,7 @@ from typing import Any
 from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import SecurityOptions, guard_of, security_of
 from monolith.cli.options.serve import ServeOptions
-from monolith.cli.serve_shards import remote_rows, serve_rows
+from monolith.cli.serve_shards import follow_config, remote_rows, serve_rows, trainer_of
 from monolith.cluster.launch.processes import Member, launch
 from monolith.cluster.security import ssl_context
 from monolith.errors import ConfigError
@@ -63,7 +63,7 @@ def run(options: ServeOptions) -> int:
     guard = guard_of(options.security, options.host, os.environ)
     context = ssl_context(security_of(options.security, os.environ), server=True)
     index, count, folder = peers_of(options.peers)
-    with told_to_stop(os.environ) as stop:
+    with told_to_stop(os.environ) as stop, trainer_of(options) as trainer:
         catalog = ServableCatalog(
             threads=options.predict_threads,
             allow_module=options.allow_module,
@@ -71,7 +71,15 @@ def run(options: ServeOptions) -> int:
             rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
         peers = ServePeers(folder, index, count, guard)
-        with InferenceServer(config, folders, catalog, guard=guard, context=context, peers=peers) as server:
+        with InferenceServer(
+            config,
+            folders,
+            catalog,
+            guard=guard,
+            context=context,
+            peers=peers,
+            follow=trainer,
+        ) as server:
             if options.peers is None:
                 for line in banner(server, folders, options):
                     say(line)
@@ -103,6 +111,7 @@ def serve_config(options: ServeOptions) -> ServeConfig:
         ),
         splits=tuple(map(Route.parse, options.split)),
         shadows=tuple(map(Route.parse, options.shadow)),
+        follow=follow_config(options),
         poll=timedelta(seconds=options.poll),
         drain=timedelta(seconds=options.drain),
         threads=options.threads,
@@ -124,6 +133,8 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
     for one in folders:
         versions = ", ".join(server.inference.repository.versions(one.name)) or "none that can be loaded"
         lines.append(f"model    {one.name}  version {versions}  from {one.folder}")
+    if options.follow is not None:
+        lines.append(f"follows  {options.follow}")
     first = folders[0]
     if server.inference.repository.is_ready(first.name):
         with server.inference.repository.held(first.name) as held:

@@ -9,19 +9,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
 from monolith.cli.data_service import reachable_host, say, told_to_stop
-from monolith.cli.options.security import guard_of, limits_of
+from monolith.cli.options.security import guard_of, limits_of, security_of
 from monolith.cli.options.serve import ServeOptions
-from monolith.cluster import open_discovery_url
-from monolith.cluster.security import Guard
+from monolith.cluster import Discovery, open_discovery_url
+from monolith.cluster.security import Guard, guard_caller
 from monolith.errors import ConfigError
 from monolith.observe import progress
+from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import read_servable
 from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
+from monolith.sync.channel import OpenReader
+from monolith.sync.channels import open_reader, parse_channel_url
 
+FROM_DISCOVERY = "discovery"
+"""The URL of a trainer whose addresses are in the registry."""
 SERVERS_WITHIN = 30.0
 """Seconds that an entry waits for a server of every shard before it tries a version."""
 
@@ -32,7 +39,11 @@ def serve_rows(options: ServeOptions) -> int:
         raise ConfigError("serve --role ps: a serving server has the rows of one folder")
     url = registry_of(options)
     guard = guard_of(options.security, options.host, os.environ)
-    with told_to_stop(os.environ) as stop, open_discovery_url(url, os.environ) as discovery:
+    with (
+        told_to_stop(os.environ) as stop,
+        open_discovery_url(url, os.environ) as discovery,
+        trainer_of(options) as trainer,
+    ):
         server = ServingServer(
             options.folders[0],
             options.shard,
@@ -44,6 +55,8 @@ def serve_rows(options: ServeOptions) -> int:
             advertise=reachable_host(options.host, options.advertise),
             threads=options.predict_threads,
             limits=limits_of(options.security, os.environ),
+            follow=trainer,
+            following=follow_config(options),
         )
         with server:
             with progress(f"Loading shard {options.shard}", server.file_bytes, "bytes") as bar:
@@ -74,10 +87,35 @@ def remote_rows(options: ServeOptions, guard: Guard, stop: threading.Event) -> C
     return open_rows
 
 
+def follow_config(options: ServeOptions) -> ServeFollowConfig:
+    """Return what flags say of following."""
+    return ServeFollowConfig(url=options.follow or "", stale_after=timedelta(seconds=options.stale_after))
+
+
+@contextmanager
+def trainer_of(options: ServeOptions) -> Iterator[OpenReader | None]:
+    """Hand over what opens the channel of the trainer that is followed; None where none is.
+
+    Raises:
+        ConfigError: Its URL makes no sense.
+    """
+    url = options.follow
+    if url is None:
+        yield None
+        return
+    parse_channel_url(url)  # says now what every reader would say
+    guard = guard_caller(security_of(options.security, os.environ))
+    with ExitStack() as opened:
+        registry: Discovery | None = None
+        if url == FROM_DISCOVERY:
+            registry = opened.enter_context(open_discovery_url(registry_of(options), os.environ))
+        yield lambda: open_reader(url, guard=guard, discovery=registry)
+
+
 def registry_of(options: ServeOptions) -> str:
     if options.discovery is None:
         raise ConfigError(
-            f"serve --role {options.role}: say with --discovery where serving servers are found: "
+            f"serve --role {options.role}: say with --discovery where servers and trainers are found: "
             "zookeeper://host:2181/job, consul://host:8500/job or files:///shared/folder/job"
         )
     return options.discovery

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,6 +68,7 @@ class ModuleRunner:
                 part.bind(self._make_store)
         self._tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         self._module.eval()
+        self._between = _BetweenBatches()
         self.swap(weights)
 
     def _make_store(
@@ -91,7 +93,7 @@ class ModuleRunner:
                 raise RestoreError(
                     f"the weights do not fit the module: {name!r} is missing, or of another shape"
                 )
-        with torch.no_grad():
+        with self._between, torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(weights[name])
 
@@ -100,9 +102,40 @@ class ModuleRunner:
         if self._labels and not batch.labels:
             unknown = torch.full((len(batch),), math.nan)
             batch = replace(batch, labels=dict.fromkeys(self._labels, unknown))
-        with self._store.asked(deadline) as missing, torch.no_grad():
+        with self._between.batch(), self._store.asked(deadline) as missing, torch.no_grad():
             found = self._outputs(self._module, batch)
         return found, tuple(dict.fromkeys(missing))
+
+
+class _BetweenBatches:
+    """Lets many run batches, or one do something between them; while that waits, no batch begins."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches = 0  # guarded by the condition, as is the next
+        self._wanted = 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._wanted)
+            self._batches += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._batches -= 1
+                self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        self._changed.acquire()
+        self._wanted += 1
+        self._changed.wait_for(lambda: not self._batches)
+
+    def __exit__(self, *_: object) -> None:
+        self._wanted -= 1
+        self._changed.notify_all()
+        self._changed.release()
 
 
 class _Asked(threading.local):

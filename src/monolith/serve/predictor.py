@@ -10,7 +10,8 @@ process or many, share the memory of a table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,10 @@ from monolith.tensors.files import FileRecord, read_tensors
 GRAPH = "dense/graph.pt2"
 COMPILED = "dense/compiled.pt2"
 WEIGHTS = "dense/weights.safetensors"
+
+
+Fresher = Callable[[], dict[str, bool | int | float | str] | None]
+"""Says how new what is served is; None where that is as the export says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +80,7 @@ class Predictor:
             few rows, equal to the trainer but for rounding, and code of whoever compiled it.
         verify: Whether every byte of the tables is checked; sizes, and all smaller files, always are.
         show: Whether to say on standard error how far loading has come.
+        clock: Unix seconds.
 
     Raises:
         FileMissingError: There is no servable, or a file of it is gone.
@@ -92,7 +98,10 @@ class Predictor:
         compiled: bool = False,
         verify: bool = False,
         show: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._clock = clock
+        self._fresher: Fresher | None = None
         self._compiled = compiled
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
@@ -113,7 +122,7 @@ class Predictor:
             self._rows = rows
             self._reader = RequestReader(servable.spec, _ids_of(servable), dense.floats)
             self._signature = signature
-            self._runner = self._open_dense(held, dense, rows, allow_module)
+            self._runner, self._weight_names = self._open_dense(held, dense, rows, allow_module)
             self._opened = opened.pop_all()
 
     # What it is
@@ -141,6 +150,29 @@ class Predictor:
     def signature(self) -> Signature:
         """What it is asked with, and what it answers."""
         return self._signature
+
+    @property
+    def rows(self) -> RowSource:
+        """Who answers its rows."""
+        return self._rows
+
+    def freshness(self) -> dict[str, bool | int | float | str]:
+        """Return what is sent with every answer of how new it is.
+
+        The step, the watermark of event time, where events have times, and the seconds since the rows were
+        exported; of a model that follows a trainer, what `ServedUpTo.said` has.
+        """
+        if self._fresher is not None and (found := self._fresher()) is not None:
+            return found
+        said: dict[str, bool | int | float | str] = {"step": self._servable.step}
+        if self._servable.watermark is not None:
+            said["watermark"] = self._servable.watermark
+        said["staleness"] = round(max(0.0, self._clock() - self._servable.created), 3)
+        return said
+
+    def follow(self, freshness: Fresher) -> None:
+        """Say with every answer what `freshness` returns, unless it is None."""
+        self._fresher = freshness
 
     @property
     def servable(self) -> Servable:
@@ -211,6 +243,11 @@ class Predictor:
         outputs, missing = self._runner.run(batch, deadline)
         return Prediction(dict(outputs), missing)
 
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Of the dense weights that it computes with."""
+        return self._weight_names
+
     def swap_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with other dense weights, from the next batch on.
 
@@ -266,7 +303,7 @@ class Predictor:
 
     def _open_dense(
         self, held: HeldVersion, dense: ServableDense, rows: RowSource, allow_module: bool
-    ) -> Runner:
+    ) -> tuple[Runner, tuple[str, ...]]:
         folder, files = held.folder, held.servable.files
         record = files[WEIGHTS]
         path = filesystem.join(folder, WEIGHTS)
@@ -278,7 +315,8 @@ class Predictor:
                     "that code, say so: allow_module=True, or monolith serve --allow-module"
                 )
             assert dense.factory is not None
-            return ModuleRunner(make_module(dense.factory, dense.arguments), weights, rows, dense.labels)
+            module = make_module(dense.factory, dense.arguments)
+            return ModuleRunner(module, weights, rows, dense.labels), tuple(weights)
         path = filesystem.join(folder, GRAPH)
         ordered = {name: weights[name] for name in dense.weights}
         graph: DenseGraph | CompiledDense
@@ -292,7 +330,7 @@ class Predictor:
         gatherers = [
             Gatherer(collection.plan(rows.tables), workers) for collection in held.servable.collections
         ]
-        return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs)
+        return GraphRunner(graph, gatherers, rows, tuple(dense.floats), dense.outputs), tuple(ordered)
 
 
 class GraphRunner:

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from monolith.store import TableIds
-from monolith.table import FrozenTable, FrozenTables
+from monolith.table import FrozenTable, FrozenTables, OverlaidTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +52,20 @@ class MappedRows:
     """Rows in files of this machine, which all who map them share."""
 
     def __init__(self, tables: Mapping[str, FrozenTable], *, threads: int | None = None) -> None:
-        self._all = FrozenTables(tables, threads=threads)
-        self._widths = dict(self._all.tables)
+        self.threads = threads
+        """That share large calls."""
+        self._files = FrozenTables(tables, threads=threads)
+        self._all: FrozenTables | OverlaidTables = self._files
+        self._widths = dict(self._files.tables)
+
+    @property
+    def files(self) -> FrozenTables:
+        """What is mapped."""
+        return self._files
+
+    def lie_under(self, overlaid: OverlaidTables) -> None:
+        """Answer from the files under an overlay, from the next lookup on."""
+        self._all = overlaid
 
     @property
     def tables(self) -> Mapping[str, int]:
@@ -64,3 +76,4 @@ class MappedRows:
 
     def close(self) -> None:
         self._all.close()
+        self._files.close()

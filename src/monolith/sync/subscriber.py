@@ -78,6 +78,7 @@ class Subscriber:
         places: Of each share by its number: what the target holds already, from an export or a checkpoint.
         wait: Seconds to wait for something new before looking whether shares have changed.
         clock: Returns Unix seconds.
+        on_applied: Called after each delta, on the thread that applied it.
     """
 
     def __init__(
@@ -88,9 +89,10 @@ class Subscriber:
         places: Mapping[int, LogPlace] | None = None,
         wait: float = 1.0,
         clock: Callable[[], float] = time.time,
+        on_applied: Callable[[Followed], None] | None = None,
     ) -> None:
         self._open_reader = open_reader
-        self._target = _SharedTarget(target, clock)
+        self._target = _SharedTarget(target, clock, on_applied)
         self._places = dict(places or {})
         self._wait = wait
         self._stop = threading.Event()
@@ -212,9 +214,15 @@ def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | N
 class _SharedTarget:
     """The target of several shares: one call at a time, and one snapshot at a time."""
 
-    def __init__(self, target: DeltaTarget, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        target: DeltaTarget,
+        clock: Callable[[], float],
+        on_applied: Callable[[Followed], None] | None,
+    ) -> None:
         self.target = target
         self.clock = clock
+        self.on_applied = on_applied
         self.turn = threading.Lock()
         """Held from the begin of a snapshot to its end."""
         self._changed = threading.Condition()
@@ -396,6 +404,8 @@ class _Follower:
                 applied_at=self._target.clock(),
                 deltas=self.followed.deltas + 1,
             )
+            if self._target.on_applied is not None:
+                self._target.on_applied(self.followed)
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
         return not self._differing
@@ -404,7 +414,8 @@ class _Follower:
         for table, digests in delta.digests.items():
             if table in target.tables and len(digests.buckets):
                 held = target.digests(table, self.share, digests.buckets)
-                self._differing.update(digests.buckets[held != digests.sums].tolist())
+                if held is not None:
+                    self._differing.update(digests.buckets[held != digests.sums].tolist())
 
     def _repair(self, reader: DeltaReader) -> None:
         """Read the buckets that differ anew."""

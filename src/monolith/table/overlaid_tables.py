@@ -29,6 +29,7 @@ from monolith import native
 from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.config import Segment, TableConfig
+from monolith.table.digests import in_share
 from monolith.table.frozen_table import FrozenTable, FrozenTables, TableIdsLike, frozen_errors, processors
 from monolith.table.native_table import NativeTable
 
@@ -87,12 +88,19 @@ class RowOverlay:
             ids: int64 of shape (n,), no id twice.
             values: float32 of shape (n, dim).
         """
-        self.table(name).assign(ids, values, event_time=_PRESENT)
+        self._set(name, ids, values, _PRESENT)
 
     def bury(self, name: str, ids: Tensor) -> None:
         """Let ids have no row from now on, whatever a file has for them."""
+        self._set(name, ids, torch.zeros(len(ids), self.table(name).dim), self._age)
+
+    def _set(self, name: str, ids: Tensor, values: Tensor, time: int) -> None:
+        """Write whole rows: unlike an assignment, their event time may go back."""
+        keys = arguments.id_array(ids)
         table = self.table(name)
-        table.assign(ids, torch.zeros(len(ids), table.dim), event_time=self._age)
+        new = arguments.float_array(values, (len(keys), table.dim), "values")
+        no_state = np.empty((len(keys), 0), np.float32)
+        table.core.restore(keys, np.full(len(keys), time, np.uint32), new, no_state, None)
 
     def grow_older(self) -> int:
         """Return the age until now; what is buried from now on is younger."""
@@ -205,19 +213,15 @@ class OverlaidTables:
             share: (k, n): the ids that are, as unsigned numbers, k modulo n.
             spans: Each from its first hash to beyond its last one.
         """
-        number, total = share
-        stay = arguments.id_array(kept)
+        stay = torch.cat([kept, kept[-1:]])  # one to look at behind the last
         buried = 0
         for span in spans:
-            ids = self.present(name, span.start, span.stop - 1)[0].numpy()
-            ids = np.sort(ids[ids.view(np.uint64) % np.uint64(total) == np.uint64(number)])
-            at = np.searchsorted(stay, ids)
-            found = np.zeros(len(ids), np.bool_)
-            inside = at < len(stay)
-            found[inside] = stay[at[inside]] == ids[inside]
-            if not found.all():
-                self._above.bury(name, torch.from_numpy(ids[~found]))
-                buried += int((~found).sum())
+            ids = self.present(name, span.start, span.stop - 1)[0]
+            ids = ids[in_share(ids, share)].sort().values
+            if len(kept):
+                ids = ids[stay[torch.searchsorted(kept, ids)] != ids]
+            self._above.bury(name, ids)
+            buried += len(ids)
         return buried
 
     def settle(self, turn: AbstractContextManager[object] | None = None) -> int:

@@ -54,7 +54,10 @@ class LinearModel:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        return {"step": int(self.version) * 100, "watermark": 1.5e9}
+        return {"version": self.version}
+
+    def freshness(self) -> Mapping[str, bool | int | float | str]:
+        return {"step": int(self.version) * 100, "watermark": 1.5e9, "staleness": 0.5}
 
     def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> LinearAnswer:  # noqa: ARG002
         assert not self.closed, "asked after it was closed"

@@ -73,6 +73,7 @@ def test_the_newest_version_answers_and_says_which_it_is(client):
     ]
     assert answer.parameters["step"].int64_param == 200
     assert answer.parameters["watermark"].double_param == 1.5e9
+    assert answer.parameters["staleness"].double_param == 0.5
     assert "missing_shards" not in answer.parameters
 
 

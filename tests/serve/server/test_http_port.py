@@ -67,7 +67,7 @@ def test_json_is_answered_with_json(served):
     assert status == 200
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("linear", "2", "q7")
     assert answer["outputs"][0] == {"name": "score", "datatype": "FP32", "shape": [2], "data": [101, 102]}
-    assert answer["parameters"] == {"step": 200, "watermark": 1.5e9}
+    assert answer["parameters"] == {"step": 200, "watermark": 1.5e9, "staleness": 0.5}
     path = "/v2/models/linear/versions/1/infer"
     assert data_of(infer(served, rows_json("a", outputs=[{"name": "double"}]), path=path)[1]) == [2]
 

@@ -203,3 +203,44 @@ def test_versions_switch_under_load_and_no_request_meets_a_closed_one():
     assert [model.closed for model in catalog.loaded] == [True] * 58 + [False]
     repository.close()
     assert catalog.loaded[-1].closed
+
+
+def test_going_back_serves_one_version_loaded_anew_until_told_otherwise():
+    catalog = catalog_of("1", "2")
+    repository = Repo(catalog)
+    repository.refresh()
+    with repository.held("ads") as newest:
+        repository.go_back("ads", "1")
+        assert not newest.model.closed
+    assert newest.model.closed
+    add(catalog, "3")
+    repository.refresh()
+    assert repository.versions("ads") == ("1",)
+    with repository.held("ads") as first:
+        repository.go_back("ads", "1")  # what it was told since is left behind
+        with repository.held("ads") as again:
+            assert (again.model.version, again.model.warmed) == ("1", 1)
+            assert again.model is not first.model
+    assert first.model.closed
+    repository.go_back("ads", None)
+    assert repository.versions("ads") == ("3",)
+
+
+def test_going_back_to_what_is_not_there_or_does_not_load_changes_nothing():
+    catalog = catalog_of("1", "2")
+    repository = Repo(catalog)
+    repository.refresh()
+
+    def broken():
+        raise CorruptFileError("f/1", 7, "torn")
+
+    add(catalog, "1", broken)
+    with pytest.raises(UnknownModelError, match="no version '9'; in f there are 1, 2"):
+        repository.go_back("ads", "9")
+    with pytest.raises(UnavailableError, match=r"version 1: .*torn"):
+        repository.go_back("ads", "1")
+    with pytest.raises(UnknownModelError, match="no model 'cars'"):
+        repository.go_back("cars", "1")
+    add(catalog, "3")
+    repository.refresh()
+    assert repository.versions("ads") == ("3",)

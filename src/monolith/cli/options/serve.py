@@ -33,6 +33,12 @@ class ServeOptions:
     missing: Literal["refuse", "default"] | None = None
     """What an entry does where a shard does not answer: refuse the request, or take zeros for its rows and
     say so in the answer. By default what the export allows; default only where it does."""
+    follow: str | None = None
+    """Where a trainer publishes what it learns, to serve it a moment later: grpc://host:port of every holder
+    of rows, with commas; kafka://broker/topic; a folder; or discovery, for what --discovery knows. By default
+    models are served as exported."""
+    stale_after: float = 10.0
+    """The age of what is served, in seconds, that is warned about where a trainer is followed."""
     host: str = "127.0.0.1"
     """The address to listen on; by default only this machine can reach it."""
     port: int | None = None

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from monolith.config import Checked, Problem
 from monolith.errors import ConfigError
+from monolith.serve.following.config import ServeFollowConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +157,7 @@ class ServeConfig(Checked):
     splits: tuple[Route, ...] = ()
     shadows: tuple[Route, ...] = ()
     """Who else is asked, and not heard: the weight is the share of requests, at most 1."""
+    follow: ServeFollowConfig = field(default_factory=ServeFollowConfig)
     poll: timedelta = timedelta(seconds=1)
     """How often folders are looked at for a new version."""
     drain: timedelta = timedelta(seconds=30)

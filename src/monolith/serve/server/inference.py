@@ -291,11 +291,7 @@ def _packed_columns(given: PackedInputs, held: LoadedVersion) -> RequestColumns:
 
 def _reply(request: InferRequest, name: str, held: LoadedVersion, found: FoundOutputs) -> InferReply:
     model = held.model
-    parameters: dict[str, Parameter] = {}
-    for key in ("step", "watermark"):
-        value = model.about.get(key)
-        if value is not None:
-            parameters[key] = value if isinstance(value, (int, float, str)) else str(value)
+    parameters: dict[str, Parameter] = dict(model.freshness())
     if found.missing:
         parameters["missing_shards"] = ",".join(found.missing)
     wanted = request.outputs or list(found.outputs)

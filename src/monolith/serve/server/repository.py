@@ -91,6 +91,8 @@ class _Folder:
     failed: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Version -> why it could not be loaded, and when that was."""
     loading: str = ""
+    only: str | None = None
+    """The version that is served in place of what the policy wants, since somebody went back to it."""
 
 
 class Repository:
@@ -205,6 +207,33 @@ class Repository:
                     + (reasons or f"no complete version in {folder.config.folder}")
                 )
 
+    def go_back(self, name: str, version: str | None) -> None:
+        """Serve one version and no other until told otherwise; None serves what the policy wants again.
+
+        Either is loaded anew, also where it is loaded already: what it was told since is left behind.
+
+        Raises:
+            UnknownModelError: There is no such model, or not that version of it. All stays as it is.
+            UnavailableError: It could not be loaded. All stays as it is.
+        """
+        folder = self._folder(name)
+        with self._changing:
+            found = list(self._catalog.versions(folder.config.folder))
+            if version is not None and version not in found:
+                raise UnknownModelError(
+                    f"model {name!r} has no version {version[:200]!r}; in {folder.config.folder} there are "
+                    f"{', '.join(found) or 'none'}"
+                )
+            before, folder.only = folder.only, version
+            wanted = self._wanted(folder, found)
+            made = {one: self._try_to_load(folder, one) for one in wanted}
+            loaded = {one: model for one, model in made.items() if model is not None}
+            if not loaded:
+                folder.only = before
+                reasons = "; ".join(f"version {one}: {why}" for one, (why, _) in folder.failed.items())
+                raise UnavailableError(f"cannot load model {name!r}: {reasons or 'it has no version'}")
+            self._serve(name, loaded)
+
     def unload(self, name: str) -> None:
         """Stop serving a model; requests in flight end first."""
         folder = self._folder(name)
@@ -272,6 +301,8 @@ class Repository:
         self._serve(name, dict(sorted(loaded.items(), key=lambda item: order.get(item[0], -1))))
 
     def _wanted(self, folder: _Folder, found: list[str]) -> list[str]:
+        if folder.only is not None:
+            return [version for version in found if version == folder.only]
         wanted = set(folder.config.policy.wanted(found)) | folder.pinned
         return [version for version in found if version in wanted]
 
@@ -307,7 +338,7 @@ class Repository:
         before = self._serving[name]
         self._serving[name] = versions
         for version, old in before.items():
-            if version not in versions:
+            if versions.get(version) is not old:
                 _log.info("model %r: version %s is closed after its last request", name, version)
                 self._retiring = [*(one for one in self._retiring if one.is_held), old]
                 old.retire()

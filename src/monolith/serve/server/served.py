@@ -56,7 +56,10 @@ class ServedModel(Protocol):
     def signature(self) -> ServedSignature: ...
     @property
     def about(self) -> Mapping[str, Any]:
-        """What else is known of it; `step` and `watermark` are sent with every answer."""
+        """What else is known of it."""
+
+    def freshness(self) -> Mapping[str, bool | int | float | str]:
+        """Return what is sent with every answer: step, watermark, staleness in seconds."""
 
     def predict(self, columns: Mapping[str, Any], *, deadline: float | None = None) -> ServedAnswer:
         """Answer for each row.

@@ -16,7 +16,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,8 @@ from typing import Self
 
 from monolith.cluster.security import Guard
 from monolith.observe.metrics import Metrics
+from monolith.serve.following.catalog import FollowingCatalog, check_policy
+from monolith.serve.following.follower import ModelFollower
 from monolith.serve.server.config import ServeConfig, ServedFolder
 from monolith.serve.server.grpc_port import GrpcPort
 from monolith.serve.server.http_api import HttpApi
@@ -32,6 +34,7 @@ from monolith.serve.server.inference import Inference
 from monolith.serve.server.observing import ServeMetrics
 from monolith.serve.server.peers import ServePeers
 from monolith.serve.server.served import Catalog
+from monolith.sync.channel import OpenReader
 from monolith.wire.ports import bound_socket, join_address
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class InferenceServer:
         guard: What callers must show.
         context: For TLS over HTTP; it asks callers for a certificate.
         peers: Other processes on the same port.
+        follow: Opens an end of the channel by which a trainer brings the models up to date; None serves them
+            as they were exported.
         metrics: Where requests are counted.
 
     Raises:
@@ -62,6 +67,7 @@ class InferenceServer:
         guard: Guard | None = None,
         context: ssl.SSLContext | None = None,
         peers: ServePeers | None = None,
+        follow: OpenReader | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         generator: random.Random | None = None,
@@ -70,11 +76,19 @@ class InferenceServer:
         self._guard = guard or Guard()
         self._peers = peers or ServePeers()
         self._context = context
+        self._metrics = metrics or Metrics()
+        self._follow = follow
+        self._names = {one.folder: one.name for one in folders}
+        self._following: FollowingCatalog | None = None
+        if follow is not None:
+            for one in folders:
+                check_policy(one.policy, routed=_by_version(config, one.name))
+            catalog = self._following = FollowingCatalog(catalog, self._follower)
         self.inference = Inference(
             config,
             folders,
             catalog,
-            ServeMetrics(metrics or Metrics()),
+            ServeMetrics(self._metrics),
             clock=clock,
             generator=generator,
         )
@@ -112,6 +126,8 @@ class InferenceServer:
         self.inference.wait_idle(_left(end))
         if self._poller is not None:
             self._poller.join(_left(end))
+        if self._following is not None:
+            self._following.close()
         self.inference.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -124,6 +140,23 @@ class InferenceServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def followers(self) -> Mapping[str, ModelFollower]:
+        """Who brings models up to date, by the name of the model."""
+        found = {} if self._following is None else self._following.followers
+        return {self._names[folder]: follower for folder, follower in found.items()}
+
+    def _follower(self, folder: str) -> ModelFollower:
+        assert self._follow is not None
+        name = self._names[folder]
+        return ModelFollower(
+            name,
+            self._follow,
+            self.config.follow,
+            metrics=self._metrics,
+            go_to=lambda version: self.inference.repository.go_back(name, version),
+        )
 
     def _poll(self) -> None:
         while not self._stop.wait(self.config.poll.total_seconds()):
@@ -176,3 +209,9 @@ class InferenceServer:
 def _left(end: float) -> float:
     """Return the seconds until a time, at least one: what has ended already needs a moment to be seen."""
     return max(1.0, end - time.monotonic())
+
+
+def _by_version(config: ServeConfig, model: str) -> bool:
+    """Whether a route names a version of a model."""
+    routes = (*config.splits, *config.shadows)
+    return any(target.model == model and target.version for route in routes for target in route.targets)

@@ -19,7 +19,7 @@ from monolith.serve.servable.manifest import MANIFEST_NAME
 from monolith.serve.servable.versions import check_version
 from monolith.serve.shards.service import ShardAbout, shard_part
 from monolith.store.rows import incarnation_bytes
-from monolith.table import FrozenTable, FrozenTables
+from monolith.table import FrozenTable, FrozenTables, OverlaidTables
 
 
 class ShardVersion:
@@ -27,6 +27,9 @@ class ShardVersion:
 
     def __init__(self, held: HeldVersion, shard: int, threads: int | None) -> None:
         self._held = held
+        self.servable = held.servable
+        self.over: OverlaidTables | None = None
+        """The tables under what a trainer published since, where the server follows one."""
         self.about = _about(held.servable, shard)
         self.tables = FrozenTables(_open_tables(held), threads=threads)
         self.used = 0

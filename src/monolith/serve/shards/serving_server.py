@@ -32,10 +32,14 @@ from monolith.errors import (
     UnavailableError,
 )
 from monolith.observe import Progress
+from monolith.observe.metrics import Metrics
+from monolith.serve.following.config import ServeFollowConfig
+from monolith.serve.following.follower import ModelFollower
 from monolith.serve.shards.held_versions import HeldVersions, ShardVersion
 from monolith.serve.shards.service import SERVICE, ShardAbout, ShardHello, ShardStatus, shard_role
 from monolith.store import TableIds
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, pack_answer
+from monolith.sync.channel import OpenReader
 from monolith.wire.bodies import Nothing, typed_calls
 from monolith.wire.byte_messages import Bytes
 from monolith.wire.flight import PortGuard, Server
@@ -67,6 +71,9 @@ class ServingServer:
         look_every: How often to look for a new version.
         limits: What one caller may ask for.
         on_lookup: Called before each lookup, on its thread.
+        follow: Opens an end of the channel by which a trainer brings the rows up to date; None serves them as
+            they were exported.
+        following: When to warn that nothing comes.
 
     Raises:
         FileMissingError: The folder has no version of the shard.
@@ -90,6 +97,8 @@ class ServingServer:
         look_every: timedelta = timedelta(seconds=1),
         limits: Limits | None = None,
         on_lookup: Callable[[], None] | None = None,
+        follow: OpenReader | None = None,
+        following: ServeFollowConfig | None = None,
     ) -> None:
         if shard < 0 or replica < 0 or versions < 1:
             raise ConfigError(
@@ -99,6 +108,18 @@ class ServingServer:
         self.shard, self.replica = shard, replica
         self._versions = HeldVersions(folder, shard, most=versions, threads=threads)
         self._newest = self._versions.open(self._versions.newest())
+        self.follower: ModelFollower | None = None
+        """Who brings the rows up to date."""
+        if follow is not None:
+            self.follower = ModelFollower(
+                self.role,
+                follow,
+                following or ServeFollowConfig(),
+                metrics=Metrics(),
+                go_to=self._go_to,
+                share=(shard, self._newest.about.shards),
+            )
+            self._attach(self._newest)
         self._limits = limits or Limits()
         self._on_lookup = on_lookup
         self._discovery = discovery
@@ -184,6 +205,8 @@ class ServingServer:
                 )
             self._discovery.register(self.role, self.replica, self.address)
         self._ready = True
+        if self.follower is not None:
+            self.follower.begin()
         self._watcher = threading.Thread(target=self._watch, name=f"serving-{self.shard}", daemon=True)
         self._watcher.start()
 
@@ -208,6 +231,8 @@ class ServingServer:
             if self._discovery is not None:
                 with contextlib.suppress(MonolithError):  # it will notice
                     self._discovery.deregister(self.role, self.replica, self.address)
+        if self.follower is not None:
+            self.follower.close()
         self._server.close()
         self._versions.close()
 
@@ -228,8 +253,23 @@ class ServingServer:
             return
         opened = self._versions.open(newest)
         opened.tables.prefault()
+        self._attach(opened)
         _log.info("%s: opened version %s", self.role, newest)
         self._newest = opened
+
+    def _attach(self, version: ShardVersion) -> None:
+        """Bring a version up to date from now on, where a trainer is followed."""
+        if self.follower is not None and not self.follower.is_back:
+            version.over = self.follower.attach_tables(version.servable, version.tables)
+
+    def _go_to(self, version: str | None) -> None:
+        """Serve all versions as they were exported, so that entries may go back to one; or follow again."""
+        if version is None:
+            self._attach(self._newest)
+            return
+        self._versions.open(version)
+        for one in self._versions.all():
+            one.over = None
 
     def _watch(self) -> None:
         said = ""
@@ -270,7 +310,7 @@ class ServingServer:
     def _rows(self, version: ShardVersion, request: RowRequest) -> torch.Tensor:
         ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes))
         try:
-            return version.tables.lookup(ids)
+            return (version.over or version.tables).lookup(ids)
         except CorruptFileError as error:
             _log.error("%s: %s", self.role, error)
             raise UnavailableError(f"version {version.about.version} is damaged: {error}") from error

@@ -1,0 +1,246 @@
+"""ModelFollower: keeps one served model up to date with a trainer, and knows how new it is.
+
+A version that is loaded is attached: its tables lie under what deltas brought, its predictor takes their
+dense weights. What was brought stays when a newer export is attached, unless that export is newer than all of
+it; once both have been served side by side for a moment, rows that the export holds as well are let go of.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from monolith.checkpoint.shares import WHOLE, IdShare
+from monolith.observe.metrics import Metrics
+from monolith.serve.following.config import ServeFollowConfig
+from monolith.serve.following.followed_tables import FollowedTables
+from monolith.serve.following.freshness import FollowMetrics, ServedUpTo
+from monolith.serve.following.target import GoTo, ServedTarget
+from monolith.serve.predictor import Predictor
+from monolith.serve.rows import MappedRows
+from monolith.serve.servable.manifest import Servable
+from monolith.sync.channel import OpenReader
+from monolith.sync.messages import LogPlace
+from monolith.sync.subscriber import Followed, Subscriber
+from monolith.table import FrozenTables, OverlaidTables
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at how old what is served has become."""
+
+
+class ModelFollower:
+    """Follows for one model. Thread-safe; nothing is read before a version is attached.
+
+    Args:
+        model: Its name.
+        open_reader: Opens an end of the channel that the trainer publishes through.
+        config: When to warn.
+        metrics: Where to count.
+        share: The ids that this server has.
+        go_to: Serves the version that the trainer names; see `ServedTarget`.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        open_reader: OpenReader,
+        config: ServeFollowConfig,
+        *,
+        metrics: Metrics,
+        go_to: GoTo,
+        share: IdShare = WHOLE,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._model = model
+        self._open_reader = open_reader
+        self._config = config
+        self._clock = clock
+        self._metrics = FollowMetrics(metrics, model)
+        self.target = ServedTarget(model, FollowedTables(share), self._metrics, go_to)
+        self._lock = threading.Lock()  # guards all below
+        self._subscriber: Subscriber | None = None
+        self._base: Servable | None = None
+        self._settle_at: float | None = None
+        self._warned = False
+        self._again = False
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    # Versions
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the trainer has sent servers back to an exported version, which stays as it is."""
+        return self.target.back is not None
+
+    def attach(self, predictor: Predictor) -> None:
+        """Bring a predictor up to date from now on, and begin to follow where that was not begun."""
+        if self.is_back:
+            return
+        rows = predictor.rows
+        if isinstance(rows, MappedRows):
+            rows.lie_under(self.attach_tables(predictor.servable, rows.files, threads=rows.threads))
+        else:
+            self._rest_on(predictor.servable)
+        self.target.add(predictor, newer_dense=self._is_ahead_of(predictor.servable))
+        predictor.follow(self.freshness)
+        self.begin()
+
+    def attach_tables(
+        self, servable: Servable, tables: FrozenTables, *, threads: int | None = None
+    ) -> OverlaidTables:
+        """Return the tables of a version under what deltas brought."""
+        if self._is_behind(servable):
+            _log.info(
+                "model %r: version %s is newer than what was followed, which is dropped",
+                *(self._model, servable.version),
+            )
+            self.target.rows.drop()
+            # What the subscriber still brings is older than the export. It is replaced by the watch, since it
+            # may wait for a version to be loaded, and whoever loads one is here.
+            self.target.rows.pass_over(True)
+            self._again = True
+        overlaid = self.target.rows.attach(tables, threads=threads)
+        self._rest_on(servable)
+        return overlaid
+
+    def _rest_on(self, servable: Servable) -> None:
+        with self._lock:
+            if self._base is not None and self._base.version != servable.version:
+                self._settle_at = self._clock() + self._config.settle_after.total_seconds()
+            self._base = servable
+
+    def begin(self) -> None:
+        """Follow from now on, from where the version that is attached was exported; if not begun yet."""
+        with self._lock:
+            if self._subscriber is not None or self._base is None or self._stop.is_set():
+                return
+            places = {
+                int(share): LogPlace(epoch, sequence)
+                for share, (epoch, sequence) in self._base.log_places.items()
+            }
+            self._subscriber = Subscriber(
+                self._open_reader, self.target, places=places, clock=self._clock, on_applied=self._applied
+            )
+            self._subscriber.start()
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=self._watch, name=f"follow-{self._model}", daemon=True
+                )
+                self._watcher.start()
+
+    def _leave(self) -> None:
+        with self._lock:
+            subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            subscriber.close()
+
+    def _is_ahead_of(self, servable: Servable) -> bool:
+        standing = self.standing
+        return bool(standing) and all(one.learned.step >= servable.step for one in standing.values())
+
+    def _is_behind(self, servable: Servable) -> bool:
+        """Whether an export is newer than what was followed: by places where these are of one epoch."""
+        standing = {number: one for number, one in self.standing.items() if one.place is not None}
+        if not standing:
+            return False
+        for number, one in standing.items():
+            place = servable.log_places.get(str(number))
+            if place is not None and one.place is not None and one.place.epoch == place[0]:
+                if one.place.sequence < place[1]:
+                    return True
+            elif one.learned.step < servable.step:
+                return True
+        return False
+
+    # How new it is
+
+    @property
+    def standing(self) -> dict[int, Followed]:
+        """How far each share of training is followed."""
+        subscriber = self._subscriber
+        return {} if subscriber is None else dict(subscriber.standing)
+
+    def up_to(self) -> ServedUpTo | None:
+        """Return what the oldest of all shares has learned from; None before one was heard of."""
+        known = [one for one in self.standing.values() if one.applied_at > 0]
+        if not known:
+            return None
+        oldest = min(known, key=lambda one: one.learned.published_at)
+        return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at)
+
+    def freshness(self) -> dict[str, bool | int | float | str] | None:
+        """Return what an answer says of how new it is; None where that is as the export says."""
+        up_to = self.up_to()
+        return None if up_to is None or self.is_back else up_to.said(self._clock())
+
+    def staleness(self) -> float:
+        """Return the age of what is served, in seconds."""
+        up_to = self.up_to()
+        base = self._base
+        if up_to is not None and not self.is_back:
+            since = up_to.learned.published_at or up_to.applied_at
+        else:
+            since = self._clock() if base is None else base.created
+        return max(0.0, self._clock() - since)
+
+    def look(self) -> None:
+        """Set gauges, warn where nothing was heard for too long, and tidy up. The watch does this."""
+        staleness = self.staleness()
+        rows = self.target.rows
+        self._metrics.stands(staleness, rows.rows, rows.bytes)
+        if self.target.state.version != self.target.back:
+            self.target.settle_state()
+        if self._again:
+            self._again = False
+            self._leave()
+            self.target.rows.pass_over(False)
+            self.begin()
+        self._warn(staleness)
+        with self._lock:
+            due = self._settle_at is not None and self._clock() >= self._settle_at
+            if due:
+                self._settle_at = None
+        if due:
+            _log.info("model %r: %d rows are as exported, and let go of", self._model, rows.settle())
+
+    def _warn(self, staleness: float) -> None:
+        bound = self._config.stale_after.total_seconds()
+        if staleness <= bound:
+            if self._warned:
+                _log.info("model %r: what is served is %.1f s old again", self._model, staleness)
+            self._warned = False
+        elif not self._warned and not self.is_back and not self.target.state.held:
+            self._warned = True
+            errors = [one.error for one in self.standing.values() if one.error]
+            subscriber = self._subscriber
+            if subscriber is not None and subscriber.error:
+                errors.insert(0, subscriber.error)
+            _log.warning(
+                "model %r: what is served is %.0f s old, and nothing newer comes (%s); answers go on",
+                *(self._model, staleness, errors[0] if errors else "nothing is published"),
+            )
+
+    def _applied(self, followed: Followed) -> None:
+        assert followed.place is not None
+        up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at)
+        self._metrics.served(followed.share[0], followed.place.sequence, up_to)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(LOOK_EVERY):
+            try:
+                self.look()
+            except Exception:  # whatever it is, answers go on
+                _log.exception("model %r: a look at how new it is failed", self._model)
+
+    def close(self) -> None:
+        """Stop following. What was brought stays. Closing again does nothing."""
+        self._stop.set()
+        self._leave()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join()

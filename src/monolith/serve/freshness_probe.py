@@ -1,0 +1,210 @@
+"""Probing freshness: how long it takes from an event in the stream to an answer that knows of it.
+
+A probe takes a row with an id that nobody has seen. Such an id has no row in the table, so the model says of
+it what it says of any other id that nobody has seen. The probe writes the row into the stream that the
+trainer reads, and asks the server for it and for a second unseen id that is not written, both in one request:
+while the two answers are equal, nothing of the event is served. Dense weights that were swapped meanwhile
+move both alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from monolith import filesystem
+from monolith.data import KafkaSink
+from monolith.errors import ConfigError, DeadlineExceededError
+from monolith.serve.asking import Answered
+from monolith.serve.following.freshness import ServedUpTo
+from monolith.sync.messages import LearnedUpTo
+
+Row = Mapping[str, Any]
+
+
+class WritesEvents(Protocol):
+    """Puts events into the stream that a trainer reads."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class AsksRows(Protocol):
+    """Asks a server: `Asker`."""
+
+    def ask(self, model: str, rows: Sequence[Row], version: str = "") -> Answered: ...
+
+
+class FolderEvents:
+    """Puts each event into a folder that a trainer watches, as a file of one JSON line."""
+
+    def __init__(self, folder: str) -> None:
+        if not filesystem.is_folder(folder):
+            raise ConfigError(f"cannot write events to {folder}: it is no folder")
+        self._folder = folder
+
+    def write(self, row: Row) -> None:
+        path = filesystem.join(self._folder, f"probe-{time.time_ns()}-{secrets.token_hex(4)}.jsonl")
+        with filesystem.atomic_write(path) as file:
+            file.write(json.dumps(dict(row)).encode() + b"\n")
+
+    def close(self) -> None:
+        """Do nothing: files stay."""
+
+
+class KafkaEvents:
+    """Sends each event to a topic, as a message in JSON."""
+
+    def __init__(self, servers: Sequence[str], topic: str) -> None:
+        self._sink = KafkaSink(servers, topic, settings={"linger.ms": 0})
+
+    def write(self, row: Row) -> None:
+        self._sink.send([json.dumps(dict(row)).encode()])
+        self._sink.flush()
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def open_events(source: str) -> WritesEvents:
+    """Return what writes events to kafka://broker[,broker]/topic, or to a folder that is watched for files.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    parts = urlsplit(source)
+    if parts.scheme == "kafka":
+        servers, topic = [one for one in parts.netloc.split(",") if one], parts.path.strip("/")
+        if not servers or not topic:
+            raise ConfigError(f"cannot write events to {source!r}: write kafka://broker:9092/topic")
+        return KafkaEvents(servers, topic)
+    if parts.scheme not in ("", "file"):
+        raise ConfigError(
+            f"cannot write events to {source!r}: write kafka://broker:9092/topic, or the folder of a trainer "
+            "that watches for new .jsonl files"
+        )
+    return FolderEvents(str(Path(parts.path)) if parts.scheme == "file" else source)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """One event, and how long until an answer knew of it."""
+
+    seconds: float
+    """From before it was written to the answer that differed."""
+    asked: int
+    """Requests that were needed."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each stage, as the answer that differed says; empty where it does not."""
+
+
+class FreshnessProbe:
+    """Probes one server.
+
+    Args:
+        asker: Asks it.
+        model: Its model.
+        row: All columns of an event, labels included.
+        column: The one whose id is replaced by a new one.
+        event_time: The column that is set to the time of writing, in Unix seconds; none where events have
+            no times.
+        pause: Seconds between two requests.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        asker: AsksRows,
+        model: str,
+        row: Row,
+        column: str,
+        *,
+        event_time: str | None = None,
+        pause: float = 0.01,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if column not in row:
+            raise ConfigError(f"freshness: the row has no column {column!r}; it has {', '.join(row)}")
+        self._asker, self._model = asker, model
+        self._row, self._column, self._event_time = row, column, event_time
+        self._pause, self._clock, self._sleep = pause, clock, sleep
+
+    def probe(self, events: WritesEvents, timeout: float) -> Probed:
+        """Write an event, and ask until an answer knows of it.
+
+        Raises:
+            ConfigError: The model does not read the column: it says something else of two unseen ids.
+            DeadlineExceededError: No answer did in time.
+        """
+        marked, control = self._unseen(), self._unseen()
+        if self._differ(self._ask(marked, control)):
+            raise ConfigError(
+                f"freshness: the model tells two ids that it has never seen apart by {self._column!r}; "
+                "name a column whose ids have rows of their own"
+            )
+        begun = self._clock()
+        event = dict(marked)
+        if self._event_time is not None:
+            event[self._event_time] = int(begun)
+        events.write(event)
+        asked = 0
+        while self._clock() - begun < timeout:
+            answered = self._ask(marked, control)
+            asked += 1
+            if self._differ(answered):
+                return Probed(self._clock() - begun, asked, stages_of(answered.parameters))
+            self._sleep(self._pause)
+        raise DeadlineExceededError(
+            f"the answer for a new {self._column} did not change within {timeout:g} s ({asked} requests). "
+            "Does the trainer read this source, admit an id at once, and publish?"
+        )
+
+    def _ask(self, marked: Row, control: Row) -> Answered:
+        return self._asker.ask(self._model, [marked, control])
+
+    def _unseen(self) -> dict[str, Any]:
+        return {**self._row, self._column: _unseen_like(self._row[self._column])}
+
+    @staticmethod
+    def _differ(answered: Answered) -> bool:
+        return any(values[0] != values[1] for values in answered.outputs.values())
+
+
+def _unseen_like(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unseen_like(value[0] if value else "")]
+    if isinstance(value, str):
+        return f"probe-{secrets.token_hex(8)}"
+    return secrets.randbits(47)
+
+
+def up_to_of(parameters: Mapping[str, Any]) -> ServedUpTo:
+    """Return what an answer says it has learned from; 0 where it does not."""
+    times = {
+        name: float(parameters.get(name, 0.0))
+        for name in ("event_at", "read_at", "trained_at", "published_at", "received_at", "applied_at")
+    }
+    received, applied = times.pop("received_at"), times.pop("applied_at")
+    learned = LearnedUpTo(
+        step=int(parameters.get("step", 0)), watermark=int(parameters.get("watermark", 0)), **times
+    )
+    return ServedUpTo(learned, received, applied)
+
+
+def stages_of(parameters: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each stage that an answer tells."""
+    return up_to_of(parameters).stages()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of all does not exceed; there must be some."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(round(share * len(ordered), 9)) - 1)]

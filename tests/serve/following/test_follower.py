@@ -1,0 +1,387 @@
+"""A server follows a trainer in one process: rows, dense weights, freshness, newer exports, going back."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serve.served_tasks import columns, exported, trained
+from serve.server.serving import ask_http
+
+from monolith.errors import ConfigError
+from monolith.serve import Predictor
+from monolith.serve.following import ServeFollowConfig
+from monolith.serve.servable.manifest import Servable, read_servable, write_servable
+from monolith.serve.server import InferenceServer, Route, ServeConfig, VersionPolicy
+from monolith.serve.server.catalog import ServableCatalog, served_folder
+from monolith.store import TableIds
+from monolith.sync.memory_channel import MemoryChannel
+from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.publisher import Publisher
+from monolith.table import FrozenTable, NativeTable, Segment, TableConfig
+
+PATIENCE = 120
+STAMPS = LearnedUpTo(
+    step=70, watermark=1_700_000_000, event_at=100.0, read_at=100.5, trained_at=101.0, published_at=101.5
+)
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def servables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions 3 and 6 of a small model."""
+    folder = tmp_path_factory.mktemp("served")
+    config = trained(folder / "run")
+    exported(config, folder / "out", step=3)
+    exported(config, folder / "out", step=6)
+    return folder / "out"
+
+
+@pytest.fixture
+def root(servables: Path, tmp_path: Path) -> Path:
+    """A folder that has version 3; `release` brings 6."""
+    shutil.copytree(servables / "3", tmp_path / "models" / "3")
+    return tmp_path / "models"
+
+
+def release(servables: Path, root: Path) -> None:
+    shutil.copytree(servables / "6", root / ".6")
+    (root / ".6").rename(root / "6")
+
+
+class FakeTrainer:
+    """Has the rows and weights of a version, changes them, and publishes what a test tells it to."""
+
+    def __init__(self, version: Path, channel: MemoryChannel) -> None:
+        self.servable: Servable = read_servable(str(version))
+        self.tables: dict[str, NativeTable] = {}
+        for name, about in self.servable.tables.items():
+            table = NativeTable(TableConfig(name=name, segments=(Segment(dim=about.dim),)))
+            ids, values = FrozenTable(f"{version}/{about.file}").core.scan(0, (1 << 64) - 1)
+            table.assign(torch.from_numpy(ids), torch.from_numpy(values).reshape(-1, about.dim))
+            self.tables[name] = table
+        with Predictor(str(version), show=False) as predictor:
+            self.dense: Mapping[str, torch.Tensor] = predictor._runner._graph.weights  # type: ignore[attr-defined]
+        self.learned = STAMPS
+        self.publisher = Publisher(
+            self.tables,
+            channel.writer(),
+            run="run",
+            dense_interval=0.0,
+            dense=lambda: dict(self.dense),
+            learned=lambda: self.learned,
+        )
+
+    def change(self, name: str = "item", by: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add to all rows of a table; return ids and values."""
+        rows = self.tables[name].scan(limit=1 << 20).rows
+        values = rows.values + by
+        self.tables[name].assign(rows.ids, values)
+        return rows.ids, values
+
+
+@contextmanager
+def following(root: Path, channel: MemoryChannel, **config: Any) -> Iterator[InferenceServer]:
+    policy = VersionPolicy.parse(config.pop("policy", "latest"))
+    settings = {"http_port": 0, "grpc_port": None, "poll": timedelta(seconds=0.02), "threads": 4, **config}
+    with InferenceServer(
+        ServeConfig(**settings),
+        [served_folder(str(root), policy)],
+        ServableCatalog(threads=1),
+        follow=channel.reader,
+    ) as server:
+        yield server
+
+
+def caught_up(server: InferenceServer, place: LogPlace) -> bool:
+    standing = server.followers["served"].standing
+    reached = standing[0].place if 0 in standing else None
+    return reached is not None and reached.epoch == place.epoch and reached.sequence >= place.sequence
+
+
+def lookup(server: InferenceServer, ids: torch.Tensor) -> torch.Tensor:
+    """Return what a served model reads for ids of table `item`."""
+    with server.inference.repository.held("served") as held:
+        rows = held.model.rows  # type: ignore[attr-defined]
+        sizes = torch.tensor([len(ids) if name == "item" else 0 for name in rows.tables])
+        return rows.lookup(TableIds(ids, sizes)).rows.reshape(len(ids), -1)
+
+
+def ask(server: InferenceServer) -> dict[str, Any]:
+    raw = columns(3, seed=9)
+    inputs = [
+        {"name": "user_id", "datatype": "BYTES", "shape": [3], "data": raw["user_id"]},
+        {"name": "item", "datatype": "INT64", "shape": [3], "data": raw["item"]},
+        {"name": "history", "datatype": "INT64", "shape": [3, 1], "data": [1, 2, 3]},
+        {"name": "price", "datatype": "FP32", "shape": [3], "data": raw["price"]},
+        {
+            "name": "where",
+            "datatype": "FP32",
+            "shape": [3, 2],
+            "data": [one for pair in raw["where"] for one in pair],
+        },
+    ]
+    assert server.http_url is not None
+    port = int(server.http_url.rpartition(":")[2])
+    status, said, _ = ask_http(port, "POST", "/v2/models/served/infer", {"inputs": inputs})
+    assert status == 200, said
+    return said  # type: ignore[no-any-return]
+
+
+def test_rows_and_dense_weights_that_a_trainer_publishes_are_served(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        before = ask(server)
+        assert before["parameters"]["step"] == 3
+        assert before["parameters"].keys() >= {"step", "staleness"}
+        ids, values = trainer.change()
+        gone, stay = ids[:2], ids[2:]
+        trainer.tables["item"].remove(gone)
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        assert torch.equal(lookup(server, stay), values[2:])
+        assert not lookup(server, gone).any()
+        rows_only = ask(server)
+        assert rows_only["outputs"] != before["outputs"]
+        trainer.dense = {name: one + 0.1 for name, one in trainer.dense.items()}
+        trainer.publisher.publish_now()
+        until(lambda: ask(server)["outputs"] != rows_only["outputs"])
+    trainer.publisher.close()
+
+
+def test_every_answer_says_how_new_it_is_and_metrics_say_where_time_went(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher.publish_now()
+    with following(root, channel) as server:
+        until(lambda: caught_up(server, trainer.publisher.place))
+        trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        said = ask(server)["parameters"]
+        assert (said["step"], said["watermark"], said["event_at"]) == (70, 1_700_000_000, 100.0)
+        assert said["staleness"] >= 0
+        assert said["published_at"] <= said["received_at"] <= said["applied_at"]
+        server.followers["served"].look()
+        text = server.inference.render_metrics().decode()
+    trainer.publisher.close()
+    for stage in ("read", "train", "publish", "wire", "apply", "total"):
+        assert f'serve_event_to_served_seconds_count{{model="served",stage="{stage}"}}' in text
+    assert 'monolith_serve_follow_sequence{model="served",share="0"}' in text
+    assert 'monolith_serve_followed_rows_total{by="delta",model="served"}' in text
+    assert "monolith_serve_follow_resyncs_total" in text
+    assert 'monolith_serve_staleness_seconds{model="served"}' in text
+
+
+def test_a_snapshot_of_rows_that_are_as_exported_is_not_kept_twice(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher.publish_now()
+    with following(root, channel) as server:
+        until(lambda: caught_up(server, trainer.publisher.place))
+        assert server.followers["served"].target.rows.rows == 0
+    trainer.publisher.close()
+
+
+def test_a_server_goes_on_from_the_place_that_its_export_names(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher.publish_now()
+    place = trainer.publisher.place
+    write_servable(
+        str(root / "3"), replace(trainer.servable, log_places={"0": (place.epoch, place.sequence)})
+    )
+    ids, values = trainer.change()
+    trainer.publisher.publish_now()
+    with following(root, channel) as server:
+        until(lambda: caught_up(server, trainer.publisher.place))
+        assert torch.equal(lookup(server, ids), values)
+        assert server.followers["served"].standing[0].snapshots == 0
+    trainer.publisher.close()
+
+
+def test_a_newer_export_takes_over_while_what_is_newer_stays(root: Path, servables: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel, follow=ServeFollowConfig(settle_after=timedelta(0))) as server:
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        release(servables, root)
+        until(lambda: server.inference.repository.versions("served") == ("6",))
+        assert torch.equal(lookup(server, ids), values)
+        assert ask(server)["parameters"]["step"] == 70
+        follower = server.followers["served"]
+        follower.look()
+        assert torch.equal(lookup(server, ids), values)
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        assert torch.equal(lookup(server, ids), values)
+    trainer.publisher.close()
+
+
+def test_an_export_that_is_newer_than_what_was_followed_counts(root: Path, servables: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.learned = LearnedUpTo(step=4)
+    with following(root, channel) as server:
+        ids, old = trainer.change(by=100.0)
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        channel.broken = True
+        release(servables, root)
+        until(lambda: server.inference.repository.versions("served") == ("6",))
+        assert not torch.equal(lookup(server, ids), old)
+        follower = server.followers["served"]
+        ids, values = trainer.change()
+        channel.broken = False
+        trainer.publisher.publish_now()
+        until(lambda: follower.look() or caught_up(server, trainer.publisher.place))
+        until(lambda: torch.equal(lookup(server, ids), values))
+    trainer.publisher.close()
+
+
+def test_servers_go_back_to_an_exported_version_and_follow_again(root: Path, servables: Path) -> None:
+    release(servables, root)
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "6", channel)
+    with Predictor(str(root / "3"), show=False) as third:
+        names = torch.tensor([1, 2, 3])
+        sizes = torch.tensor([3 if name == "item" else 0 for name in third.rows.tables])
+        exported_rows = third.rows.lookup(TableIds(names, sizes)).rows.reshape(3, -1)
+    with following(root, channel) as server:
+        trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        trainer.publisher.rollback("3")
+        until(lambda: server.inference.repository.versions("served") == ("3",))
+        said = ask(server)
+        assert (said["model_version"], said["parameters"]["step"]) == ("3", 3)
+        assert torch.equal(lookup(server, names), exported_rows)
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()  # held
+        assert torch.equal(lookup(server, names), exported_rows)
+        trainer.publisher.resume()
+        until(lambda: server.inference.repository.versions("served") == ("6",))
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        assert torch.equal(lookup(server, ids), values)
+        assert ask(server)["parameters"]["step"] == 70
+    trainer.publisher.close()
+
+
+def test_going_back_to_the_version_that_follows_drops_what_deltas_brought(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        first = ask(server)["outputs"]
+        trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: ask(server)["outputs"] != first)
+        trainer.publisher.rollback("3")
+        until(lambda: ask(server)["outputs"] == first)
+    trainer.publisher.close()
+
+
+def test_a_version_that_is_not_there_changes_nothing_and_is_named(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        trainer.publisher.rollback("77")
+        follower = server.followers["served"]
+        until(lambda: follower.target.problem)
+        assert "has no version '77'" in follower.target.problem
+        assert "there are 3" in caplog.text
+        assert torch.equal(lookup(server, ids), values)
+        assert server.inference.is_ready
+    trainer.publisher.close()
+
+
+def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel, follow=ServeFollowConfig(stale_after=timedelta(hours=2))) as server:
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        follower = server.followers["served"]
+        ahead = 3600.0
+        follower._clock = lambda: time.time() + ahead
+        follower.look()
+        assert "nothing newer comes" not in caplog.text
+        ahead = 7300.0
+        follower.look()
+        follower.look()
+        assert caplog.text.count("nothing newer comes") == 1
+        assert ask(server)["parameters"]["staleness"] >= 7200
+        assert server.inference.is_ready
+    trainer.publisher.close()
+
+
+def test_dense_weights_that_do_not_fit_are_not_taken_and_counted(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        before = ask(server)["outputs"]
+        trainer.dense = {name: one for number, (name, one) in enumerate(trainer.dense.items()) if number}
+        trainer.publisher.publish_now()
+        until(lambda: "dense weights were not taken" in caplog.text)
+        assert ask(server)["outputs"] == before
+        assert "monolith_serve_follow_dense_refused_total" in server.inference.render_metrics().decode()
+    trainer.publisher.close()
+
+
+def test_what_differs_is_found_and_repaired(root: Path) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        rows = server.followers["served"].target.rows
+        rows.apply({}, {"item": ids[:1]})  # a mistake of somebody
+        assert not lookup(server, ids[:1]).any()
+
+        def mended() -> bool:
+            trainer.publisher.publish_now()
+            trainer.change("tags", 0.0)
+            return torch.equal(lookup(server, ids), values)
+
+        until(mended)
+        until(lambda: server.followers["served"].standing[0].repaired > 0)
+    trainer.publisher.close()
+
+
+def test_only_one_version_of_a_model_can_follow(root: Path) -> None:
+    with pytest.raises(ConfigError, match="has one version"), following(root, MemoryChannel(), policy="all"):
+        pass
+    split = Route.parse("ads=served/3:1")
+    with pytest.raises(ConfigError, match="by version"), following(root, MemoryChannel(), splits=(split,)):
+        pass
+
+
+def test_an_answer_of_a_model_that_follows_nobody_says_the_age_of_its_export(root: Path) -> None:
+    with Predictor(str(root), show=False, clock=lambda: made.created + 12.5) as predictor:
+        made = predictor.servable
+        said = predictor.freshness()
+        assert (said["step"], said.get("watermark"), said["staleness"]) == (3, made.watermark, 12.5)
