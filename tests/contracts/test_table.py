@@ -48,6 +48,7 @@ from monolith.table import (
     digest_rows,
     in_share,
     iterate,
+    iterate_buckets,
 )
 from monolith.table.digests import BUCKETS
 
@@ -681,6 +682,18 @@ def test_digests_tell_rows_apart_by_id_and_by_every_bit(make: Make) -> None:
     assert differing.tolist() == bucket_of(ids(7)).tolist()
     other.remove(ids(7))
     assert not torch.equal(table.digests(differing), other.digests(differing))
+
+
+@pytest.mark.parametrize("count", [3, 2000])
+def test_rows_are_iterated_bucket_by_bucket(make: Make, count: int) -> None:
+    table = make()
+    table.assign(torch.arange(300), torch.arange(600.0).reshape(300, 2))
+    buckets = bucket_of(torch.arange(count)).unique()
+    chunks = list(iterate_buckets(table, buckets, limit=10))
+    assert all(0 < len(chunk) <= 10 for chunk in chunks)
+    expected = [key for key in range(300) if bucket_of(ids(key)).item() in buckets.tolist()]
+    assert sorted(torch.cat([chunk.ids for chunk in chunks]).tolist()) == expected
+    assert list(iterate_buckets(table, ids())) == []
 
 
 def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:

@@ -426,6 +426,19 @@ def test_a_snapshot_is_counted_and_whole(channel: MemoryChannel, monkeypatch: py
     assert publisher.stats.snapshots == 1
 
 
+def test_a_snapshot_is_refused_until_the_channel_knows_of_the_epoch(channel: MemoryChannel) -> None:
+    """It would be of an epoch that the log does not have, and be asked for again and again."""
+    publisher = publish(channel, make_table())
+    publisher.publish_now()
+    channel.broken = True
+    publisher.begin_epoch("rewound")
+    channel.broken = False
+    with pytest.raises(UnavailableError, match="new epoch"):
+        log_of(channel, None)
+    publisher.publish_now()
+    assert log_of(channel, None)
+
+
 def test_a_snapshot_of_buckets_has_no_others(channel: MemoryChannel) -> None:
     table = make_table()
     write(table, {key: float(key) for key in range(200)})

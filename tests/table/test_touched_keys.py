@@ -104,9 +104,18 @@ def test_a_name_has_its_suffix() -> None:
             TouchedKeySet(**settings)
 
 
-def test_a_table_tells_which_rows_it_trained() -> None:
+def test_what_was_ever_dropped_is_counted() -> None:
+    keys = TouchedKeySet(capacity=10)
+    assert keys.lost == 0
+    keys.insert(torch.arange(12))
+    keys.steal()
+    keys.insert(torch.arange(12))
+    assert keys.lost == 22
+
+
+def test_a_table_tells_which_rows_it_wrote() -> None:
     keys = TouchedKeySet()
     table = DictTable(TableConfig(name="item", segments=(Segment(dim=1),)), touched=keys)
     table.assign(ids(1, 2), torch.ones(2, 1))
     table.apply_gradients(ids(2, 3, 3), torch.ones(3, 1))
-    assert sorted(keys.steal().tolist()) == [2, 3]
+    assert sorted(keys.steal().tolist()) == [1, 2, 3]

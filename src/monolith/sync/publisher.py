@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ from monolith.sync.messages import (
     SnapshotEnd,
     SnapshotRows,
 )
-from monolith.table import FollowedTable, Fp32, Rows, TouchedKeySet, bucket_of, iterate
+from monolith.table import FollowedTable, Fp32, Rows, TouchedKeySet, bucket_of, iterate, iterate_buckets
 
 DELTA_IDS = 1 << 17
 """Ids in one delta, at most; where more have changed another follows at once."""
@@ -409,7 +410,7 @@ class Publisher:
     def _changed(self, name: str) -> Tensor:
         stolen = self._touched[name].steal()
         waiting = self._pending.pop(name, None)
-        return stolen if waiting is None else torch.cat([waiting, stolen]).unique()
+        return stolen if waiting is None else _union([waiting, stolen])
 
     def _look_up(self, table: FollowedTable, ids: Tensor) -> tuple[Rows, Tensor]:
         """Return the rows of ids that have one, and the other ids."""
@@ -426,7 +427,7 @@ class Publisher:
             parts += [delta.rows[name].ids] if name in delta.rows else []
             parts += [delta.removed[name]] if name in delta.removed else []
             if parts:
-                self._pending[name] = torch.cat(parts).unique()
+                self._pending[name] = _union(parts)
         if delta.dense is not None:
             self._dense_at = float("-inf")
 
@@ -467,6 +468,8 @@ class Publisher:
     def _take_snapshot(self, buckets: Tensor | None = None) -> Iterator[Message]:
         """Read the rows of this share. From any thread, beside training and publishing."""
         self._refuse_if_held()
+        if not self._opened:
+            raise UnavailableError("a new epoch is about to begin; ask again")
         self._count(snapshots=1)
         place, name, number = self._place, uuid.uuid4().hex, 0
         dense = None
@@ -486,19 +489,15 @@ class Publisher:
         width = 16 + 4 * (table.dim + (table.state_dim if self._with_state else 0))
         limit = min(1 << 16, max(1, CHUNK_BYTES // width))
         if buckets is None:
-            yield from iterate(table, limit=limit)
-            return
-        waiting: list[Rows] = []
-        for bucket in buckets.tolist():
-            for rows in iterate(table, limit=limit, shard=bucket, num_shards=BUCKETS):
-                waiting.append(rows)
-                if sum(map(len, waiting)) >= limit:
-                    yield Rows.concat(waiting)
-                    waiting = []
-        if waiting:
-            yield Rows.concat(waiting)
+            return iterate(table, limit=limit)
+        return iterate_buckets(table, buckets, limit=limit)
 
     def _refuse_if_held(self) -> None:
         state = self._state
         if state.held:
             raise UnavailableError(f"publishing is held: {state.reason}. Resume it for a snapshot.")
+
+
+def _union(several: list[Tensor]) -> Tensor:
+    """Return ids, each once."""
+    return torch.from_numpy(np.unique(torch.cat(several).numpy()))

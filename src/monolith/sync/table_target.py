@@ -10,8 +10,7 @@ from torch import Tensor
 
 from monolith.checkpoint.shares import IdShare
 from monolith.sync.messages import PublishState
-from monolith.table import FollowedTable, Rows, in_share, iterate
-from monolith.table.digests import BUCKETS
+from monolith.table import FollowedTable, Rows, in_share, iterate, iterate_buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +87,8 @@ class TableTarget:
 
 def _ids_of(table: FollowedTable, snapshot: _Snapshot) -> Iterator[Tensor]:
     """Yield the ids that a table has of what a snapshot replaces."""
-    if snapshot.buckets is None:
-        chunks = iterate(table)
-    else:
-        chunks = (
-            rows
-            for bucket in snapshot.buckets.tolist()
-            for rows in iterate(table, shard=bucket, num_shards=BUCKETS)
-        )
-    for rows in chunks:
+    buckets = snapshot.buckets
+    for rows in iterate(table) if buckets is None else iterate_buckets(table, buckets):
         yield rows.ids[in_share(rows.ids, snapshot.share)]
 
 

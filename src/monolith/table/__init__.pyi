@@ -20,7 +20,7 @@ from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, F
 from monolith.table.config import Segment, TableConfig
 from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.dict_table import DictTable
-from monolith.table.digests import bucket_of, digest_rows, in_share
+from monolith.table.digests import bucket_of, digest_rows, in_share, iterate_buckets
 from monolith.table.dumps import (
     ChangesReport,
     DumpManifest,
@@ -183,6 +183,7 @@ __all__ = [
     "inspect",
     "intercept_gradient",
     "iterate",
+    "iterate_buckets",
     "legacy_names",
     "load",
     "load_changes",

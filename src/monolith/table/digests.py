@@ -7,6 +7,8 @@ the order in which they are met does not matter. The core has the same in `nativ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from monolith import native
 from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.hashing import mix
+from monolith.table.table import Rows, Table, iterate
 
 BUCKETS = 4096
 """Of ids: the bucket of an id is the top 12 bits of its hash."""
@@ -35,6 +38,29 @@ def in_share(ids: Tensor, share: tuple[int, int]) -> Tensor:
     if total == 1:
         return torch.ones(len(ids), dtype=torch.bool)
     return torch.from_numpy(arguments.id_array(ids).view(np.uint64) % np.uint64(total) == number)
+
+
+def iterate_buckets(table: Table, buckets: Tensor, *, limit: int = 65536) -> Iterator[Rows]:
+    """Yield the rows of some buckets, ascending, in chunks of at most `limit`."""
+    if 8 * len(buckets) > BUCKETS:  # to look at all is less work than to look for each
+        wanted = torch.zeros(BUCKETS, dtype=torch.bool)
+        wanted[buckets] = True
+        chunks = (rows.keep(wanted[bucket_of(rows.ids)]) for rows in iterate(table, limit=limit))
+    else:
+        chunks = (
+            rows
+            for bucket in buckets.tolist()
+            for rows in iterate(table, limit=limit, shard=bucket, num_shards=BUCKETS)
+        )
+    waiting: list[Rows] = []
+    for rows in chunks:
+        if sum(map(len, waiting)) + len(rows) > limit:
+            yield Rows.concat(waiting)
+            waiting = []
+        if len(rows):
+            waiting.append(rows)
+    if waiting:
+        yield Rows.concat(waiting)
 
 
 def digest_rows(ids: Tensor, values: Tensor, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
