@@ -29,7 +29,7 @@ from monolith.train.metrics.sliding import SlidingMetrics
 
 _log = logging.getLogger(__name__)
 
-LOOKS_PER_WINDOW = 10
+LOOKS_PER_WINDOW = 4
 """How often, at the most, metrics are computed while a window of examples passes."""
 LOOK_EVERY = 0.25
 """Seconds, at the least, between two computations: they take milliseconds of the training thread."""
