@@ -13,6 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
+#include "digest.h"
 #include "hash.h"
 #include "table_cut.h"
 
@@ -114,6 +115,22 @@ void restore(Table& table, const Ids& ids, const Times& times, const Floats& val
 std::size_t remove(Table& table, const Ids& ids) {
   nb::gil_scoped_release unlocked;
   return table.remove(as_span(ids));
+}
+
+void digests(const Table& table, const Ids& buckets, std::uint64_t number, std::uint64_t total,
+             const Out<std::uint64_t>& sums) {
+  check(sums.size() == buckets.size(), "sums must have one entry per bucket");
+  nb::gil_scoped_release unlocked;
+  table.digests(as_span(buckets), number, total, sums.data());
+}
+
+void row_digests(const Ids& ids, const Floats& values, const Out<std::uint64_t>& digests) {
+  check_rows(values, ids.size(), values.shape(1));
+  check(digests.size() == ids.size(), "digests must have one entry per id");
+  const std::size_t width = values.shape(1);
+  nb::gil_scoped_release unlocked;
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    digests.data()[i] = row_digest(ids.data()[i], {values.data() + i * width, width});
 }
 
 template <class T>
@@ -272,10 +289,18 @@ void bind_table(nb::module_& m) {
            "order.")
       .def("track_changes", &Table::track_changes, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
            "Remember from now on which rows change and which go, for cuts to tell; or stop.")
+      .def("touch", &Table::touch, "set"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Tell `set` from now on which ids get another row or lose theirs.")
+      .def("untouch", &Table::untouch, "set"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("digests", &digests, "buckets"_a.noconvert(), "number"_a, "total"_a, "sums"_a.noconvert(),
+           "Fill `sums` with the sum of the digests of each bucket's rows that are `number` modulo `total`.")
       .def("freeze", &Table::freeze, nb::call_guard<nb::gil_scoped_release>())
       .def("thaw", &Table::thaw)
       .def_prop_rw("scales", &Table::scales, &Table::set_scales)
       .def("stats", &Table::stats, nb::call_guard<nb::gil_scoped_release>());
+
+  m.def("row_digests", &row_digests, "ids"_a.noconvert(), "values"_a.noconvert(), "digests"_a.noconvert(),
+        "Fill `digests` with one for each id and its values.");
 
   nb::class_<TableCut>(m, "TableCut", "A table as it was at one moment, while it goes on being trained.")
       .def(nb::init<Table&>(), "table"_a, nb::keep_alive<1, 2>(), nb::call_guard<nb::gil_scoped_release>())

@@ -34,7 +34,8 @@ void bind_touched_keys(nb::module_& m) {
            "Add ids; a set past its capacity is emptied first. Returns how many keys that dropped.")
       .def("steal", &steal, "Take all keys, as int64 in no order.")
       .def("__len__", &TouchedKeySet::size, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("capacity", &TouchedKeySet::capacity);
+      .def_prop_ro("capacity", &TouchedKeySet::capacity)
+      .def_prop_ro("lost", &TouchedKeySet::lost, "Keys dropped because there were too many, ever.");
 }
 
 }  // namespace monolith

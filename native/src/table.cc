@@ -34,9 +34,9 @@ Table::Table(TableSpec spec, std::shared_ptr<Admission> admission, std::shared_p
       entry_(spec_.segments, spec_.serving, spec_.seed),
       zeros_(entry_.row_bytes()),
       admission_(std::move(admission)),
-      touched_(std::move(touched)),
       workers_(std::move(workers)),
       budget_(spec_.capacity_bytes) {
+  if (touched != nullptr) touched_.push_back(std::move(touched));
   if (spec_.skip_zero && !spec_.serving)
     throw std::invalid_argument("table: skip_zero is for serving tables");
   if (!spec_.slot_expire_seconds.empty()) {
@@ -142,6 +142,7 @@ void Table::clear(std::size_t rows) {
   lock.unlock();
   TableStats kept = stats();
   Body* old = body_.exchange(fresh.release());
+  touch_all(*old);
   lock.lock();
   cleared_ = {};
   cleared_.inserted = kept.inserted;
@@ -331,7 +332,7 @@ std::size_t Table::expire_oldest(Body& body, Partition& part, std::size_t wanted
   std::vector<std::uint64_t> gone;
   for (std::size_t i = 0; i < wanted; ++i) {
     Slot* slot = index.find(candidates[i].second);
-    if (watched()) {
+    if (removals_matter()) {
       note_change(body, part, *slot);
       gone.push_back(slot->hash);
     }

@@ -120,6 +120,16 @@ class Table {
   // forgotten.
   void track_changes(bool on);
 
+  // Tells `set` from now on which ids get another row or lose theirs, after they have; until untouch. Several
+  // sets may be told.
+  void touch(std::shared_ptr<TouchedKeySet> set);
+  void untouch(const TouchedKeySet& set);
+
+  // For each of some buckets of ids, ascending, the sum of what row_digest says of its rows that are `number`
+  // modulo `total`. Takes no lock for long: a row that changes meanwhile counts as before or as after.
+  void digests(std::span<const std::int64_t> buckets, std::uint64_t number, std::uint64_t total,
+               std::uint64_t* sums) const;
+
   // While frozen, calls that write wait. Nests.
   void freeze();
   void thaw();
@@ -161,11 +171,11 @@ class Table {
   };
 
   template <class Work>
-  void write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup, bool touch,
+  void write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup,
              const Work& work);
   template <class Work>
   void write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
-                   OnAbsent absent, bool touch, const Work& work);
+                   OnAbsent absent, const Work& work);
   static bool find_rows(const Body& body, Index index, const Item* items, std::size_t count, std::size_t run,
                         std::size_t left, Slot** slots, std::byte** rows);
   template <class Work>
@@ -194,7 +204,12 @@ class Table {
   bool watched() const { return cut_ != nullptr || changes_ != nullptr; }
   void note_change(const Body& body, Partition& part, const Slot& slot);
   void note_birth(std::uint32_t row);
+  // Told after the rows are gone, so that whoever hears of it finds no row.
   void note_removals(const std::vector<std::uint64_t>& hashes);
+  bool removals_matter() const { return watched() || !touched_.empty(); }
+  void touch_all(const Body& body);
+  void tell_touched(std::span<const std::int64_t> ids);
+  std::vector<std::int64_t> ids_between(std::uint64_t first, std::uint64_t last) const;
   void split_captured(Partition& part, Partition& sibling, std::uint64_t middle) const;
   Chunk scan_cut(const TableCut& cut, std::uint64_t cursor, std::uint64_t last, std::size_t limit,
                  bool changed_only) const;
@@ -226,7 +241,6 @@ class Table {
   const std::vector<std::byte> zeros_;     // what an id without a row reads as
   std::vector<std::int64_t> slot_expire_;  // by slot; empty when all are alike
   const std::shared_ptr<Admission> admission_;
-  const std::shared_ptr<TouchedKeySet> touched_;
   const std::shared_ptr<Workers> workers_;
   mutable Budget budget_;
   std::atomic<Body*> body_;
@@ -246,6 +260,7 @@ class Table {
   int frozen_ = 0;
 
   // Set while writers are held off, so a writer may look at them without a lock.
+  std::vector<std::shared_ptr<TouchedKeySet>> touched_;
   TableCut* cut_ = nullptr;
   std::unique_ptr<TableChanges> changes_;
 

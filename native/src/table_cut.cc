@@ -1,5 +1,6 @@
 #include "table_cut.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "table_body.h"
@@ -94,7 +95,12 @@ void Table::note_birth(std::uint32_t row) {
 }
 
 void Table::note_removals(const std::vector<std::uint64_t>& hashes) {
-  if (changes_ != nullptr && !hashes.empty()) changes_->remove(hashes);
+  if (hashes.empty()) return;
+  if (changes_ != nullptr) changes_->remove(hashes);
+  if (touched_.empty()) return;
+  std::vector<std::int64_t> ids(hashes.size());
+  std::transform(hashes.begin(), hashes.end(), ids.begin(), unmix);
+  tell_touched(ids);
 }
 
 // Called with both partitions locked or unknown to others: `sibling` has taken the hashes from `middle` on.

@@ -249,11 +249,12 @@ std::size_t Table::write_window(Body& body, Partition& part, const Item* items, 
 
 template <class Work>
 void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::size_t end, EventTimes times,
-                        OnAbsent absent, bool touch, const Work& work) {
+                        OnAbsent absent, const Work& work) {
   const Item* items = batch.items.data();
   std::vector<float> scratch(work.scratch_floats());
   std::vector<std::int64_t> touched;
-  const Writes writes{times, absent, touch ? &touched : nullptr, batch.next.data(), scratch.data()};
+  const Writes writes{times, absent, touched_.empty() ? nullptr : &touched, batch.next.data(),
+                      scratch.data()};
   for (std::size_t at = begin; at < end;) {
     epochs_.collect();  // what was outgrown, and nobody looks at any more
     const Epochs::Visit visit(epochs_);
@@ -278,15 +279,14 @@ void Table::write_items(Body& body, const Batch& batch, std::size_t begin, std::
       if (epochs_.pending()) break;
     }
   }
-  if (!touched.empty()) touched_->insert(touched);
+  tell_touched(touched);
 }
 
 template <class Work>
 void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent absent, bool dedup,
-                  bool touch, const Work& work) {
+                  const Work& work) {
   if (ids.empty()) return;
   if (ids.size() >= UINT32_MAX) throw std::invalid_argument("table: at most 2^32 - 2 ids in one call");
-  touch = touch && touched_ != nullptr;
   Writing writing(*this);
   Body& body = *body_.load();
   auto batch = borrow();
@@ -319,7 +319,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
     const std::size_t begin = batch->starts[cuts[task]];
     const std::size_t end =
         dedup ? bring_together(*batch, cuts[task], cuts[task + 1], times) : batch->starts[cuts[task + 1]];
-    write_items(body, *batch, begin, end, times, absent, touch, work);
+    write_items(body, *batch, begin, end, times, absent, work);
   };
   spread(cuts.size() - 1, 1, [&](std::size_t first, std::size_t last) {
     for (std::size_t task = first; task < last; ++task) run(task);
@@ -526,13 +526,13 @@ void Table::without_zeros(std::span<const std::int64_t> ids, const float* values
 void Table::assign(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
   const std::size_t dim = entry_.dim();
   without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
-    write(ids.subspan(begin, end - begin), times.from(begin), OnAbsent::kAsk, false, false,
+    write(ids.subspan(begin, end - begin), times.from(begin), OnAbsent::kAsk, false,
           Assign{entry_, values + begin * dim, dim});
   });
 }
 
 void Table::assign_add(std::span<const std::int64_t> ids, const float* values, EventTimes times) {
-  write(ids, times, OnAbsent::kAsk, false, false, AssignAdd{entry_, values, static_cast<std::size_t>(dim())});
+  write(ids, times, OnAbsent::kAsk, false, AssignAdd{entry_, values, static_cast<std::size_t>(dim())});
 }
 
 void Table::apply_gradients(std::span<const std::int64_t> ids, const float* gradients, const float* latest,
@@ -548,7 +548,7 @@ void Table::apply_gradients(std::span<const std::int64_t> ids, const float* grad
   const auto dim = static_cast<std::size_t>(entry_.dim());
   const auto train = [&](std::span<const std::int64_t> some, const float* by, const float* seen,
                          EventTimes at) {
-    write(some, at, OnAbsent::kAsk, dedup, true,
+    write(some, at, OnAbsent::kAsk, dedup,
           Train{entry_, by, seen, rates.data(), step, dim, dedup, entry_.plain_kernel(rates), &non_finite_});
   };
   if (all_usable(gradients, ids.size() * dim)) [[likely]] {
@@ -586,7 +586,7 @@ bool Table::all_usable(const float* gradients, std::size_t count) const {
 
 void Table::reinitialize(std::span<const std::int64_t> ids, std::uint32_t now, std::int8_t* status) {
   std::fill_n(status, ids.size(), std::int8_t{-1});
-  write(ids, {now}, OnAbsent::kCreate, false, true, Reinitialize{entry_, status});
+  write(ids, {now}, OnAbsent::kCreate, false, Reinitialize{entry_, status});
 }
 
 void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* times, const float* values,
@@ -594,7 +594,7 @@ void Table::restore(std::span<const std::int64_t> ids, const std::uint32_t* time
   const std::size_t dim = entry_.dim();
   const std::size_t state_dim = entry_.state_dim();
   without_zeros(ids, values, [&](std::size_t begin, std::size_t end) {
-    write(ids.subspan(begin, end - begin), {0, times + begin}, OnAbsent::kCreate, false, false,
+    write(ids.subspan(begin, end - begin), {0, times + begin}, OnAbsent::kCreate, false,
           Restore{entry_, values + begin * dim, state != nullptr ? state + begin * state_dim : nullptr,
                   fresh_state != nullptr ? fresh_state + begin : nullptr, dim, state_dim});
   });
@@ -614,7 +614,7 @@ std::size_t Table::remove(std::span<const std::int64_t> ids) {
       if (!part.owns(hash)) continue;
       const Index index = part.index.load(std::memory_order_relaxed);
       if (Slot* slot = index.find(hash)) {
-        if (watched()) {
+        if (removals_matter()) {
           note_change(body, part, *slot);
           gone.push_back(hash);
         }

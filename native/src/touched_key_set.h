@@ -37,6 +37,11 @@ class TouchedKeySet {
   // Takes all keys, in no order. A key inserted meanwhile is in this answer or in the next, never both.
   std::vector<std::int64_t> steal();
 
+  // Counts `keys` changes as lost that never came here, because they were too many to tell one by one.
+  void lose(std::size_t keys) { lost_.fetch_add(keys, std::memory_order_relaxed); }
+
+  // Keys dropped, ever: whoever follows what is stolen has missed changes when it has grown.
+  std::uint64_t lost() const { return lost_.load(std::memory_order_relaxed); }
   std::size_t size() const;
   std::size_t capacity() const { return capacity_; }
 
@@ -64,15 +69,24 @@ class TouchedKeySet {
   bool fill_slot(std::uint64_t hash);
   void clear();
 
+  // The slots, and one bit for each line of them that says whether a key was put there: to take few keys out
+  // of a large set is to look at few lines.
+  struct Slots {
+    explicit Slots(std::size_t count);
+    Region keys;  // mix(id); 0 is free
+    std::vector<std::uint64_t> lines;
+  };
+
   const std::size_t capacity_;
   const std::size_t slot_count_;  // a power of two
 
-  mutable Gate gate_;              // entered to fill slots, closed to replace or empty them; guards all below
-  std::unique_ptr<Region> slots_;  // of mix(id); 0 is free
-  std::unique_ptr<Region> spare_;  // empty slots left by the last steal
+  mutable Gate gate_;  // entered to fill slots, closed to replace or empty them; guards all below
+  std::unique_ptr<Slots> slots_;
+  std::unique_ptr<Slots> spare_;         // empty slots left by the last steal
   std::atomic<bool> holds_zero_{false};  // the one key whose hash looks like a free slot
   // Keys in the set, plus room promised to inserts under way. With the gate closed it is the size.
   std::atomic<std::size_t> claimed_{0};
+  std::atomic<std::uint64_t> lost_{0};  // needs no guard
 };
 
 }  // namespace monolith

@@ -49,6 +49,9 @@ void a_set_past_its_capacity_is_emptied_and_says_so() {
   CHECK_EQUAL(set.size(), 1001u);
   CHECK_EQUAL(set.insert(Keys{5}), 1001u);  // the size is looked at before the key
   CHECK(set.steal() == Keys{5});
+  CHECK_EQUAL(set.lost(), 2002u);  // in all, so that whoever asks seldom misses none
+  set.lose(3);
+  CHECK_EQUAL(set.lost(), 2005u);
 }
 
 void the_smallest_sets_work() {

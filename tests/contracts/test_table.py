@@ -6,7 +6,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from monolith.table import (
     DictTable,
     Expiry,
     FixedR8,
+    FollowedTable,
     Fp16,
     Momentum,
     OneBit,
@@ -42,8 +44,12 @@ from monolith.table import (
     Table,
     TableConfig,
     TouchedKeySet,
+    bucket_of,
+    digest_rows,
+    in_share,
     iterate,
 )
+from monolith.table.digests import BUCKETS
 
 Make = Callable[..., Table]
 
@@ -619,13 +625,77 @@ def test_restored_and_reinitialized_rows_pass_the_filter(
     assert sorted(everything(table)) == [1, 2]
 
 
-def test_training_touches_ids_and_assigning_does_not(make: Make, touched: Any) -> None:
+def test_every_write_touches_its_ids(make: Make, touched: Any) -> None:
     table = make(touched=touched)
     table.assign(ids(1), rows([1, 1]))
     table.assign_add(ids(2), rows([1, 1]))
     table.apply_gradients(ids(3, 3, 4), torch.ones(3, 2))
     table.reinitialize(ids(5), now=0)
-    assert sorted(touched.steal().tolist()) == [3, 4, 5]
+    table.restore(Rows(ids(6), ids(0), rows([1, 1]), torch.empty(1, 0)))
+    assert sorted(touched.steal().tolist()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_ids_that_lose_their_rows_are_touched(make: Make, touched: Any) -> None:
+    table = make(touched=touched, expiry=Expiry(default=timedelta(days=1)))
+    table.assign(ids(1, 2, 3), torch.ones(3, 2), event_time=ids(0, 0, 2 * DAY))
+    touched.steal()
+    table.remove(ids(1, 9))
+    assert touched.steal().tolist() == [1], "nothing is gone of an id that had no row"
+    table.evict(2 * DAY)
+    assert touched.steal().tolist() == [2]
+    table.clear()
+    assert touched.steal().tolist() == [3]
+
+
+def test_rows_pushed_out_and_zero_assignments_are_touched(make: Make, touched: Any) -> None:
+    serving = make(touched=touched, serving=True, skip_zero=True)
+    serving.assign(ids(1, 2), torch.ones(2, 2))
+    touched.steal()
+    serving.assign(ids(1), torch.zeros(1, 2))
+    serving.restore(Rows(ids(2), ids(0), torch.zeros(1, 2), torch.empty(1, 0)))
+    assert sorted(touched.steal().tolist()) == [1, 2]
+
+
+def test_touching_begins_and_ends_while_the_table_is_used(make: Make, touched: Any) -> None:
+    table: Any = make(touched=touched)
+    other = TouchedKeySet(1000)
+    table.assign(ids(1), rows([1, 1]))
+    table.touch(other)
+    table.assign(ids(2), rows([1, 1]))
+    table.untouch(other)
+    table.assign(ids(3), rows([1, 1]))
+    assert other.steal().tolist() == [2]
+    assert sorted(touched.steal().tolist()) == [1, 2, 3]
+
+
+def test_digests_tell_rows_apart_by_id_and_by_every_bit(make: Make) -> None:
+    table, same, other = cast("list[FollowedTable]", [make() for _ in range(3)])
+    every = torch.arange(BUCKETS)
+    keys = torch.arange(-50, 50)
+    table.assign(keys, torch.arange(200.0).reshape(100, 2))
+    same.assign(keys.flip(0), torch.arange(200.0).reshape(100, 2).flip(0))
+    other.assign(keys, torch.arange(200.0).reshape(100, 2))
+    assert torch.equal(table.digests(every), same.digests(every)), "in whatever order rows came"
+    other.assign(ids(7), torch.tensor([[-0.0, 115.0]]))
+    differing = (table.digests(every) != other.digests(every)).nonzero().squeeze(1)
+    assert differing.tolist() == bucket_of(ids(7)).tolist()
+    other.remove(ids(7))
+    assert not torch.equal(table.digests(differing), other.digests(differing))
+
+
+def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:
+    table = cast(FollowedTable, make())
+    keys = torch.arange(-50, 50)
+    values = torch.rand(100, 2)
+    table.assign(keys, values)
+    buckets = bucket_of(keys).unique()
+    assert torch.equal(table.digests(buckets), digest_rows(keys, values, buckets))
+    shares = [table.digests(buckets, share=(number, 3)) for number in range(3)]
+    assert torch.equal(sum(shares, torch.zeros_like(buckets)), table.digests(buckets))
+    third = in_share(keys, (1, 3))
+    assert torch.equal(shares[1], digest_rows(keys[third], values[third], buckets))
+    with pytest.raises(ValueError, match="share"):
+        table.digests(buckets, share=(3, 3))
 
 
 def test_an_id_that_must_wait_is_not_touched(

@@ -232,6 +232,10 @@ class TouchedKeySet:
     @property
     def capacity(self) -> int: ...
 
+    @property
+    def lost(self) -> int:
+        """Keys dropped because there were too many, ever."""
+
 class Workers:
     """Threads that share batches with the thread that calls. Thread-safe."""
 
@@ -497,6 +501,16 @@ class Table:
         Remember from now on which rows change and which go, for cuts to tell; or stop.
         """
 
+    def touch(self, set: TouchedKeySet) -> None:
+        """Tell `set` from now on which ids get another row or lose theirs."""
+
+    def untouch(self, set: TouchedKeySet) -> None: ...
+
+    def digests(self, buckets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int, total: int, sums: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill `sums` with the sum of the digests of each bucket's rows that are `number` modulo `total`.
+        """
+
     def freeze(self) -> None: ...
 
     def thaw(self) -> None: ...
@@ -508,6 +522,9 @@ class Table:
     def scales(self, arg: Sequence[float], /) -> None: ...
 
     def stats(self) -> TableStats: ...
+
+def row_digests(ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], digests: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+    """Fill `digests` with one for each id and its values."""
 
 class TableCut:
     """A table as it was at one moment, while it goes on being trained."""

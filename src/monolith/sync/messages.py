@@ -19,9 +19,10 @@ from torch import Tensor
 
 from monolith.checkpoint.shares import IdShare
 from monolith.table import Rows
+from monolith.table import digests as table_digests
 
-BUCKETS = 4096
-"""Of ids, for digests: the bucket of an id is the top 12 bits of its hash, `native.mix`."""
+BUCKETS = table_digests.BUCKETS
+"""Of ids, for digests: the bucket of an id is the top 12 bits of its hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class SnapshotBegin:
     buckets: Tensor | None = None
     """int64, ascending: the buckets that follow, the others stay as they are. None: all of them."""
     dense: Mapping[str, Tensor] | None = None
+    snapshot: str = ""
+    """Names this snapshot, so that what is late of another is not taken for a part of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +105,10 @@ class SnapshotRows:
 
     table: str
     rows: Rows
+    snapshot: str = ""
+    """As the begin of the snapshot says."""
+    number: int = 0
+    """Of this message among those with rows, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,12 @@ class SnapshotEnd:
     place: LogPlace
     """As the begin of the snapshot says."""
     whole_at: LogPlace
-    """The newest delta when the last row was read: with it applied, nothing of the snapshot is in between."""
+    """The newest delta that was being made when the last row was read: with it applied, nothing of the
+    snapshot is in between, and digests after it can be compared."""
+    snapshot: str = ""
+    """As the begin of the snapshot says."""
+    chunks: int | None = None
+    """How many messages with rows there were; None where nobody counted, and none can be lost on the way."""
 
 
 @dataclass(frozen=True, slots=True)

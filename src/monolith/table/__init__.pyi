@@ -20,6 +20,7 @@ from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, F
 from monolith.table.config import Segment, TableConfig
 from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.dict_table import DictTable
+from monolith.table.digests import bucket_of, digest_rows, in_share
 from monolith.table.dumps import (
     ChangesReport,
     DumpManifest,
@@ -87,7 +88,7 @@ from monolith.table.optimizers import (
     from_upstream,
 )
 from monolith.table.shard_files import ShardInfo, inspect
-from monolith.table.table import Rows, Scan, Table, TableStats, iterate
+from monolith.table.table import FollowedTable, Rows, Scan, Table, TableStats, iterate
 from monolith.table.tfrecords import tfrecord
 from monolith.table.touched_keys import (
     TOUCHED_KEY_SET_CAPACITY,
@@ -124,6 +125,7 @@ __all__ = [
     "EventClock",
     "Expiry",
     "FixedR8",
+    "FollowedTable",
     "Fp16",
     "Fp32",
     "FrozenInfo",
@@ -167,6 +169,8 @@ __all__ = [
     "TableStats",
     "TouchedKeySet",
     "Zeros",
+    "bucket_of",
+    "digest_rows",
     "dump",
     "dump_changes",
     "dump_cut",
@@ -175,6 +179,7 @@ __all__ = [
     "export_entry_dumps",
     "from_upstream",
     "import_entry_dumps",
+    "in_share",
     "inspect",
     "intercept_gradient",
     "iterate",

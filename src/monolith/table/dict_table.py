@@ -21,6 +21,7 @@ from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.compressors import round_to_half
 from monolith.table.config import Segment, TableConfig
+from monolith.table.digests import digest_rows
 from monolith.table.hashing import draws, mix, mix_one
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
@@ -105,7 +106,7 @@ class DictTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that gradients or `reinitialize` changed.
+        touched: Told the ids that got another row, or lost theirs; see `touch`.
 
     The memory of a row is taken to be its floats and 24 bytes; `capacity_bytes` is held by that measure.
     """
@@ -119,7 +120,7 @@ class DictTable:
     ) -> None:
         self._config = config
         self._admission = admission
-        self._touched = touched
+        self._touched = [] if touched is None else [touched]
         self._pieces = list(_pieces(config))
         self._fresh_state = np.concatenate(
             [np.empty(0, np.float32)]
@@ -188,10 +189,11 @@ class DictTable:
             keys, new, times = self._write_arguments(ids, values, event_time)
             for key, value, time in zip(keys.tolist(), new, times.tolist(), strict=True):
                 if self._leaves_no_row(value):
-                    self._counts.removed += self._rows.pop(key, None) is not None
+                    self._counts.removed += self._drop(key)
                 elif row := self._row_for(key, time):
                     row.values[:] = self._as_served(value)
                     row.event_time = max(row.event_time, time)
+            self._touch(keys[self._found(keys)])
 
     def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
         with self._writing():
@@ -200,6 +202,7 @@ class DictTable:
                 if row := self._row_for(key, time):
                     row.values[:] = self._as_served(row.values + value)
                     row.event_time = max(row.event_time, time)
+            self._touch(keys[self._found(keys)])
 
     def apply_gradients(
         self,
@@ -255,7 +258,7 @@ class DictTable:
     def remove(self, ids: Tensor) -> int:
         with self._writing():
             keys = arguments.id_array(ids).tolist()
-            removed = sum(self._rows.pop(key, None) is not None for key in keys)
+            removed = sum(self._drop(key) for key in keys)
             self._counts.removed += removed
             return removed
 
@@ -267,7 +270,7 @@ class DictTable:
         with self._writing():
             expired = self._expired(self._counts.max_event_time if now is None else now)
             for key in expired:
-                del self._rows[key]
+                self._drop(key)
             self._counts.evicted += len(expired)
             return len(expired)
 
@@ -289,17 +292,20 @@ class DictTable:
                 self._counts.max_event_time = max(self._counts.max_event_time, int(times.max()))
             for position, (key, time) in enumerate(zip(keys.tolist(), times.tolist(), strict=True)):
                 if self._leaves_no_row(values[position]):
-                    self._counts.removed += self._rows.pop(key, None) is not None
+                    self._counts.removed += self._drop(key)
                 elif row := self._row_for(key, time, ask=False):
                     row.values[:] = self._as_served(values[position])
                     row.state[:] = self._fresh_state if state is None else state[position]
                     row.event_time = time
+            self._touch(keys[self._found(keys)])
 
     def clear(self, *, expect_rows: int = 0) -> None:  # noqa: ARG002
         with self._writing():
             if self._cut is not None:
                 raise TableArgumentError("clear: a cut of this table is open; close it first")
+            gone = np.fromiter(self._rows, np.int64, len(self._rows))
             self._rows.clear()
+            self._touch(gone)
             self._counts.max_event_time = 0
 
     @contextmanager
@@ -334,6 +340,20 @@ class DictTable:
             self._cut = None
             if self._saved is not None and rows is not None:
                 self._saved = rows
+
+    def touch(self, touched: CollectsIds) -> None:
+        with self._open():
+            self._touched.append(touched)
+
+    def untouch(self, touched: CollectsIds) -> None:
+        with self._open():
+            self._touched = [other for other in self._touched if other is not touched]
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        with self._open():
+            keys = np.fromiter(self._rows, np.int64, len(self._rows))
+            held = self._gather(keys)
+        return digest_rows(held.ids, held.values, buckets, share=share)
 
     @property
     def scales(self) -> list[float]:
@@ -494,7 +514,7 @@ class DictTable:
         oldest = min(self._rows, key=lambda key: self._rows[key].event_time)
         if self._rows[oldest].event_time > time:
             return False
-        del self._rows[oldest]
+        self._drop(oldest)
         self._counts.evicted += 1
         return True
 
@@ -509,9 +529,18 @@ class DictTable:
             [p.segment.compressor.decode(p.segment.compressor.encode(values[p.values])) for p in self._pieces]
         )
 
+    def _drop(self, key: int) -> bool:
+        """Take a row out; return whether there was one."""
+        found = self._rows.pop(key, None) is not None
+        if found:
+            self._touch(np.array([key], np.int64))
+        return found
+
     def _touch(self, keys: NDArray[np.int64]) -> None:
-        if self._touched is not None and len(keys):
-            self._touched.insert(torch.from_numpy(np.unique(keys)))
+        if self._touched and len(keys):
+            changed = torch.from_numpy(np.unique(keys))
+            for touched in self._touched:
+                touched.insert(changed)
 
 
 class DictTableCut:

@@ -41,7 +41,7 @@ class NativeTable:
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that gradients or `reinitialize` changed.
+        touched: Told the ids that got another row, or lost theirs; see `touch`.
         workers: Threads that share large batches; None works on the calling thread alone.
             The outcome does not depend on how many there are.
     """
@@ -242,6 +242,19 @@ class NativeTable:
 
     def track_changes(self, on: bool = True) -> None:
         self.core.track_changes(on)
+
+    def touch(self, touched: TouchedKeySet) -> None:
+        self.core.touch(touched.core)
+
+    def untouch(self, touched: TouchedKeySet) -> None:
+        self.core.untouch(touched.core)
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        keys = arguments.id_array(buckets, "buckets")
+        sums = np.empty(len(keys), np.uint64)
+        with arguments.core_errors():
+            self.core.digests(keys, *share, sums)
+        return torch.from_numpy(sums.view(np.int64))
 
     @property
     def scales(self) -> list[float]:

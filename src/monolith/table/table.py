@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from monolith.table.config import TableConfig
+    from monolith.table.touched_keys import TouchedKeySet
 else:
     torch = module_when_used("torch")
 
@@ -234,6 +235,31 @@ class Table(Protocol):
 
     def close(self) -> None:
         """Free the table. Any later call raises TableClosedError; closing again does nothing."""
+
+
+class FollowedTable(Table, Protocol):
+    """A table in this process that others keep up with: it says what changed, and what it holds in short."""
+
+    def touch(self, touched: TouchedKeySet) -> None:
+        """Tell a set from now on, after each change, the ids that got another row or lost theirs.
+
+        Whoever steals from it and looks the ids up finds them as they are, or will be told of them again.
+        Several sets may be told. Writers wait while it is added, not longer.
+        """
+
+    def untouch(self, touched: TouchedKeySet) -> None:
+        """Tell a set no more."""
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        """Return a digest of each bucket: what `digests.digest_rows` says of its ids and values.
+
+        Args:
+            buckets: int64, ascending.
+            share: (k, n): of the ids that are, as unsigned numbers, k modulo n.
+
+        Returns:
+            int64, one per bucket. Rows that change meanwhile count as before or as after.
+        """
 
 
 def iterate(table: Table, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Iterator[Rows]:

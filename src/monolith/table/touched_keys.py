@@ -60,5 +60,10 @@ class TouchedKeySet:
         """Take all keys, int64 in no order, and leave the set empty, in one step."""
         return torch.from_numpy(self._core.steal())
 
+    @property
+    def lost(self) -> int:
+        """Keys dropped since the set was made. Where it grows, changes were missed: start over."""
+        return int(self._core.lost)
+
     def __len__(self) -> int:
         return len(self._core)

@@ -1,0 +1,487 @@
+"""Subscriber: brings a target up to date with what publishers say, and keeps it so.
+
+It follows every share of a model from where it is. Messages may be lost, come twice, late or in another
+order: their numbers say what fits. What does not fit is not applied, and the share is read again from the
+place that was reached; a log that no longer has it, or has begun another epoch, answers with a snapshot.
+
+    place of a share                 what comes                        then
+    ────────────────                 ──────────                        ────
+    (epoch, n)                       delta n + 1 of the epoch          applied: (epoch, n + 1)
+    (epoch, n)                       delta up to n of the epoch        passed over
+    (epoch, n)                       any other delta                   read again after (epoch, n)
+    any                              a whole snapshot at (e, m)        (e, m)
+    (epoch, n)                       buckets at (epoch, m)             (epoch, the lower of both)
+    any                              a version to go back to           nowhere, until it is resumed
+
+Where digests differ, the buckets are read anew. A share is known by its number and by how many there are:
+when that changes all places are forgotten, and every share begins with a snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from monolith.checkpoint.shares import IdShare
+from monolith.errors import MonolithError
+from monolith.sync.channel import DeltaReader, OpenReader, ShareLog
+from monolith.sync.messages import (
+    Delta,
+    LearnedUpTo,
+    LogPlace,
+    Message,
+    PublishState,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotRows,
+)
+from monolith.sync.target import DeltaTarget
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """How far a subscriber is with one share."""
+
+    share: IdShare
+    place: LogPlace | None = None
+    """What was applied last; None: nothing that counts."""
+    learned: LearnedUpTo = field(default_factory=LearnedUpTo)
+    """What the target has learned from."""
+    received_at: float = 0.0
+    """Unix seconds at which the message applied last came."""
+    applied_at: float = 0.0
+    state: PublishState = field(default_factory=PublishState)
+    error: str = ""
+    """Why it cannot follow now, for a person; empty while it can."""
+    deltas: int = 0
+    """Applied, ever."""
+    snapshots: int = 0
+    """Taken to their end, ever."""
+    repaired: int = 0
+    """Buckets that were read anew because they differed, ever."""
+
+
+class Subscriber:
+    """Follows all shares of a model. Thread-safe.
+
+    Args:
+        open_reader: Opens an end of the channel; each thread has its own.
+        target: What is brought up to date.
+        places: Of each share by its number: what the target holds already, from an export or a checkpoint.
+        wait: Seconds to wait for something new before looking whether shares have changed.
+        clock: Returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        open_reader: OpenReader,
+        target: DeltaTarget,
+        *,
+        places: Mapping[int, LogPlace] | None = None,
+        wait: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._open_reader = open_reader
+        self._target = _SharedTarget(target, clock)
+        self._places = dict(places or {})
+        self._wait = wait
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reader: DeltaReader | None = None
+        # Replaced as a whole, by one thread.
+        self._followers: dict[int, _Follower] = {}
+        self.error = ""
+        """Why it is not known what is published, for a person; empty while it is."""
+
+    @property
+    def standing(self) -> Mapping[int, Followed]:
+        """How far each share is, by its number."""
+        return {number: one.followed for number, one in sorted(self._followers.items())}
+
+    def start(self) -> None:
+        """Follow from now on, in threads of its own: one, and one for each share."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep_following, name="subscriber", daemon=True)
+            self._thread.start()
+
+    def catch_up(self, *, wait: float = 0.0) -> None:
+        """Read each share once, in this thread, up to where nothing new has come for `wait` seconds.
+
+        For those who did not call `start`. What went wrong is in `standing` and `error`.
+        """
+        self._look_for_shares()
+        for follower in self._followers.values():
+            follower.open()
+            follower.read(wait)
+
+    def wait_for(self, places: Mapping[int, LogPlace], timeout: float) -> bool:
+        """Wait until the shares are at these places or further, at most so many seconds; return whether."""
+
+        def reached() -> bool:
+            standing = self.standing
+            return all(
+                number in standing and _has_reached(standing[number].place, place)
+                for number, place in places.items()
+            )
+
+        return self._target.wait_for(reached, timeout)
+
+    def close(self) -> None:
+        """Stop. What was applied stays. Closing again does nothing."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._leave()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    # Shares
+
+    def _keep_following(self) -> None:
+        delay = 0.0
+        while not self._stop.wait(delay):
+            self._look_for_shares()
+            for follower in self._followers.values():
+                follower.start(self._wait)
+            stale = any(follower.stale for follower in self._followers.values())
+            delay = min(self._wait, 0.05) if stale or not self._followers else self._wait
+
+    def _look_for_shares(self) -> None:
+        """Follow what is published now."""
+        try:
+            if self._reader is None:
+                self._reader = self._open_reader()
+            found = self._reader.shares()
+            self.error = ""
+        except MonolithError as cause:
+            if not self.error:
+                _log.warning("cannot find out what is published: %s; trying again", cause)
+            self.error = str(cause)
+            return
+        current = next((one.share[1] for one in self._followers.values()), None)
+        total = _number_of_shares(found, current)
+        if total is None:
+            return
+        if current not in (None, total):
+            _log.warning("there are %d shares now and were %d: taking all of them anew", total, current)
+            self._leave()
+            self._places = {}
+        for log in found:
+            number, of = log.share
+            if of == total and number not in self._followers:
+                place = self._places.pop(number, None)
+                follower = _Follower(log.share, place, self._open_reader, self._target, self._stop)
+                self._followers = {**self._followers, number: follower}
+
+    def _leave(self) -> None:
+        for follower in self._followers.values():
+            follower.close()
+        self._followers = {}
+
+
+def _has_reached(place: LogPlace | None, wanted: LogPlace) -> bool:
+    return place is not None and place.epoch == wanted.epoch and place.sequence >= wanted.sequence
+
+
+def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | None:
+    """Return how many shares there are; None where that cannot be told yet.
+
+    While a run changes how many it has, some of both may be there: those that are all there count, and before
+    that those that were followed.
+    """
+    present: dict[int, set[int]] = {}
+    for log in found:
+        present.setdefault(log.share[1], set()).add(log.share[0])
+    whole = [total for total, numbers in present.items() if len(numbers) == total]
+    if current in whole or (not whole and current in present):
+        return current
+    if whole:
+        return max(whole)
+    return None if current is not None or not present else max(present, key=lambda n: len(present[n]))
+
+
+class _SharedTarget:
+    """The target of several shares: one call at a time, and one snapshot at a time."""
+
+    def __init__(self, target: DeltaTarget, clock: Callable[[], float]) -> None:
+        self.target = target
+        self.clock = clock
+        self.turn = threading.Lock()
+        """Held from the begin of a snapshot to its end."""
+        self._changed = threading.Condition()
+        self._state = PublishState(number=-1)  # guarded by the condition
+
+    def __enter__(self) -> DeltaTarget:
+        self._changed.acquire()
+        return self.target
+
+    def __exit__(self, *_: object) -> None:
+        self._changed.notify_all()
+        self._changed.release()
+
+    def wait_for(self, reached: Callable[[], bool], timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(reached, timeout)
+
+    def follow(self, state: PublishState) -> None:
+        """Tell the target of a state, unless a newer one is known of another share."""
+        with self as target:
+            if state.number >= self._state.number:
+                self._state = state
+                target.follow(state)
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """A snapshot of which some came."""
+
+    begin: SnapshotBegin
+    received_at: float
+    numbers: set[int] = field(default_factory=set)
+    end: SnapshotEnd | None = None
+
+    @property
+    def whole(self) -> bool:
+        if self.end is None:
+            return False
+        return self.end.chunks is None or len(self.numbers) == self.end.chunks
+
+
+class _Follower:
+    """Follows one share."""
+
+    def __init__(
+        self,
+        share: IdShare,
+        place: LogPlace | None,
+        open_reader: OpenReader,
+        target: _SharedTarget,
+        stop: threading.Event,
+    ) -> None:
+        self.share = share
+        self.followed = Followed(share, place)
+        self.stale = False
+        """Whether the share is not, or not any more, one of as many as it was."""
+        self._open_reader = open_reader
+        self._target = target
+        self._stop = stop
+        self._left = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reader: DeltaReader | None = None
+        self._snapshot: _Snapshot | None = None
+        self._compare_after = 0  # digests of deltas up to it are not compared
+        self._differing: set[int] = set()
+
+    def start(self, wait: float) -> None:
+        if self._thread is None:
+            name = f"subscriber-{self.share[0]}"
+            self._thread = threading.Thread(target=self._keep_reading, args=(wait,), name=name, daemon=True)
+            self._thread.start()
+
+    def _keep_reading(self, wait: float) -> None:
+        while not self._stopped():
+            if not self.open() or not self.read(wait):
+                self._left.wait(min(wait, 0.5))
+
+    def _stopped(self) -> bool:
+        return self._stop.is_set() or self._left.is_set()
+
+    def open(self) -> bool:
+        """Open a reader where there is none; return whether there is one."""
+        if self._reader is None:
+            try:
+                self._reader = self._open_reader()
+            except MonolithError as cause:
+                self._fail(cause)
+                return False
+        return True
+
+    def close(self) -> None:
+        self._left.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._drop_snapshot()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def read(self, wait: float) -> bool:
+        """Read on from where the share is; return whether to go on at once."""
+        if self._reader is None:
+            return False
+        number = self.share[0]
+        try:
+            self._take_all(self._reader.read(number, self.followed.place, wait=wait))
+            if self._differing and self.followed.place is not None:
+                self._repair(self._reader)
+        except MonolithError as cause:
+            self._fail(cause)
+            return False
+        finally:
+            self._drop_snapshot()
+        if self.followed.error:
+            self.followed = replace(self.followed, error="")
+            _log.info("following share %d of %d again", *self.share)
+        return self.followed.state.version is None and not self.stale
+
+    def _fail(self, cause: MonolithError) -> None:
+        if not self.followed.error:
+            _log.warning("cannot follow share %d of %d: %s; trying again", *self.share, cause)
+        self.followed = replace(self.followed, error=str(cause))
+
+    def _take_all(self, messages: Iterator[Message]) -> None:
+        try:
+            for message in messages:
+                if self._stopped() or not self._take(message):
+                    return
+        finally:
+            if (close := getattr(messages, "close", None)) is not None:
+                with suppress(MonolithError):
+                    close()
+
+    def _take(self, message: Message) -> bool:
+        """Do what a message says, where it fits; return whether to read on from here."""
+        if isinstance(message, PublishState):
+            return self._take_state(message)
+        if isinstance(message, SnapshotRows):
+            return self._take_rows(message)
+        if isinstance(message, SnapshotEnd):
+            return self._take_end(message)
+        if message.share != self.share:
+            self.stale = True
+            return False
+        self.stale = False
+        return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
+
+    def _take_state(self, state: PublishState) -> bool:
+        if state.number < self.followed.state.number:
+            return True
+        if state != self.followed.state:
+            self.followed = replace(self.followed, state=state)
+            self._target.follow(state)
+        if state.version is None:
+            return True
+        self.followed = replace(self.followed, place=None)  # what deltas brought is dropped
+        return False
+
+    # Deltas
+
+    def _take_delta(self, delta: Delta) -> bool:
+        if self._snapshot is not None:
+            return True  # the rest of it may still come; if not, this delta is read again
+        place, following = self.followed.place, delta.place
+        if place is None or following.epoch != place.epoch or following.sequence > place.sequence + 1:
+            return False
+        if following.sequence <= place.sequence:
+            return True
+        received = self._target.clock()
+        with self._target as target:
+            target.apply(delta.rows, delta.removed)
+            if delta.dense is not None:
+                target.swap_dense(delta.dense)
+            self.followed = replace(
+                self.followed,
+                place=following,
+                learned=delta.learned,
+                received_at=received,
+                applied_at=self._target.clock(),
+                deltas=self.followed.deltas + 1,
+            )
+            if following.sequence > self._compare_after:
+                self._compare(target, delta)
+        return not self._differing
+
+    def _compare(self, target: DeltaTarget, delta: Delta) -> None:
+        for table, digests in delta.digests.items():
+            if table in target.tables and len(digests.buckets):
+                held = target.digests(table, self.share, digests.buckets)
+                self._differing.update(digests.buckets[held != digests.sums].tolist())
+
+    def _repair(self, reader: DeltaReader) -> None:
+        """Read the buckets that differ anew."""
+        buckets = torch.tensor(sorted(self._differing), dtype=torch.int64)
+        repaired = self.followed.snapshots
+        _log.warning(
+            "share %d of %d differs from what is published in %d buckets of ids: reading them anew",
+            *self.share,
+            len(buckets),
+        )
+        self._differing.clear()
+        self._take_all(reader.read_buckets(self.share[0], buckets))
+        if self.followed.snapshots > repaired:
+            self.followed = replace(self.followed, repaired=self.followed.repaired + len(buckets))
+
+    # Snapshots
+
+    def _begin(self, begin: SnapshotBegin) -> bool:
+        if self._snapshot is not None and begin.snapshot and begin.snapshot == self._snapshot.begin.snapshot:
+            return True
+        self._drop_snapshot()
+        self._target.turn.acquire()
+        self._snapshot = _Snapshot(begin, self._target.clock())
+        with self._target as target:
+            target.begin_snapshot(self.share, begin.buckets)
+        return True
+
+    def _take_rows(self, message: SnapshotRows) -> bool:
+        snapshot = self._snapshot
+        if snapshot is None or message.snapshot != snapshot.begin.snapshot:
+            return True
+        if message.snapshot and message.number in snapshot.numbers:
+            return True
+        snapshot.numbers.add(message.number)
+        with self._target as target:
+            target.snapshot_rows(message.table, message.rows)
+        return self._finish(snapshot) if snapshot.whole else True
+
+    def _take_end(self, end: SnapshotEnd) -> bool:
+        snapshot = self._snapshot
+        if snapshot is None or end.snapshot != snapshot.begin.snapshot:
+            return True
+        snapshot.end = end
+        return self._finish(snapshot) if snapshot.whole else True
+
+    def _finish(self, snapshot: _Snapshot) -> bool:
+        begin, end = snapshot.begin, snapshot.end
+        assert end is not None
+        place = begin.place if begin.buckets is None else _lower(self.followed.place, begin.place)
+        with self._target as target:
+            target.end_snapshot()
+            if begin.dense is not None:
+                target.swap_dense(begin.dense)
+            self._snapshot = None
+            self.followed = replace(
+                self.followed,
+                place=place,
+                learned=begin.learned if begin.buckets is None else self.followed.learned,
+                received_at=snapshot.received_at,
+                applied_at=self._target.clock(),
+                snapshots=self.followed.snapshots + 1,
+            )
+        self._target.turn.release()
+        self._differing.clear()
+        self._compare_after = end.whole_at.sequence
+        return True
+
+    def _drop_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot = None
+            with self._target as target:
+                target.drop_snapshot()
+            self._target.turn.release()
+
+
+def _lower(place: LogPlace | None, other: LogPlace) -> LogPlace | None:
+    """Return the earlier of two places of an epoch; of two epochs the first, since the other is not whole."""
+    if place is None or place.epoch != other.epoch:
+        return place
+    return min(place, other, key=lambda one: one.sequence)

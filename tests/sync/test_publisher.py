@@ -1,0 +1,437 @@
+"""What a publisher lets out, and when."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from sync.shares import Clock, held, ids, make_table, publish, write
+from torch import Tensor
+
+from monolith.errors import ConfigError, UnavailableError
+from monolith.sync import (
+    BUCKETS,
+    Delta,
+    LearnedUpTo,
+    LogPlace,
+    MemoryChannel,
+    Message,
+    Publisher,
+    SnapshotBegin,
+    SnapshotEnd,
+    SnapshotRows,
+)
+from monolith.table import Adagrad, DictTable, Expiry, NativeTable, Segment, TableConfig, bucket_of
+
+
+@pytest.fixture
+def channel() -> MemoryChannel:
+    return MemoryChannel()
+
+
+@pytest.fixture(params=[DictTable, NativeTable], ids=lambda cls: cls.__name__)
+def table(request: pytest.FixtureRequest) -> Any:
+    return make_table(cls=request.param, expiry=Expiry(default=timedelta(days=1)))
+
+
+def log_of(channel: MemoryChannel, after: LogPlace | None) -> list[Message]:
+    return list(channel.reader().read(0, after, wait=0))
+
+
+def rows_of(delta: Delta | None) -> dict[int, list[float]]:
+    assert delta is not None
+    if "item" not in delta.rows:
+        return {}
+    rows = delta.rows["item"]
+    return dict(zip(rows.ids.tolist(), rows.values.tolist(), strict=True))
+
+
+def removed_of(delta: Delta | None) -> list[int]:
+    assert delta is not None
+    return sorted(delta.removed.get("item", ids()).tolist())
+
+
+# Deltas
+
+
+def test_a_delta_has_the_rows_that_changed_and_the_ids_that_lost_theirs(
+    channel: MemoryChannel, table: Any
+) -> None:
+    publisher = publish(channel, table)
+    write(table, {1: 1.0, 2: 2.0, 3: 3.0})
+    first = publisher.publish_now()
+    assert rows_of(first) == {1: [1.0, 1.0], 2: [2.0, 2.0], 3: [3.0, 3.0]}
+    write(table, {2: 5.0})
+    table.remove(ids(3))
+    second = publisher.publish_now()
+    assert rows_of(second) == {2: [5.0, 5.0]}
+    assert removed_of(second) == [3]
+    assert first is not None
+    assert second is not None
+    assert (first.place.sequence, second.place.sequence) == (1, 2)
+    assert second.place == publisher.place
+    assert second.run == "run"
+
+
+def test_what_is_evicted_expires_or_is_cleared_is_removed(channel: MemoryChannel, table: Any) -> None:
+    publisher = publish(channel, table)
+    table.assign(ids(1, 2), torch.ones(2, 2), event_time=ids(0, 86_400))
+    publisher.publish_now()
+    table.evict(86_400)
+    assert removed_of(publisher.publish_now()) == [1]
+    table.clear()
+    assert removed_of(publisher.publish_now()) == [2]
+
+
+def test_nothing_is_sent_while_nothing_changes_but_a_sign_of_life(channel: MemoryChannel) -> None:
+    clock = Clock()
+    publisher = publish(channel, make_table(), clock=clock, dense_interval=1.0)
+    assert publisher.publish_now() is not None, "the first says that somebody is there"
+    assert publisher.publish_now() is None
+    clock.now += 1.0
+    alive = publisher.publish_now()
+    assert rows_of(alive) == {}
+    assert publisher.stats.deltas == 2
+
+
+def test_rows_come_without_state_unless_it_is_asked_for() -> None:
+    config = TableConfig(name="item", segments=(Segment(dim=2, optimizer=Adagrad()),))
+    for with_state, width in [(False, 0), (True, 2)]:
+        table = NativeTable(config)
+        publisher = Publisher({"item": table}, MemoryChannel().writer(), run="run", with_state=with_state)
+        table.apply_gradients(ids(1), torch.ones(1, 2))
+        delta = publisher.publish_now()
+        assert delta is not None
+        assert delta.rows["item"].state.shape == (1, width)
+
+
+def test_dense_weights_come_at_their_own_interval(channel: MemoryChannel) -> None:
+    clock = Clock()
+    weights = {"w": torch.ones(3)}
+    publisher = publish(channel, make_table(), clock=clock, dense=lambda: weights, dense_interval=1.0)
+    first = publisher.publish_now()
+    assert first is not None
+    assert first.dense is weights
+    clock.now += 0.5
+    assert publisher.publish_now() is None
+    clock.now += 0.5
+    later = publisher.publish_now()
+    assert later is not None
+    assert later.dense is weights
+    assert publisher.stats.dense == 2
+
+
+def test_a_delta_says_what_it_has_learned_from(channel: MemoryChannel, table: Any) -> None:
+    """The stamp is asked for before the rows are read: they are never older than it says."""
+    step = 7
+
+    def learned() -> LearnedUpTo:
+        write(table, {1: 7.0})
+        return LearnedUpTo(step=step, watermark=50)
+
+    publisher = publish(channel, table, learned=learned)
+    write(table, {1: 1.0})
+    delta = publisher.publish_now()
+    assert rows_of(delta) == {1: [7.0, 7.0]}
+    assert delta is not None
+    assert delta.learned == LearnedUpTo(step=7, watermark=50, published_at=1000.0)
+
+
+def test_more_than_a_delta_holds_comes_in_several(
+    channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monolith.sync.publisher.DELTA_IDS", 10)
+    table = make_table()
+    publisher = publish(channel, table)
+    write(table, dict.fromkeys(range(25), 1.0))
+    assert publisher.stats.pending == 25
+    assert len(rows_of(publisher.publish_now())) == 10
+    assert publisher.flush()
+    assert publisher.stats.deltas == 3
+    assert publisher.stats.pending == 0
+
+
+def test_a_share_must_be_one(channel: MemoryChannel) -> None:
+    with pytest.raises(ConfigError, match="share"):
+        publish(channel, make_table(), share=(2, 2))
+
+
+# Digests
+
+
+def test_digests_go_round_all_buckets(channel: MemoryChannel, table: Any) -> None:
+    clock = Clock()
+    publisher = publish(channel, table, clock=clock, digest_buckets=1024)
+    write(table, {key: float(key) for key in range(100)})
+    seen = []
+    for _ in range(5):
+        delta = publisher.publish_now()
+        clock.now += 1
+        assert delta is not None
+        digests = delta.digests["item"]
+        assert torch.equal(digests.sums, table.digests(digests.buckets))
+        seen += digests.buckets.tolist()
+    assert seen == [*range(BUCKETS), *range(1024)]
+
+
+def test_a_bucket_that_changes_while_it_is_read_has_no_digest(channel: MemoryChannel) -> None:
+    table = make_table()
+    publisher = publish(channel, table, digest_buckets=BUCKETS)
+    write(table, {1: 1.0, 2: 2.0})
+    digests = table.digests
+    table.digests = lambda buckets: (write(table, {2: 3.0}), digests(buckets))[1]  # type: ignore[assignment,func-returns-value,method-assign]
+    delta = publisher.publish_now()
+    assert rows_of(delta) == {1: [1.0, 1.0], 2: [2.0, 2.0]}
+    assert delta is not None
+    left_out = set(range(BUCKETS)) - set(delta.digests["item"].buckets.tolist())
+    assert left_out == set(bucket_of(ids(2)).tolist())
+    assert rows_of(publisher.publish_now()) == {2: [3.0, 3.0]}, "it comes with the next"
+
+
+# The channel
+
+
+def test_a_delta_that_was_not_kept_is_handed_in_again_as_it_was(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under its number readers may know it already: another delta must not have it."""
+    table = make_table()
+    publisher = publish(channel, table)
+    publisher.publish_now()
+    start = publisher.place
+    channel.broken = True
+    with caplog.at_level(logging.INFO):
+        write(table, {1: 1.0})
+        assert publisher.publish_now() is None
+        write(table, {1: 2.0, 2: 2.0})
+        assert publisher.publish_now() is None
+        assert not publisher.flush()
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "it is said once"
+    assert publisher.stats.failures == 3
+    channel.broken = False
+    assert publisher.flush()
+    deltas = [message for message in log_of(channel, start) if isinstance(message, Delta)]
+    assert [rows_of(delta) for delta in deltas] == [{1: [1.0, 1.0]}, {1: [2.0, 2.0], 2: [2.0, 2.0]}]
+
+
+def test_a_channel_that_comes_late_gets_a_log_and_a_snapshot(channel: MemoryChannel) -> None:
+    channel.broken = True
+    table = make_table()
+    write(table, {1: 1.0})
+    publisher = publish(channel, table)
+    assert publisher.publish_now() is None
+    channel.broken = False
+    publisher.publish_now()
+    snapshot = [message for message in log_of(channel, None) if isinstance(message, SnapshotRows)]
+    assert snapshot[0].rows.ids.tolist() == [1]
+
+
+def test_what_goes_wrong_does_not_stop_the_thread() -> None:
+    class Broken:
+        tried = threading.Semaphore(0)
+
+        def open(self, *_: object) -> None: ...
+        def say(self, *_: object) -> None: ...
+        def close(self) -> None: ...
+        def append(self, _: Delta) -> None:
+            self.tried.release()
+            raise RuntimeError("no")
+
+    writer = Broken()
+    publisher = Publisher({"item": make_table()}, writer, run="run", interval=0.001)
+    publisher.start()
+    for _ in range(3):
+        assert writer.tried.acquire(timeout=60)
+    publisher.close()
+    assert publisher.stats.failures >= 3
+
+
+def test_a_thread_publishes_until_it_is_closed(channel: MemoryChannel) -> None:
+    table = make_table()
+    publisher = Publisher({"item": table}, channel.writer(), run="run", interval=0.001)
+    publisher.start()
+    reader = channel.reader()
+    write(table, {1: 1.0})
+    messages = _until(lambda: reader.shares() and reader.read(0, None, wait=60), Delta)
+    assert any(isinstance(message, SnapshotBegin) for message in messages)
+    write(table, {2: 2.0})
+    publisher.close()
+    publisher.close()
+    write(table, {3: 3.0})
+    assert publisher.stats.pending == 0, "the table tells it nothing any more"
+
+
+def _until(read: Any, kind: type) -> list[Message]:
+    while not (messages := read()):
+        pass
+    found = []
+    for message in messages:
+        found.append(message)
+        if isinstance(message, kind):
+            break
+    return found
+
+
+# Epochs
+
+
+def test_another_epoch_drops_the_log(channel: MemoryChannel) -> None:
+    table = make_table()
+    publisher = publish(channel, table)
+    write(table, {1: 1.0})
+    publisher.publish_now()
+    before = publisher.place
+    table.clear()
+    write(table, {2: 2.0})
+    publisher.begin_epoch("the run was rewound")
+    assert publisher.place.epoch != before.epoch
+    assert publisher.place.sequence == 0
+    begin, rows, end = log_of(channel, before)[1:]
+    assert isinstance(begin, SnapshotBegin)
+    assert isinstance(rows, SnapshotRows)
+    assert isinstance(end, SnapshotEnd)
+    assert rows.rows.ids.tolist() == [2]
+    assert publisher.stats.pending == 0, "the snapshot has it"
+
+
+@pytest.mark.parametrize("how", ["writes", "clear"])
+def test_more_changes_than_are_remembered_begin_an_epoch_and_say_so(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    table = make_table()
+    write(table, dict.fromkeys(range(20), 1.0))
+    publisher = publish(channel, table, touched_capacity=10)
+    publisher.publish_now()
+    before = publisher.place
+    if how == "writes":
+        write(table, dict.fromkeys(range(20), 2.0))
+    else:
+        table.clear()
+    publisher.publish_now()
+    assert publisher.place.epoch != before.epoch
+    assert publisher.stats.lost > 10
+    assert publisher.stats.epochs == 2
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "were dropped" in warning
+    assert "'item'" in warning
+
+
+# Holding back
+
+
+class Finite:
+    """Holds back rows that are not finite."""
+
+    def check(self, delta: Delta) -> str | None:
+        wrong = [name for name, rows in delta.rows.items() if not bool(torch.isfinite(rows.values).all())]
+        return f"rows of {wrong[0]} are not finite" if wrong else None
+
+
+def test_a_guard_holds_back_what_it_does_not_like(channel: MemoryChannel) -> None:
+    table = make_table()
+    publisher = publish(channel, table, guard=Finite())
+    write(table, {1: 1.0})
+    publisher.publish_now()
+    place = publisher.place
+    write(table, {1: float("nan"), 2: 2.0})
+    assert publisher.publish_now() is None
+    assert publisher.state.held
+    assert publisher.state.reason == "rows of item are not finite"
+    assert publisher.place == place
+    assert publisher.stats.pending == 2, "they stay changed"
+    write(table, {1: 3.0})
+    assert publisher.publish_now() is None, "until it is resumed"
+    publisher.resume()
+    assert rows_of(publisher.publish_now()) == {1: [3.0, 3.0], 2: [2.0, 2.0]}
+
+
+def test_nothing_gets_out_while_it_is_held(channel: MemoryChannel) -> None:
+    table = make_table()
+    publisher = publish(channel, table)
+    write(table, {1: 1.0})
+    publisher.publish_now()
+    publisher.hold("calibration is off")
+    write(table, {1: 9.0})
+    assert not publisher.flush()
+    with pytest.raises(UnavailableError, match="calibration is off"):
+        log_of(channel, None)
+    with pytest.raises(UnavailableError, match="held"):
+        list(channel.reader().read_buckets(0, bucket_of(ids(1))))
+    known = log_of(channel, LogPlace(publisher.place.epoch, 0))
+    assert [rows_of(m) for m in known if isinstance(m, Delta)] == [{1: [1.0, 1.0]}], "what was let out stays"
+
+
+def test_a_snapshot_that_is_being_read_ends_when_publishing_is_held(channel: MemoryChannel) -> None:
+    table = make_table()
+    write(table, {1: 1.0})
+    publisher = publish(channel, table)
+    publisher.publish_now()
+    messages = channel.reader().read_buckets(0, torch.arange(BUCKETS))
+    assert isinstance(next(messages), SnapshotBegin)
+    publisher.hold("poisoned")
+    with pytest.raises(UnavailableError, match="poisoned"):
+        next(messages)
+
+
+def test_going_on_after_a_rollback_begins_an_epoch(channel: MemoryChannel) -> None:
+    publisher = publish(channel, make_table())
+    publisher.publish_now()
+    before = publisher.state, publisher.place
+    publisher.rollback("1700")
+    state = publisher.state
+    assert (state.held, state.version) == (True, "1700")
+    assert state.number > before[0].number
+    publisher.resume()
+    assert (publisher.state.held, publisher.state.version) == (False, None)
+    assert publisher.state.number > state.number
+    assert publisher.place.epoch != before[1].epoch
+
+
+def test_the_state_of_a_publisher_that_starts_again_is_the_newer_one(channel: MemoryChannel) -> None:
+    clock = Clock()
+    first = publish(channel, make_table(), clock=clock)
+    first.hold("why")
+    clock.now += 1
+    assert publish(channel, make_table(), clock=clock).state.number > first.state.number
+
+
+# Snapshots
+
+
+def chunks(channel: MemoryChannel, buckets: Tensor) -> Iterator[SnapshotRows]:
+    return (m for m in channel.reader().read_buckets(0, buckets) if isinstance(m, SnapshotRows))
+
+
+def test_a_snapshot_is_counted_and_whole(channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monolith.sync.publisher.CHUNK_BYTES", 24 * 7)
+    table = make_table()
+    write(table, {key: float(key) for key in range(20)})
+    publisher = publish(channel, table, dense=lambda: {"w": torch.ones(1)})
+    publisher.publish_now()
+    _, begin, *parts, end = log_of(channel, None)
+    assert isinstance(begin, SnapshotBegin)
+    assert isinstance(end, SnapshotEnd)
+    assert begin.dense is not None
+    assert begin.place == end.place == end.whole_at == publisher.place
+    assert end.chunks == len(parts) == 3
+    rows = [part for part in parts if isinstance(part, SnapshotRows)]
+    assert [part.number for part in rows] == [0, 1, 2]
+    assert {begin.snapshot, end.snapshot, *(part.snapshot for part in rows)} == {begin.snapshot}
+    assert sorted(torch.cat([part.rows.ids for part in rows]).tolist()) == list(range(20))
+    assert publisher.stats.snapshots == 1
+
+
+def test_a_snapshot_of_buckets_has_no_others(channel: MemoryChannel) -> None:
+    table = make_table()
+    write(table, {key: float(key) for key in range(200)})
+    publish(channel, table).publish_now()
+    buckets = bucket_of(ids(3, 70)).sort().values
+    found = torch.cat([part.rows.ids for part in chunks(channel, buckets)])
+    expected = [key for key in held(table) if bucket_of(ids(key)).item() in buckets.tolist()]
+    assert sorted(found.tolist()) == sorted(expected)
+    assert {3, 70} <= set(found.tolist())

@@ -1,0 +1,382 @@
+"""How a subscriber keeps up, whatever the channel does."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sync.shares import Clock, held, ids, make_table, publish, subscribe, write
+
+from monolith.sync import (
+    ChannelFaults,
+    Delta,
+    LearnedUpTo,
+    LogPlace,
+    MemoryChannel,
+    Publisher,
+    Subscriber,
+    TableTarget,
+)
+from monolith.table import bucket_of
+
+
+@pytest.fixture
+def channel() -> MemoryChannel:
+    return MemoryChannel()
+
+
+def pair(channel: MemoryChannel, **options: Any) -> tuple[Any, Publisher, Any, Subscriber]:
+    """Return a table, its publisher, the table that follows, and its subscriber."""
+    source, copy = make_table(), make_table()
+    publisher = publish(channel, source, **options)
+    publisher.publish_now()
+    subscriber, _ = subscribe(channel, copy)
+    return source, publisher, copy, subscriber
+
+
+# Following
+
+
+def test_who_begins_gets_a_snapshot_and_then_deltas(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    write(source, {1: 1.0, 2: 2.0})
+    write(copy, {9: 9.0})
+    subscriber.catch_up()
+    assert held(copy) == held(source), "what it had before is gone"
+    write(source, {2: 3.0, 4: 4.0})
+    source.remove(ids(1))
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert subscriber.standing[0].place == publisher.place
+    assert subscriber.standing[0].snapshots == 1
+
+
+def test_who_has_an_export_begins_with_the_deltas_after_it(channel: MemoryChannel) -> None:
+    source, publisher, copy, _ = pair(channel)
+    write(source, {1: 1.0})
+    write(copy, {1: 1.0})
+    publisher.publish_now()
+    exported = publisher.place
+    write(source, {2: 2.0})
+    publisher.publish_now()
+    subscriber, _ = subscribe(channel, copy, places={0: exported})
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert (subscriber.standing[0].snapshots, subscriber.standing[0].deltas) == (0, 1)
+
+
+def test_an_export_of_another_epoch_is_replaced_by_a_snapshot(channel: MemoryChannel) -> None:
+    source, _, copy, _ = pair(channel)
+    write(source, {1: 1.0})
+    write(copy, {2: 2.0})
+    subscriber, _ = subscribe(channel, copy, places={0: LogPlace("before", 5)})
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+
+
+def test_a_slow_reader_is_cut_off_and_catches_up_by_snapshot() -> None:
+    channel = MemoryChannel(limit_bytes=2000)
+    source, publisher, copy, subscriber = pair(channel, digest_buckets=0)
+    subscriber.catch_up()
+    for round_ in range(20):
+        write(source, {key: float(round_) for key in range(round_, round_ + 5)})
+        publisher.publish_now()
+    source.remove(ids(3))
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert subscriber.standing[0].snapshots == 2
+
+
+def test_a_rewind_is_followed_without_ghosts(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    write(source, {1: 2.0, 2: 2.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    source.clear()
+    write(source, {1: 1.0})
+    publisher.begin_epoch("rewound")
+    subscriber.catch_up()
+    assert held(copy) == held(source) == {1: [1.0, 1.0]}
+
+
+def test_what_was_learned_and_when_it_came_is_known(channel: MemoryChannel) -> None:
+    source = make_table()
+    learned = LearnedUpTo(step=3, watermark=5, event_at=6.0, read_at=7.0, trained_at=8.0)
+    publisher = publish(channel, source, learned=lambda: learned, clock=Clock(9.0))
+    publisher.publish_now()
+    subscriber, _ = subscribe(channel, make_table(), clock=Clock(10.0))
+    subscriber.catch_up()
+    standing = subscriber.standing[0]
+    assert standing.learned == replace(learned, published_at=9.0)
+    assert (standing.received_at, standing.applied_at) == (10.0, 10.0)
+
+
+def test_dense_weights_come_with_snapshots_and_deltas(channel: MemoryChannel) -> None:
+    weights = {"w": torch.zeros(1)}
+    clock = Clock()
+    publisher = publish(channel, make_table(), dense=lambda: dict(weights), clock=clock)
+    publisher.publish_now()
+    subscriber, target = subscribe(channel, make_table())
+    subscriber.catch_up()
+    assert target.dense == weights
+    weights["w"] = torch.ones(1)
+    clock.now += 1.0
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert target.dense == weights
+
+
+# What a channel may do to messages
+
+
+def test_lost_repeated_disordered_and_late_messages_change_nothing_in_the_end(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    channel.faults = ChannelFaults(drop=0.2, repeat=0.2, reorder=0.2, delay=0.2)
+    for round_ in range(60):
+        write(source, {key: float(round_) for key in range(round_ % 7, 40, 5)})
+        source.remove(ids(round_ % 11))
+        publisher.publish_now()
+        subscriber.catch_up()
+    channel.faults = None
+    subscriber.catch_up()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert subscriber.standing[0].place == publisher.place
+
+
+def test_an_old_delta_never_replaces_a_newer_row(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    subscriber.catch_up()
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    channel.faults = ChannelFaults(delay=1.0)
+    subscriber.catch_up()
+    channel.faults = None
+    write(source, {1: 2.0})
+    publisher.publish_now()
+    other, _ = subscribe(channel, copy, places={0: publisher.place})
+    other.catch_up()
+    assert held(copy) == {}, "the late message is of a place before its own"
+    subscriber.catch_up()
+    assert held(copy) == {1: [2.0, 2.0]}
+
+
+def test_a_snapshot_of_which_a_part_got_lost_is_not_taken_for_whole(
+    channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monolith.sync.publisher.CHUNK_BYTES", 1)
+    source, publisher, copy, subscriber = pair(channel)
+    write(source, dict.fromkeys(range(50), 1.0))
+    publisher.publish_now()
+    write(copy, {99: 9.0})
+    channel.faults = ChannelFaults(drop=0.1)
+    subscriber.catch_up()
+    assert subscriber.standing[0].place is None
+    assert 99 in held(copy), "nothing is dropped for a snapshot that is not whole"
+    channel.faults = None
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+
+
+def test_a_channel_that_breaks_is_tried_again_and_said_once(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    subscriber.catch_up()
+    channel.broken = True
+    for _ in range(3):
+        subscriber.catch_up()
+    assert "cannot be reached" in subscriber.error
+    assert "cannot be reached" in subscriber.standing[0].error
+    assert len([r for r in caplog.records if "cannot follow" in r.getMessage()]) == 1
+    channel.broken = False
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert (subscriber.error, subscriber.standing[0].error) == ("", "")
+
+
+# Differences
+
+
+def test_a_row_that_differs_is_found_and_repaired(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, publisher, copy, subscriber = pair(channel, digest_buckets=4096)
+    write(source, {key: float(key) for key in range(100)})
+    publisher.publish_now()
+    subscriber.catch_up()
+    write(copy, {7: 0.5})  # differs
+    write(copy, {1000: 1.0})  # a ghost
+    copy.remove(ids(8))  # is missing
+    write(source, {1: 5.0})
+    with caplog.at_level(logging.WARNING):
+        publisher.publish_now()
+        subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert subscriber.standing[0].repaired == len(bucket_of(ids(7, 8, 1000)).unique())
+    assert "differs" in caplog.text
+    write(source, {1: 6.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert subscriber.standing[0].snapshots == 2, "nothing is left to repair"
+
+
+def test_a_repair_does_not_undo_what_comes_after(channel: MemoryChannel) -> None:
+    """A bucket is read as it is now, and the deltas up to now are still to come."""
+    source, publisher, copy, subscriber = pair(channel, digest_buckets=4096)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    write(copy, {1: 7.0})
+    for value in (2.0, 3.0, 4.0):
+        write(source, {2: value})
+        publisher.publish_now()
+    write(source, {1: 5.0})
+    source.remove(ids(2))
+    subscriber.catch_up()
+    publisher.publish_now()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+
+
+# Shares
+
+
+def test_shares_are_followed_beside_each_other(channel: MemoryChannel) -> None:
+    sources = [make_table() for _ in range(3)]
+    publishers = [publish(channel, one, share=(k, 3)) for k, one in enumerate(sources)]
+    for k, source in enumerate(sources):
+        write(source, {key: float(key) for key in range(30) if key % 3 == k})
+        publishers[k].publish_now()
+    copy = make_table()
+    subscriber, _ = subscribe(channel, copy)
+    subscriber.catch_up()
+    sources[1].remove(ids(1))
+    publishers[1].publish_now()
+    subscriber.catch_up()
+    assert held(copy) == held(*sources)
+    assert sorted(subscriber.standing) == [0, 1, 2]
+
+
+def test_another_number_of_shares_is_taken_anew(channel: MemoryChannel) -> None:
+    def published(total: int, values: dict[int, float]) -> list[Any]:
+        sources = [make_table() for _ in range(total)]
+        for k, source in enumerate(sources):
+            write(source, {key: value for key, value in values.items() if key % total == k})
+            publish(channel, source, share=(k, total)).publish_now()
+        return sources
+
+    copy = make_table()
+    subscriber, _ = subscribe(channel, copy)
+    published(3, dict.fromkeys(range(30), 1.0))
+    subscriber.catch_up()
+    sources = published(2, dict.fromkeys(range(10, 40), 2.0))
+    subscriber.catch_up()
+    assert held(copy) == held(*sources)
+    assert {one.share for one in subscriber.standing.values()} == {(0, 2), (1, 2)}
+
+
+def test_shares_that_are_not_all_there_yet_do_not_replace_those_that_are_followed(
+    channel: MemoryChannel,
+) -> None:
+    for k in range(3):
+        publish(channel, make_table(), share=(k, 3)).publish_now()
+    subscriber, _ = subscribe(channel, make_table())
+    subscriber.catch_up()
+    publish(channel, make_table(), share=(0, 2)).publish_now()
+    subscriber.catch_up()
+    assert {one.share[1] for one in subscriber.standing.values()} == {3}
+    assert all(one.error or one.share[0] == 0 for one in subscriber.standing.values())
+    publish(channel, make_table(), share=(1, 2)).publish_now()
+    subscriber.catch_up()
+    assert {one.share[1] for one in subscriber.standing.values()} == {2}
+
+
+# Publish states
+
+
+def test_the_target_is_told_of_a_hold_and_of_a_version(channel: MemoryChannel) -> None:
+    source, copy = make_table(), make_table()
+    publisher = publish(channel, source)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    subscriber, target = subscribe(channel, copy)
+    subscriber.catch_up()
+    publisher.hold("AUC fell")
+    subscriber.catch_up()
+    assert target.state.reason == "AUC fell"
+    publisher.rollback("3")
+    subscriber.catch_up()
+    assert target.state.version == "3"
+    assert subscriber.standing[0].place is None
+    write(source, {2: 2.0})
+    subscriber.catch_up()
+    assert set(held(copy)) == {1}, "nothing is read while a version is served"
+    publisher.resume()
+    subscriber.catch_up()
+    assert target.state.version is None
+    assert held(copy) == held(source)
+
+
+def test_who_needs_a_snapshot_while_publishing_is_held_is_told_why(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel)
+    publisher.hold("poisoned")
+    subscriber.catch_up()
+    assert "poisoned" in subscriber.standing[0].error
+    publisher.resume()
+    write(source, {1: 1.0})
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+
+
+# Threads
+
+
+def test_threads_keep_up_until_they_are_closed(channel: MemoryChannel) -> None:
+    sources = [make_table(), make_table()]
+    publishers = [
+        Publisher({"item": one}, channel.writer(), run="run", share=(k, 2), interval=0.002)
+        for k, one in enumerate(sources)
+    ]
+    copy = make_table()
+    subscriber = Subscriber(channel.reader, TableTarget({"item": copy}), wait=0.05)
+    subscriber.start()
+    for publisher in publishers:
+        publisher.start()
+    for round_ in range(20):
+        for k, source in enumerate(sources):
+            write(source, {2 * key + k: float(round_) for key in range(100)})
+            source.remove(ids(2 * round_ + k))
+    for publisher in publishers:
+        assert publisher.flush()
+    assert subscriber.wait_for({k: one.place for k, one in enumerate(publishers)}, timeout=60)
+    assert held(copy) == held(*sources)
+    assert not subscriber.wait_for({0: LogPlace("another", 1)}, timeout=0)
+    subscriber.close()
+    for publisher in publishers:
+        publisher.close()
+
+
+def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) -> None:
+    copy = make_table()
+    subscriber = Subscriber(channel.reader, TableTarget({"item": copy}), wait=0.01)
+    subscriber.start()
+    source = make_table()
+    publisher = publish(channel, source)
+    write(source, {1: 1.0})
+    delta = publisher.publish_now()
+    assert isinstance(delta, Delta)
+    assert subscriber.wait_for({0: delta.place}, timeout=60)
+    assert held(copy) == held(source)
+    subscriber.close()
+    subscriber.close()
