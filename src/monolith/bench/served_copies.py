@@ -25,7 +25,7 @@ from monolith.errors import TrainingError
 from monolith.model import DeepFM
 from monolith.store import LocalStore
 from monolith.sync import MemoryChannel, Publisher, Subscriber, TableTarget
-from monolith.table import FollowedTable, Fp32, TableConfig
+from monolith.table import Fp32, NativeTable, TableConfig
 
 
 class ServedCopy:
@@ -163,10 +163,11 @@ def _exact(config: TableConfig) -> TableConfig:
     return replace(config, serving=True, segments=segments)
 
 
-def _tables(model: DeepFM) -> dict[str, FollowedTable]:
+def _tables(model: DeepFM) -> dict[str, NativeTable]:
     store = model.embeddings.store
     assert isinstance(store, LocalStore)
-    return {name: store.table(name) for name in store.tables}
+    found = {name: store.table(name) for name in store.tables}
+    return {name: table for name, table in found.items() if isinstance(table, NativeTable)}
 
 
 def _swap(model: DeepFM, weights: Mapping[str, Tensor]) -> None:
