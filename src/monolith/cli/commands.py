@@ -22,6 +22,7 @@ from monolith.bench.options import (
     BenchTrainOptions,
     ExperimentCollisionsOptions,
     ExperimentDefaultsOptions,
+    ExperimentFreshnessOptions,
     ExperimentMovielensOptions,
     ExperimentRetrievalOptions,
 )
@@ -118,6 +119,7 @@ COMMANDS = {
     "bench scale": Command(BenchScaleOptions, "monolith.bench.scale"),
     "experiment collisions": Command(ExperimentCollisionsOptions, "monolith.bench.collisions"),
     "experiment defaults": Command(ExperimentDefaultsOptions, "monolith.bench.defaults"),
+    "experiment freshness": Command(ExperimentFreshnessOptions, "monolith.bench.sync_intervals"),
     "experiment movielens": Command(ExperimentMovielensOptions, "monolith.bench.quality"),
     "experiment retrieval": Command(ExperimentRetrievalOptions, "monolith.bench.retrieval"),
     "data head": Command(DataHeadOptions, "monolith.cli.data_files", "head", positional=True),

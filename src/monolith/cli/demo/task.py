@@ -1,9 +1,4 @@
-"""What the demo trains: clicks on a stream that does not stay as it was.
-
-The stream is tuned so that a minute shows what drift does, on a slow machine as on a fast one.
-A user comes some 120 times and an item some 600 times, enough to learn them by; a taste has
-become another after 16 hours, which is a million examples.
-"""
+"""What the demo trains: clicks on a stream that does not stay as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
-from monolith.data.synthetic.drift import FEATURES, SPEC
+from monolith.data.synthetic.drift import FEATURES, SPEC, fast_drift
 from monolith.feature import Batch
 from monolith.model import DeepFM
 from monolith.table import Adagrad
@@ -40,26 +35,7 @@ class DemoJob:
     """A world of few users that turns faster: one can see it in seconds, on any machine."""
 
     def drift(self) -> DriftConfig:
-        if self.small:
-            return DriftConfig(
-                new_users=10,
-                user_life=timedelta(hours=4),
-                new_items=10,
-                item_life=timedelta(hours=2),
-                contexts=10,
-                turn=timedelta(hours=2),
-                batch_size=self.batch,
-                seed=self.seed,
-            )
-        return DriftConfig(
-            new_users=60,
-            user_life=timedelta(hours=24),
-            new_items=20,
-            item_life=timedelta(hours=12),
-            turn=timedelta(hours=16),
-            batch_size=self.batch,
-            seed=self.seed,
-        )
+        return fast_drift(small=self.small, batch_size=self.batch, seed=self.seed)
 
     def train_config(self) -> TrainConfig:
         return TrainConfig(

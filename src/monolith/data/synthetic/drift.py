@@ -118,6 +118,37 @@ class DriftConfig:
             raise ConfigError(f"drift: seed must be from 0 to 2^64 - 1, got {self.seed}")
 
 
+def fast_drift(*, small: bool = False, batch_size: int = 1024, seed: int = 0) -> DriftConfig:
+    """Return a world in which a minute of training shows what drift does, on a slow machine as on a fast one.
+
+    A user comes some 120 times and an item some 600 times, enough to learn them by; a taste has
+    become another after 16 hours, which is a million examples.
+
+    Args:
+        small: A world of few users that turns faster: one can see it in seconds, on any machine.
+    """
+    if small:
+        return DriftConfig(
+            new_users=10,
+            user_life=timedelta(hours=4),
+            new_items=10,
+            item_life=timedelta(hours=2),
+            contexts=10,
+            turn=timedelta(hours=2),
+            batch_size=batch_size,
+            seed=seed,
+        )
+    return DriftConfig(
+        new_users=60,
+        user_life=timedelta(hours=24),
+        new_items=20,
+        item_life=timedelta(hours=12),
+        turn=timedelta(hours=16),
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
 class _Examples(NamedTuple):
     """A stretch of the stream, before it is packed."""
 

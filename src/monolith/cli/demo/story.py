@@ -1,0 +1,131 @@
+"""The demo's story: what must be seen from outside for it to be true.
+
+Somebody asks the server for a score of the new item, again and again, and takes down every answer. What the
+demo claims is read from these answers and from when things happened, and from nothing else:
+
+    new item        its served score moved, so long after it first appeared in the stream
+    kill            the server went on answering while nobody trained
+    poison          publishing was held back after labels went wrong, and no served answer is of later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MOVED = 0.01
+"""How far a score must be from what it was before the item appeared, to have moved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeAnswer:
+    """What the server said to one request for the score of the new item."""
+
+    at: float
+    """Unix seconds at which it came, or failed to."""
+    score: float | None
+    """None where there was no answer."""
+    step: int = 0
+    """The step of the trainer up to which the answer has learned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoryTimes:
+    """When things happened, in Unix seconds; None for what has not."""
+
+    appeared: float | None = None
+    """The event time of the first record with the new item."""
+    killed: float | None = None
+    resumed: float | None = None
+    """When the trainer that came back had taken its first step."""
+    poisoned: float | None = None
+    """The event time of the first wrong label."""
+    held: float | None = None
+    held_step: int | None = None
+    """The last step that was published before publishing was held."""
+    released: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One thing the demo says, and whether it was seen to be so."""
+
+    name: str
+    said: str
+    true: bool
+
+
+def seconds_to_moved(answers: Sequence[ProbeAnswer], appeared: float) -> float | None:
+    """Return how long after its first event an item's score was none of those before; None if it never was.
+
+    Raises:
+        ValueError: Nobody asked before it appeared, so that there is nothing to compare with.
+    """
+    before = [one.score for one in answers if one.at < appeared and one.score is not None]
+    if not before:
+        raise ValueError("nobody asked for the item's score before it appeared")
+    low, high = min(before) - MOVED, max(before) + MOVED
+    for one in answers:
+        if one.at >= appeared and one.score is not None and not low <= one.score <= high:
+            return one.at - appeared
+    return None
+
+
+def longest_silence(answers: Sequence[ProbeAnswer], begin: float, end: float) -> float:
+    """Return the longest time without an answer between two times."""
+    answered = [one.at for one in answers if one.score is not None and begin <= one.at <= end]
+    times = [begin, *answered, end]
+    return max(later - earlier for earlier, later in pairwise(times))
+
+
+def claims(answers: Sequence[ProbeAnswer], times: StoryTimes, *, most_silent: float = 1.0) -> list[Claim]:
+    """Return what the demo claims, each with what was seen.
+
+    Args:
+        answers: In the order in which they came.
+        most_silent: Seconds without an answer that count as still answering.
+    """
+    return [_new_item(answers, times), _kill(answers, times, most_silent), _poison(answers, times)]
+
+
+def _new_item(answers: Sequence[ProbeAnswer], times: StoryTimes) -> Claim:
+    name = "new item"
+    if times.appeared is None:
+        return Claim(name, "it never appeared in the stream", true=False)
+    seconds = seconds_to_moved(answers, times.appeared)
+    if seconds is None:
+        return Claim(name, "its served score never moved", true=False)
+    return Claim(name, f"its served score moved {seconds:.2f} s after its first event", true=True)
+
+
+def _kill(answers: Sequence[ProbeAnswer], times: StoryTimes, most_silent: float) -> Claim:
+    name = "kill -9"
+    if times.killed is None or times.resumed is None:
+        return Claim(name, "the trainer was not killed, or did not come back", true=False)
+    down = [one for one in answers if times.killed <= one.at <= times.resumed]
+    failed = sum(one.score is None for one in down)
+    silence = longest_silence(answers, times.killed, times.resumed)
+    said = (
+        f"{len(down) - failed:,} of {len(down):,} requests were answered in the "
+        f"{times.resumed - times.killed:.1f} s without a trainer, none later than {silence:.2f} s"
+    )
+    return Claim(name, said, true=bool(down) and failed == 0 and silence <= most_silent)
+
+
+def _poison(answers: Sequence[ProbeAnswer], times: StoryTimes) -> Claim:
+    name = "poisoned batch"
+    if times.poisoned is None or times.held is None or times.held_step is None:
+        return Claim(name, "publishing was not held back", true=False)
+    until = times.released if times.released is not None else float("inf")
+    leaked = sum(
+        one.step > times.held_step
+        for one in answers
+        if times.held <= one.at < until and one.score is not None
+    )
+    after = times.held - times.poisoned
+    if after < 0:
+        return Claim(name, "publishing was held back before anything was wrong", true=False)
+    said = f"held back {after:.1f} s after the first wrong label; "
+    said += f"{leaked:,} answers of what came later" if leaked else "no answer is of what came later"
+    return Claim(name, said, true=leaked == 0)
