@@ -20,6 +20,7 @@ from services import warm
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.serve import command_of, peers_of, serve_config
+from monolith.cli.serve_shards import trainer_of
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
@@ -261,3 +262,23 @@ def serving_processes(root: str) -> set[int]:
         if b"--peers" in words and root.encode() in words and not isolated:
             found.add(int(entry.parent.name))
     return found
+
+
+def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
+    def trainer(url, **more):
+        return trainer_of(ServeOptions(folders=("d",), follow=url, **more))
+
+    with trainer(None) as nobody:
+        assert nobody is None
+    with trainer(str(tmp_path)) as found:
+        reader = found()
+        assert list(reader.shares()) == []
+        reader.close()
+    with pytest.raises(ConfigError, match="--discovery"), trainer("discovery"):
+        pass
+    with pytest.raises(ConfigError), trainer("kafka://broker:9092"):
+        pass
+    config = serve_config(ServeOptions(folders=("d",), follow="grpc://h:1", stale_after=3.0))
+    assert (config.follow.url, config.follow.stale_after.total_seconds()) == ("grpc://h:1", 3)
+    words = command_of(ServeOptions(folders=("d",), follow="grpc://h:1", processes=2), 0, tmp_path)
+    assert words[words.index("--follow") + 1] == "grpc://h:1"

@@ -17,7 +17,7 @@ from monolith.errors import ConfigError
 from monolith.serve.asking import Answered, open_asker
 
 SHOWN_FIRST = ("step", "watermark", "staleness")
-"""Of what a server says beside an answer; times of stages are for --json, and for `monolith freshness`."""
+"""Of what a server says beside an answer. The times of its stages are for --json and `monolith freshness`."""
 SHOWN_COLUMNS = 6
 """Columns of a row that the table shows beside its predictions."""
 

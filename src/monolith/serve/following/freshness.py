@@ -98,9 +98,6 @@ class FollowMetrics:
         self._staleness = metrics.gauge(
             "serve_staleness_seconds", "The age of what is served, of its oldest share", ("model",)
         )
-        self._lag = metrics.gauge(
-            "serve_follow_lag", "Deltas that are published and not applied yet", ("model", "share")
-        )
         self._overlay_rows = metrics.gauge(
             "serve_overlay_rows", "Rows that are newer than the export they lie over", ("model",)
         )
@@ -145,9 +142,6 @@ class FollowMetrics:
         self._staleness.set(staleness, model=self._model)
         self._overlay_rows.set(rows, model=self._model)
         self._overlay_bytes.set(size, model=self._model)
-
-    def lags(self, share: int, deltas: int) -> None:
-        self._lag.set(deltas, model=self._model, share=str(share))
 
     def told(self, state: PublishState, back: str | None) -> None:
         self._held.set(float(state.held), model=self._model)
