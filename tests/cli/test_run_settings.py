@@ -84,6 +84,7 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "threads": ("cli/task_config.py",),
     "metrics": ("cli/train.py", "cli/own_status.py"),
     "profile": ("cli/train.py",),
+    "publish": ("sync/*.py", "train/publishing/*.py", "train/fleet/*.py", "cli/train.py"),
 }
 """Group -> the modules that obey its fields."""
 

@@ -428,14 +428,19 @@ class FolderDeltaReader:
             return
         assert found.snapshot is not None
         path = found.snapshot[2]
+        begun = False
         try:
-            yield from self._frames(path)
+            for message in self._frames(path):
+                begun = True
+                yield message
         except CorruptMessageError as error:
             self._report(path, error)
             self._spoiled.add(path)
             self._ask(folder)
             raise UnavailableError(f"the snapshot {path} is damaged; another was asked for") from error
         except FilesystemError as cause:
+            if not begun and not filesystem.exists(path):
+                return  # a newer one took its place since the look; the next look finds it
             raise UnavailableError(f"cannot read {path}: {cause}") from cause
 
     def _frames(self, path: str) -> Iterator[Message]:

@@ -381,7 +381,7 @@ def test_one_port_serves_both_transports():
 
 def test_a_connection_that_is_made_while_the_server_stops_is_closed_at_once():
     with serving(one_model()) as server:
-        server._http._bounds.closing = True  # uvicorn has told all connections that it knew of
+        server._http._loop._bounds.closing = True  # uvicorn has told all connections that it knew of
         with connect(server) as late:
             assert read_all(late) == b""
 

@@ -261,6 +261,8 @@ def test_a_model_that_gets_worse_is_held_and_accepted_by_who_resumes() -> None:
     def gets_worse(run: LocalRun) -> None:
         assert run.publish is not None
         run.publish._guard._reasons["click/auc"] = "click/auc fell"
+        assert run.publish._steward is not None
+        run.publish._steward.look()
         standings.append(publish(run))
 
     def resume(run: LocalRun) -> None:
