@@ -348,16 +348,9 @@ class FrozenTables:
         Returns:
             float32, flat: one row per id, each as wide as its table. Zeros for an id without a row.
         """
-        group = self._group
-        if group is None:
+        if self._group is None:
             raise TableClosedError("these tables were closed")
-        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
-        batches = len(sizes) // max(1, len(self._dims)) or 1
-        with frozen_errors():
-            floats = int(native.fused_offsets(self._dims, sizes, batches, len(keys))[-1][-1])
-            rows = torch.empty(floats, dtype=torch.float32)
-            group.lookup(keys, sizes, batches, rows.numpy())
-        return rows
+        return fused_lookup(self._group, ids, self._dims)
 
     def prefault(self, progress: Progress | None = None, *, threads: int | None = None) -> None:
         """As `FrozenTable.prefault`, for all tables."""
@@ -369,6 +362,19 @@ class FrozenTables:
         self._group = None
         for table in self._members.values():
             table.close()
+
+
+def fused_lookup(
+    group: native.FrozenGroup | native.OverlaidGroup, ids: TableIdsLike, dims: NDArray[np.int64]
+) -> Tensor:
+    """Return the rows of all ids of a call, flat, by one call of the core."""
+    keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
+    batches = len(sizes) // max(1, len(dims)) or 1
+    with frozen_errors():
+        floats = int(native.fused_offsets(dims, sizes, batches, len(keys))[-1][-1])
+        rows = torch.empty(floats, dtype=torch.float32)
+        group.lookup(keys, sizes, batches, rows.numpy())
+    return rows
 
 
 @contextmanager

@@ -30,7 +30,14 @@ from monolith.errors import TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.config import Segment, TableConfig
 from monolith.table.digests import in_share
-from monolith.table.frozen_table import FrozenTable, FrozenTables, TableIdsLike, frozen_errors, processors
+from monolith.table.frozen_table import (
+    FrozenTable,
+    FrozenTables,
+    TableIdsLike,
+    frozen_errors,
+    fused_lookup,
+    processors,
+)
 from monolith.table.native_table import NativeTable
 
 _PRESENT = 0
@@ -150,16 +157,9 @@ class OverlaidTables:
 
     def lookup(self, ids: TableIdsLike) -> Tensor:
         """Return the rows of all ids, as `FrozenTables.lookup` does."""
-        group = self._group
-        if group is None:
+        if self._group is None:
             raise TableClosedError("these tables were closed")
-        keys, sizes = arguments.id_array(ids.ids), arguments.id_array(ids.sizes, "sizes")
-        batches = len(sizes) // max(1, len(self._dims)) or 1
-        with frozen_errors():
-            floats = int(native.fused_offsets(self._dims, sizes, batches, len(keys))[-1][-1])
-            rows = torch.empty(floats, dtype=torch.float32)
-            group.lookup(keys, sizes, batches, rows.numpy())
-        return rows
+        return fused_lookup(self._group, ids, self._dims)
 
     def is_exact(self, name: str) -> bool:
         """Whether the file of a table has its values as they were given, and not as halves or bytes."""
