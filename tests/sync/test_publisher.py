@@ -219,6 +219,35 @@ def test_a_delta_that_was_not_kept_is_handed_in_again_as_it_was(
     assert [rows_of(delta) for delta in deltas] == [{1: [1.0, 1.0]}, {1: [2.0, 2.0], 2: [2.0, 2.0]}]
 
 
+class Failing:
+    """Dense weights, or a guard, that cannot be had now."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def __call__(self) -> None:
+        if self.fails:
+            raise RuntimeError("not now")
+
+    def check(self, _: Delta) -> None:
+        self()
+
+
+@pytest.mark.parametrize("part", ["dense", "guard"])
+def test_what_fails_while_a_delta_is_made_loses_no_change(channel: MemoryChannel, part: str) -> None:
+    table, failing = make_table(), Failing()
+    publisher = publish(channel, table, **{part: failing})
+    write(table, {1: 1.0, 2: 2.0})
+    table.remove(ids(2))
+    with pytest.raises(RuntimeError, match="not now"):
+        publisher.publish_now()
+    failing.fails = False
+    delta = publisher.publish_now()
+    assert rows_of(delta) == {1: [1.0, 1.0]}
+    assert delta is not None
+    assert delta.removed["item"].tolist() == [2]
+
+
 def test_a_channel_that_comes_late_gets_a_log_and_a_snapshot(channel: MemoryChannel) -> None:
     channel.broken = True
     table = make_table()

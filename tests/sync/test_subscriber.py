@@ -205,6 +205,61 @@ def test_a_channel_that_breaks_is_tried_again_and_said_once(
     assert (subscriber.error, subscriber.standing[0].error) == ("", "")
 
 
+def test_a_part_of_an_older_snapshot_that_comes_late_is_made_good(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel, digest_buckets=0)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    _, begin, rows, _ = channel.reader().read(0, None, wait=0.0)
+    write(source, {1: 2.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    channel._late[0] += [begin, rows]
+    subscriber.catch_up()
+    subscriber.catch_up()
+    assert held(copy) == held(source) == {1: [2.0, 2.0]}
+    assert subscriber.standing[0].snapshots == 1, "the deltas after it did"
+
+
+def test_a_part_of_a_snapshot_of_an_epoch_before_is_made_good(channel: MemoryChannel) -> None:
+    source, publisher, copy, subscriber = pair(channel, digest_buckets=0)
+    write(source, {1: 1.0})
+    _, begin, rows, _ = channel.reader().read(0, None, wait=0.0)
+    source.remove(ids(1))
+    publisher.begin_epoch("rewound")
+    subscriber.catch_up()
+    channel._late[0] += [begin, rows]
+    subscriber.catch_up()
+    subscriber.catch_up()
+    assert held(copy) == held(source) == {}
+
+
+class LettingGo(TableTarget):
+    """A target that drops its rows when it is told to."""
+
+    generation = 0
+
+    def let_go(self) -> None:
+        for table in self._tables.values():
+            table.clear()
+        self.generation += 1
+
+
+def test_what_the_target_let_go_of_is_brought_again(channel: MemoryChannel) -> None:
+    source, publisher, copy, _ = pair(channel, digest_buckets=0)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    target = LettingGo({"item": copy})
+    subscriber = Subscriber(channel.reader, target)
+    subscriber.catch_up()
+    target.let_go()
+    write(source, {2: 2.0})
+    publisher.publish_now()
+    subscriber.catch_up()
+    subscriber.catch_up()
+    assert held(copy) == held(source)
+    assert subscriber.standing[0].snapshots == 2
+
+
 # Differences
 
 
@@ -339,6 +394,42 @@ def test_who_needs_a_snapshot_while_publishing_is_held_is_told_why(channel: Memo
     assert held(copy) == held(source)
 
 
+def test_a_publisher_that_starts_again_counts_though_its_clock_is_behind(channel: MemoryChannel) -> None:
+    publisher = publish(channel, make_table(), clock=Clock(5000.0))
+    publisher.publish_now()
+    subscriber, target = subscribe(channel, make_table())
+    publisher.rollback("3")
+    subscriber.catch_up()
+    again = publish(channel, make_table(), clock=Clock(1000.0))
+    again.publish_now()
+    subscriber.catch_up()
+    assert target.state.version is None
+    again.hold("AUC fell")
+    subscriber.catch_up()
+    assert target.state.reason == "AUC fell"
+
+
+def test_while_one_share_goes_back_all_do_whatever_their_clocks_say(channel: MemoryChannel) -> None:
+    clocks = [Clock(5000.0), Clock(1000.0)]
+    publishers = [publish(channel, make_table(), share=(k, 2), clock=one) for k, one in enumerate(clocks)]
+    subscriber, target = subscribe(channel, make_table())
+
+    def told() -> str | None:
+        subscriber.catch_up()
+        return target.state.version
+
+    for publisher in publishers:
+        publisher.publish_now()
+        publisher.rollback("3")
+    assert told() == "3"
+    publishers[0].resume()
+    assert told() == "3"
+    publishers[1].resume()
+    assert told() is None
+    publishers[1].rollback("2")
+    assert told() == "2"
+
+
 # Threads
 
 
@@ -365,6 +456,35 @@ def test_threads_keep_up_until_they_are_closed(channel: MemoryChannel) -> None:
     subscriber.close()
     for publisher in publishers:
         publisher.close()
+
+
+class Stumbling(TableTarget):
+    """A target that cannot take the first delta, for a reason nobody thought of."""
+
+    stumbled = False
+
+    def apply(self, *what: Any) -> None:
+        if not self.stumbled:
+            self.stumbled = True
+            raise ZeroDivisionError("nobody thought of this")
+        super().apply(*what)
+
+
+def test_an_error_nobody_thought_of_does_not_end_the_thread(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, publisher, copy, _ = pair(channel)
+    target = Stumbling({"item": copy})
+    subscriber = Subscriber(channel.reader, target, wait=0.01)
+    subscriber.start()
+    assert subscriber.wait_for({0: publisher.place}, timeout=60)
+    write(source, {1: 1.0})
+    publisher.publish_now()
+    assert subscriber.wait_for({0: publisher.place}, timeout=60)
+    assert held(copy) == held(source)
+    assert target.stumbled
+    assert "nobody thought of this" in caplog.text
+    subscriber.close()
 
 
 def test_a_subscriber_may_come_before_anybody_publishes(channel: MemoryChannel) -> None:

@@ -88,7 +88,7 @@ class DeltaLog:
     def say(self, state: PublishState) -> None:
         """Keep a publish state, unless a newer one is known."""
         with self._changed:
-            if state.number >= self._state.number:
+            if state.publisher != self._state.publisher or state.number >= self._state.number:
                 self._state = state
                 self._changed.notify_all()
 

@@ -164,11 +164,11 @@ class MemoryReader:
 
 
 def _messages(log: DeltaLog, place: LogPlace | None, wait: float) -> Iterator[Message]:
-    said = -1
+    said: PublishState | None = None
     while True:
         state = log.state
-        if state.number != said:
-            said = state.number
+        if state != said:
+            said = state
             yield state
         deltas = log.after(place)
         if deltas is None:
@@ -180,5 +180,5 @@ def _messages(log: DeltaLog, place: LogPlace | None, wait: float) -> Iterator[Me
             place = delta.place
             yield delta
         assert place is not None
-        if not deltas and not log.wait(place, said, wait):
+        if not deltas and not log.wait(place, state.number, wait):
             return

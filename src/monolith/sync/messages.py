@@ -138,7 +138,10 @@ class PublishState:
     version: str | None = None
     """The exported version that servers go back to; None: what the deltas say."""
     number: int = 0
-    """Rises with every change: the newest state counts."""
+    """Rises with every change: the newest state of a publisher counts."""
+    publisher: str = ""
+    """Names who says so. Another one knows nothing of the numbers before it: its word counts, whatever they
+    were."""
 
 
 Message = Delta | SnapshotBegin | SnapshotRows | SnapshotEnd | PublishState

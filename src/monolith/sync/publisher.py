@@ -143,7 +143,7 @@ class Publisher:
         # Read without the lock by those who take snapshots; each is set in one step.
         self._place = LogPlace(uuid.uuid4().hex, 0)
         self._making = self._place
-        self._state = PublishState(number=int(clock() * 1000))
+        self._state = PublishState(number=int(clock() * 1000), publisher=uuid.uuid4().hex)
         self._dense: Mapping[str, Tensor] | None = None
         self._counting = threading.Lock()
         self._stats = PublishStats(epochs=1)  # guarded by the lock before it
@@ -154,6 +154,7 @@ class Publisher:
         self._failing = False
         self._unsent: Delta | None = None
         self._pending: dict[str, Tensor] = {}
+        self._cut = False  # whether the newest delta left changed ids for another
         self._lost = dict.fromkeys(self._tables, 0)
         self._cursors = dict.fromkeys(self._tables, 0)
         self._sent_at = self._dense_at = float("-inf")
@@ -218,7 +219,7 @@ class Publisher:
             delta = self._make()
             if delta is None:
                 return None
-            reason = None if self._guard is None else self._guard.check(delta)
+            reason = self._reason_to_hold(delta)
             if reason is not None:
                 self._take_back(delta)
                 self.hold(reason)
@@ -278,7 +279,7 @@ class Publisher:
         with self._lock:
             now = self._clock()
             number = max(self._state.number + 1, int(now * 1000))
-            self._state = PublishState(held, reason, now, version, number)
+            self._state = PublishState(held, reason, now, version, number, self._state.publisher)
             self._said = False
             if held:
                 _log.warning("publishing share %d of %d is held: %s", *self._share, reason)
@@ -296,7 +297,8 @@ class Publisher:
                 self._try_to_publish()
             except TableClosedError:
                 return
-            more = any(len(ids) for ids in self._pending.values()) and not (self._failing or self._state.held)
+            with self._lock:
+                more = self._cut and not (self._failing or self._state.held)
             delay = 0.0 if more else max(0.0, self._interval - (time.monotonic() - began))
 
     def _try_to_publish(self) -> None:
@@ -382,9 +384,29 @@ class Publisher:
         self.begin_epoch(why)
         return not self._opened
 
+    def _reason_to_hold(self, delta: Delta) -> str | None:
+        try:
+            return None if self._guard is None else self._guard.check(delta)
+        except BaseException:
+            self._take_back(delta)
+            raise
+
     def _make(self) -> Delta | None:
-        """Return what has changed as the next delta; None where there is nothing to say."""
+        """Return what has changed as the next delta; None where there is nothing to say.
+
+        Where that fails, what was taken out of the sets of changed ids is not forgotten.
+        """
+        taken: dict[str, Tensor] = {}
+        try:
+            return self._gather(taken)
+        except BaseException:
+            self._put_back(taken)
+            self._dense_at = float("-inf")
+            raise
+
+    def _gather(self, taken: dict[str, Tensor]) -> Delta | None:
         now = self._clock()
+        self._cut = False
         self._making = place = replace(self._place, sequence=self._place.sequence + 1)
         learned = self._learned()
         rows: dict[str, Rows] = {}
@@ -394,8 +416,10 @@ class Publisher:
             ids = self._changed(name)
             if len(ids) > left:
                 self._pending[name], ids = ids[left:], ids[:left]
+                self._cut = True
             left -= len(ids)
             if len(ids):
+                taken[name] = ids
                 there, gone = self._look_up(table, ids)
                 if len(there):
                     rows[name] = there
@@ -422,14 +446,15 @@ class Publisher:
 
     def _take_back(self, delta: Delta) -> None:
         """Count the ids of a delta that was not let out as changed again."""
-        for name in self._tables:
-            parts = [self._pending[name]] if name in self._pending else []
-            parts += [delta.rows[name].ids] if name in delta.rows else []
-            parts += [delta.removed[name]] if name in delta.removed else []
-            if parts:
-                self._pending[name] = _union(parts)
+        self._put_back({name: rows.ids for name, rows in delta.rows.items()})
+        self._put_back(delta.removed)
         if delta.dense is not None:
             self._dense_at = float("-inf")
+
+    def _put_back(self, ids: Mapping[str, Tensor]) -> None:
+        for name, some in ids.items():
+            waiting = self._pending.get(name)
+            self._pending[name] = some if waiting is None else _union([waiting, some])
 
     def _due_dense(self, now: float) -> Mapping[str, Tensor] | None:
         if self._ask_dense is None or now - self._dense_at < self._dense_interval:

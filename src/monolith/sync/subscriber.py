@@ -11,7 +11,10 @@ place that was reached; a log that no longer has it, or has begun another epoch,
     (epoch, n)                       any other delta                   read again after (epoch, n)
     any                              a whole snapshot at (e, m)        (e, m)
     (epoch, n)                       buckets at (epoch, m)             (epoch, the lower of both)
+    (epoch, n)                       part of a snapshot at (epoch, m)  (epoch, the lower of both)
+    (epoch, n)                       part of one of another epoch      nowhere: a snapshot is next
     any                              a version to go back to           nowhere, until it is resumed
+    any                              the target let its rows go        nowhere: a snapshot is next
 
 Where digests differ, the buckets are read anew. A share is known by its number and by how many there are:
 when that changes all places are forgotten, and every share begins with a snapshot.
@@ -151,7 +154,11 @@ class Subscriber:
     def _keep_following(self) -> None:
         delay = 0.0
         while not self._stop.wait(delay):
-            self._look_for_shares()
+            try:
+                self._look_for_shares()
+            except Exception as cause:  # whatever it is, what is followed is followed on
+                _log.exception("cannot find out what is published; trying again")
+                self.error = str(cause)
             for follower in self._followers.values():
                 follower.start(self._wait)
             stale = any(follower.stale for follower in self._followers.values())
@@ -188,6 +195,7 @@ class Subscriber:
         for follower in self._followers.values():
             follower.close()
         self._followers = {}
+        self._target.forget_states()
 
 
 def _has_reached(place: LogPlace | None, wanted: LogPlace) -> bool:
@@ -225,8 +233,12 @@ class _SharedTarget:
         self.on_applied = on_applied
         self.turn = threading.Lock()
         """Held from the begin of a snapshot to its end."""
+        self.generation = target.generation
+        """Of the target when it was handed over: places that were handed over with it are of that one."""
         self._changed = threading.Condition()
-        self._state = PublishState(number=-1)  # guarded by the condition
+        # The states of the shares, by their numbers, and what was made of them: guarded by the condition.
+        self._states: dict[int, PublishState] = {}
+        self._told: PublishState | None = None
 
     def __enter__(self) -> DeltaTarget:
         self._changed.acquire()
@@ -240,12 +252,23 @@ class _SharedTarget:
         with self._changed:
             return self._changed.wait_for(reached, timeout)
 
-    def follow(self, state: PublishState) -> None:
-        """Tell the target of a state, unless a newer one is known of another share."""
+    def follow(self, share: int, state: PublishState) -> None:
+        """Take note of the state of a share, and tell the target what all of them come to.
+
+        While one share is to go back to a version all do, and while one is held all are: those who publish
+        are told one after the other, and their clocks say nothing of each other.
+        """
         with self as target:
-            if state.number >= self._state.number:
-                self._state = state
-                target.follow(state)
+            self._states[share] = state
+            told = max(self._states.values(), key=lambda one: (one.version is not None, one.held, one.since))
+            if told != self._told:
+                self._told = told
+                target.follow(told)
+
+    def forget_states(self) -> None:
+        """Forget what shares said that are followed no more."""
+        with self:
+            self._states.clear()
 
 
 @dataclass(slots=True)
@@ -286,6 +309,7 @@ class _Follower:
         self._thread: threading.Thread | None = None
         self._reader: DeltaReader | None = None
         self._snapshot: _Snapshot | None = None
+        self._generation = target.generation  # of the target, when the place was reached
         self._compare_after = 0  # digests of deltas up to it are not compared
         self._differing: set[int] = set()
 
@@ -297,7 +321,13 @@ class _Follower:
 
     def _keep_reading(self, wait: float) -> None:
         while not self._stopped():
-            if not self.open() or not self.read(wait):
+            try:
+                again = self.open() and self.read(wait)
+            except Exception as cause:  # whatever it is, the share is read again
+                _log.exception("share %d of %d cannot be followed; trying again", *self.share)
+                self.followed = replace(self.followed, error=str(cause) or type(cause).__name__)
+                again = False
+            if not again:
                 self._left.wait(min(wait, 0.5))
 
     def _stopped(self) -> bool:
@@ -371,11 +401,12 @@ class _Follower:
         return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
 
     def _take_state(self, state: PublishState) -> bool:
-        if state.number < self.followed.state.number:
+        known = self.followed.state
+        if state.publisher == known.publisher and state.number < known.number:
             return True
-        if state != self.followed.state:
+        if state != known:
             self.followed = replace(self.followed, state=state)
-            self._target.follow(state)
+            self._target.follow(self.share[0], state)
         if state.version is None:
             return True
         self.followed = replace(self.followed, place=None)  # what deltas brought is dropped
@@ -393,6 +424,8 @@ class _Follower:
             return True
         received = self._target.clock()
         with self._target as target:
+            if self._is_let_go(target):
+                return False
             target.apply(delta.rows, delta.removed)
             if delta.dense is not None:
                 target.swap_dense(delta.dense)
@@ -409,6 +442,14 @@ class _Follower:
             if following.sequence > self._compare_after:
                 self._compare(target, delta)
         return not self._differing
+
+    def _is_let_go(self, target: DeltaTarget) -> bool:
+        """Whether the target holds nothing any more of what the place says; then there is no place either."""
+        if target.generation == self._generation:
+            return False
+        self._generation = target.generation
+        self.followed = replace(self.followed, place=None)
+        return True
 
     def _compare(self, target: DeltaTarget, delta: Delta) -> None:
         for table, digests in delta.digests.items():
@@ -440,6 +481,8 @@ class _Follower:
         self._target.turn.acquire()
         self._snapshot = _Snapshot(begin, self._target.clock())
         with self._target as target:
+            if self._is_let_go(target) and begin.buckets is not None:
+                return False
             target.begin_snapshot(self.share, begin.buckets)
         return True
 
@@ -466,6 +509,8 @@ class _Follower:
         assert end is not None
         place = begin.place if begin.buckets is None else _lower(self.followed.place, begin.place)
         with self._target as target:
+            if self._is_let_go(target):
+                return False
             target.end_snapshot()
             if begin.dense is not None:
                 target.swap_dense(begin.dense)
@@ -484,11 +529,18 @@ class _Follower:
         return True
 
     def _drop_snapshot(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot = None
-            with self._target as target:
-                target.drop_snapshot()
-            self._target.turn.release()
+        """Forget a snapshot that broke off. Where rows of it are older than the place, which they are where
+        it came late, the place goes back: what is read again from there is newer than they are."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            return
+        with self._target as target:
+            target.drop_snapshot()
+            if snapshot.numbers:
+                place, begun = self.followed.place, snapshot.begin.place
+                same = place is not None and place.epoch == begun.epoch
+                self.followed = replace(self.followed, place=_lower(place, begun) if same else None)
+        self._target.turn.release()
 
 
 def _lower(place: LogPlace | None, other: LogPlace) -> LogPlace | None:

@@ -46,6 +46,10 @@ class TableTarget:
     def tables(self) -> Mapping[str, int]:
         return {name: table.dim for name, table in self._tables.items()}
 
+    @property
+    def generation(self) -> int:
+        return 0  # nothing is ever let go of
+
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         for name, table in self._tables.items():
             if name in removed:

@@ -23,6 +23,10 @@ class DeltaTarget(Protocol):
     def tables(self) -> Mapping[str, int]:
         """Table to floats per row."""
 
+    @property
+    def generation(self) -> int:
+        """Rises whenever what was brought is let go of: places that were reached before count no more."""
+
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         """Put rows in place of those of the same ids, and drop those of other ids. Each row as a whole."""
 

@@ -76,6 +76,20 @@ def test_a_delta_brings_rows_and_takes_ids_away(tmp_path):
     assert view.lookup(TableIds(ids(1, 4), ids(2))).tolist() == [7, 7, 0, 0]
 
 
+def test_a_generation_ends_where_what_was_brought_is_let_go_of(tmp_path):
+    tables = FollowedTables()
+    tables.attach(below(tmp_path, {1: 1}))
+    first = tables.generation
+    tables.attach(below(tmp_path, {1: 2}))
+    assert tables.generation == first, "what was brought stays over a newer export"
+    tables.attach(below(tmp_path, {1: 2}, name="user"))
+    second = tables.generation
+    tables.drop()
+    third = tables.generation
+    tables.attach(below(tmp_path, {1: 2}))
+    assert first < second < third < tables.generation
+
+
 def test_before_a_version_is_attached_nothing_is_kept():
     tables = FollowedTables()
     assert tables.apply({"item": rows({1: 1})}, {}) == 0

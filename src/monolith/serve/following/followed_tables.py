@@ -40,6 +40,7 @@ class FollowedTables:
         self._current: OverlaidTables | None = None
         self._snapshot: tuple[IdShare, Tensor | None, dict[str, list[Tensor]]] | None = None
         self._passing = False
+        self._generation = 0
         self._unknown: set[str] = set()
 
     @property
@@ -47,6 +48,11 @@ class FollowedTables:
         """Table to floats per row; empty before a version is attached."""
         overlay = self._overlay
         return MappingProxyType({}) if overlay is None else overlay.widths
+
+    @property
+    def generation(self) -> int:
+        """Rises whenever what deltas brought is let go of."""
+        return self._generation
 
     @property
     def rows(self) -> int:
@@ -69,6 +75,7 @@ class FollowedTables:
             overlay = self._overlay
             if overlay is None or dict(overlay.widths) != dict(below.tables):
                 overlay = RowOverlay(below.tables)
+                self._generation += 1
             view = OverlaidTables(below, overlay, threads=threads)
             self._overlay, self._current = overlay, view
             return view
@@ -80,6 +87,7 @@ class FollowedTables:
         """
         with self.turn:
             self._snapshot = self._overlay = self._current = None
+            self._generation += 1
 
     def pass_over(self, on: bool) -> None:
         """Apply nothing that comes, or go on."""

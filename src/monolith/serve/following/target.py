@@ -87,6 +87,10 @@ class ServedTarget:
     def tables(self) -> Mapping[str, int]:
         return self.rows.tables
 
+    @property
+    def generation(self) -> int:
+        return self.rows.generation
+
     def apply(self, rows: Mapping[str, Rows], removed: Mapping[str, Tensor]) -> None:
         self._metrics.applied(self.rows.apply(rows, removed))
 
@@ -116,10 +120,7 @@ class ServedTarget:
             self._swap(predictor, weights)
 
     def follow(self, state: PublishState) -> None:
-        known = self.state
-        if state.number < known.number:
-            return
-        self.state = state
+        known, self.state = self.state, state
         if state.held and not known.held:
             _log.warning("model %r: the trainer holds publishing back: %s", self._model, state.reason)
         elif known.held and not state.held:
