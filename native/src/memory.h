@@ -22,7 +22,8 @@ class Budget {
 
   bool take(std::size_t bytes) {
     const std::size_t before = used_.fetch_add(bytes, std::memory_order_relaxed);
-    if (limit_ != 0 && before + bytes > limit_) {
+    const std::size_t limit = limit_.load(std::memory_order_relaxed);
+    if (limit != 0 && before + bytes > limit) {
       used_.fetch_sub(bytes, std::memory_order_relaxed);
       return false;
     }
@@ -31,8 +32,16 @@ class Budget {
   void give(std::size_t bytes) { used_.fetch_sub(bytes, std::memory_order_relaxed); }
   std::size_t used() const { return used_.load(std::memory_order_relaxed); }
 
+  // Bytes that are about to be given back, and do not count until then.
+  void lend(std::size_t bytes) {
+    if (limit_.load(std::memory_order_relaxed) != 0) limit_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  void take_back(std::size_t bytes) {
+    if (limit_.load(std::memory_order_relaxed) != 0) limit_.fetch_sub(bytes, std::memory_order_relaxed);
+  }
+
  private:
-  const std::size_t limit_;
+  std::atomic<std::size_t> limit_;
   std::atomic<std::size_t> used_{0};
 };
 

@@ -125,14 +125,26 @@ TableStats Table::stats() const {
 }
 
 void Table::clear(std::size_t rows) {
-  auto fresh = make_body(spec_.capacity_bytes != 0 ? spec_.initial_rows
-                                                   : std::max<std::size_t>(rows, spec_.initial_rows));
+  // A full table has no room beside itself: what it holds is lent to its successor until it is gone.
+  const std::size_t lent = budget_.used();
+  budget_.lend(lent);
+  std::unique_ptr<Body> fresh;
+  try {
+    fresh = make_body(spec_.capacity_bytes != 0 ? spec_.initial_rows
+                                                : std::max<std::size_t>(rows, spec_.initial_rows));
+  } catch (...) {
+    budget_.take_back(lent);
+    throw;
+  }
   std::unique_lock lock(gate_mutex_);
   gate_changed_.wait(lock, [&] { return frozen_ == 0; });  // clearing is a write, and waits like one
   ++frozen_;
   gate_changed_.wait(lock, [&] { return writers_ == 0; });
   if (cut_ != nullptr) {
     if (--frozen_ == 0) gate_changed_.notify_all();
+    lock.unlock();
+    fresh.reset();
+    budget_.take_back(lent);
     throw std::invalid_argument("clear: a cut of this table is open; close it first");
   }
   if (changes_ != nullptr) {
@@ -154,7 +166,10 @@ void Table::clear(std::size_t rows) {
   entry_.forget_steps();
   if (--frozen_ == 0) gate_changed_.notify_all();
   lock.unlock();
-  epochs_.retire([old] { delete old; });
+  epochs_.retire([this, old, lent] {
+    delete old;
+    budget_.take_back(lent);
+  });
 }
 
 void Table::freeze() {

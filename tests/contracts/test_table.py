@@ -740,6 +740,22 @@ def test_a_full_table_turns_new_ids_away_and_counts_them(make: Make) -> None:
     assert table.lookup(many)[held].unique().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("capacity, dim", [(1 << 17, 1), (1 << 18, 1), (CAPACITY, 1024)])
+def test_a_full_table_can_be_cleared_and_filled_again(make: Make, capacity: int, dim: int) -> None:
+    table = make(replace(SGD, dim=dim), capacity_bytes=capacity)
+    many = torch.arange(20_000 if dim == 1 else 3000)
+    values = torch.ones(len(many), dim)
+    table.assign(many, values)
+    held = len(table)
+    assert held < len(many)
+    for _ in range(3):
+        table.clear()
+        assert len(table) == 0
+        table.assign(many, values)
+        assert len(table) == held
+    assert table.stats().bytes_total <= capacity
+
+
 def test_a_full_table_may_expire_the_oldest_for_a_newcomer(make: Make) -> None:
     table = make(WIDE, capacity_bytes=CAPACITY, when_full="expire_oldest")
     table.assign(torch.arange(3000), torch.ones(3000, 1024), event_time=torch.arange(3000) + 1)
