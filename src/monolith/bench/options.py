@@ -313,6 +313,51 @@ class BenchServeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchFreshnessOptions:
+    """Measure how soon a served model knows of an event, and what publishing and following cost."""
+
+    rate: int = 5000
+    """Events per second."""
+    marks: int = 1000
+    """The number of events with a new id to wait for, and as many while checkpoints are saved."""
+    marks_per_second: int = 25
+    """How many of the events have a new id."""
+    interval_ms: float = 100.0
+    """Milliseconds between two deltas."""
+    batch: int = 250
+    """The number of events in a training step."""
+    rows: int = 1_000_000
+    """The number of rows of the tables that are trained, and of those that are served."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    train_batch: int = 512
+    """The number of examples in a step where training is measured as fast as it goes."""
+    applied: int = 50_000
+    """Rows per second that are applied while requests are measured."""
+    connections: int = 8
+    """The number of callers that ask at the same time then."""
+    request_rows: int = 32
+    """The number of rows of a request then."""
+    seconds: float = 3.0
+    """How long a window is, of training and of requests; the best window of each counts."""
+    repeats: int = 5
+    """The number of such windows."""
+    parts: tuple[Literal["answers", "training", "serving"], ...] = ("answers", "training", "serving")
+    """What to measure: from events to answers, training beside publishing, serving beside applying."""
+    rollback: bool = False
+    """Also measure how soon a server is back at an exported version, of 10 M rows (with --quick, fewer)."""
+    folder: str | None = None
+    """The folder for models and checkpoints, which is removed in the end; by default that for temporary
+    files."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same rows and events."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExperimentDefaultsOptions:
     """Compare what models begin with, on several public sets, by their valid parts alone."""
 

@@ -263,10 +263,14 @@ def over_wire(
 
 
 @contextmanager
-def served(root: Path, processes: int = 1) -> Iterator[dict[str, str]]:
-    """Run `monolith serve` while the block lasts; yield its addresses."""
+def served(root: Path, processes: int = 1, *, follow: str | None = None) -> Iterator[dict[str, str]]:
+    """Run `monolith serve` while the block lasts; yield its addresses.
+
+    Args:
+        follow: Where a trainer publishes.
+    """
     words = ["-m", "monolith", "serve", f"{NAME}={root}", "--http-port", "0", "--grpc-port", "0"]
-    words += ["--processes", str(processes)]
+    words += ["--processes", str(processes), *([] if follow is None else ["--follow", follow])]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ
     )

@@ -29,6 +29,7 @@ from monolith.serve.servable.manifest import (
 )
 from monolith.serve.servable.versions import NewVersion
 from monolith.serve.signature import Signature, TensorSpec
+from monolith.sync.messages import LogPlace
 from monolith.table import FrozenSegment, write_frozen_table
 from monolith.tensors.files import write_tensors
 
@@ -41,8 +42,15 @@ def names_of(features: int) -> tuple[str, ...]:
     return tuple(f"f{number:03d}" for number in range(features))
 
 
-def write_deepfm(root: Path, options: BenchServeOptions) -> None:
-    """Write the one version of the model: a table for each feature, with ids from 0 on."""
+def write_deepfm(root: Path, options: BenchServeOptions, place: LogPlace | None = None) -> dict[str, int]:
+    """Write the one version of the model: a table for each feature, with ids from 0 on.
+
+    Args:
+        place: How far a trainer had published when it was made.
+
+    Returns:
+        The floats in a row of each table.
+    """
     spec = FeatureSpec(features={name: IdFeature() for name in names_of(options.features)})
     model = DeepFM(spec, dim=options.dim, hidden=options.hidden, seed=options.seed, threads=1).eval()
     traced = trace_dense(model, _predictions, heads=(HEAD,))
@@ -81,9 +89,11 @@ def write_deepfm(root: Path, options: BenchServeOptions) -> None:
             ),
             tables=tables,
             files=files,
+            log_places={} if place is None else {"0": (place.epoch, place.sequence)},
         )
         write_servable(new.folder, servable)
         new.commit()
+    return {name: table.dim for name, table in tables.items()}
 
 
 def _write_tables(

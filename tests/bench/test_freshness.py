@@ -1,0 +1,210 @@
+"""`monolith bench freshness`: what it prints, and what it takes for an answer that knows of an event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from services import warm
+
+pytest.importorskip("grpc")
+pytest.importorskip("pyarrow")
+pytest.importorskip("uvicorn")
+
+from monolith.bench.marked_answers import STAGES_OF_MARKS, MarkSeen, MarkWatch
+from monolith.bench.marked_events import HEAD, MARKED, NOBODY, FreshnessJob, MarkedEvents
+from monolith.bench.row_feed import START, RowFeed
+from monolith.cli.main import main
+from monolith.data.records import LABEL
+from monolith.serve.asking import Answered
+from monolith.sync.flight_reader import FlightDeltaReader
+from monolith.sync.messages import Delta, PublishState
+
+JOB = FreshnessJob(model_dir="", rows=1000, batch=10, rate=100, mark_every=25)
+
+
+class FakeClock:
+    """Moves on where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+# What it prints
+
+
+def measured(*words: str) -> dict[str, Any]:
+    command = ["-m", "monolith", "bench", "freshness", "--quick", "--json", *words]
+    done = warm.run(command, check=True, timeout=600)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return measured("--parts", "answers")
+
+
+def value(report: dict[str, Any], case: str) -> float:
+    found: float = next(one["value"] for one in report["results"] if one["case"] == case)
+    return found
+
+
+def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
+    assert list(report) == ["bench", "machine", "results"]
+    assert report["bench"] == "freshness"
+    for result in report["results"]:
+        assert set(result) - {"note"} == {"case", "metric", "value", "unit", "baseline", "ratio"}
+
+
+@pytest.mark.parametrize("case", ["event to answer", "event to answer, while checkpoints are saved"])
+def test_every_marked_event_is_answered_and_split_by_stage(report: dict[str, Any], case: str) -> None:
+    assert value(report, "marked events that no answer knew of in time") == 0
+    assert 0 < value(report, f"{case}, p50") <= value(report, f"{case}, p99")
+    for stage in STAGES_OF_MARKS:
+        assert 0 <= value(report, f"{case}, {stage}, p50") <= value(report, f"{case}, p99")
+
+
+def test_saving_stands_beside_not_saving(report: dict[str, Any]) -> None:
+    beside = [(one["case"], one["baseline"]) for one in report["results"] if one["baseline"]]
+    saving = "event to answer, while checkpoints are saved"
+    assert beside == [(f"{saving}, {name}", f"event to answer, {name}") for name in ("p50", "p99")]
+
+
+@pytest.mark.soak
+def test_publishing_and_applying_stand_beside_neither() -> None:
+    report = measured("--parts", "training", "serving", "--rollback")
+    beside = {one["baseline"] for one in report["results"]} - {None}
+    assert beside == {"training, nothing published", "requests, nothing applied"}
+    assert value(report, "rows applied") > 0
+    assert value(report, "going back to a version of 2,000 rows") > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--marks", "0"], "--marks must be at least 1"),
+        (["--rows", "10"], "--rows must be at least 1000"),
+        (["--interval-ms", "0"], "--interval-ms and --seconds must be above 0"),
+        (["--rate", "10"], "--marks-per-second must be at most --rate"),
+    ],
+)
+def test_nothing_to_measure_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "freshness", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+# Events
+
+
+def test_a_batch_is_read_when_its_last_event_has_happened() -> None:
+    clock = FakeClock()
+    events = MarkedEvents(JOB, clock=clock, sleep=clock.sleep)
+    assert [len(records) for records in islice(events, 3)] == [10, 10, 10]
+    assert events.began == 1000.0
+    assert events.read == pytest.approx([1000.1, 1000.2, 1000.3])
+
+
+def test_who_is_behind_does_not_wait() -> None:
+    clock = FakeClock()
+    reading = iter(MarkedEvents(JOB, clock=clock, sleep=clock.sleep))
+    next(reading)
+    clock.now += 5
+    next(reading)
+    assert clock.now == pytest.approx(1005.1)
+
+
+def test_marked_events_show_items_by_their_number() -> None:
+    events = MarkedEvents(JOB)
+    for batch, marks in enumerate([{0: 0}, {}, {5: 1}, {}, {}, {0: 2}]):
+        columns = events.records(batch * JOB.batch).columns
+        items = columns["item"].flat_values
+        assert {int(at): int(items[at]) - MARKED for at in (items >= MARKED).nonzero()} == marks
+        assert all(columns[LABEL].flat_values[at] == 1 for at in marks)
+        assert all(JOB.batch_of_mark(number) == batch for number in marks.values())
+    assert JOB.mark_at(2) == 0.5
+
+
+# Answers
+
+
+class KnowingWire:
+    """Answers as a server that knows of a mark some time after it happened."""
+
+    def __init__(self, clock: FakeClock, known_after: Mapping[int, float]) -> None:
+        self._clock = clock
+        self._known_at = {MARKED + n: 1000.0 + JOB.mark_at(n) + after for n, after in known_after.items()}
+
+    def infer(self, model: str, version: str, inputs: Sequence[Mapping[str, Any]]) -> Answered:
+        (items,) = (one["data"] for one in inputs if one["name"] == "item")
+        assert items[0] == NOBODY
+        scores = [0.5 + 0.1 * (self._known_at.get(item, 1e9) <= self._clock()) for item in items]
+        return Answered(model, version, {HEAD: scores})
+
+
+def test_a_mark_is_known_when_its_answer_is_another_than_that_of_an_unseen_item() -> None:
+    clock = FakeClock()
+    wire: Any = KnowingWire(clock, {0: 0.3, 1: 0.04, 2: 0.0})
+    watch = MarkWatch(JOB, 1000.0, wire, "m", clock=clock, sleep=clock.sleep)
+    seen = {one.number: one.seconds for one in watch.watch(3)}
+    assert seen == pytest.approx({0: 0.3, 1: 0.04, 2: 0.0}, abs=0.011)
+    assert (watch.next, watch.lost) == (3, 0)
+
+
+def test_a_mark_that_no_answer_knows_is_counted() -> None:
+    clock = FakeClock()
+    wire: Any = KnowingWire(clock, {1: 0.1})
+    watch = MarkWatch(JOB, 1000.0, wire, "m", patience=2.0, clock=clock, sleep=clock.sleep)
+    assert [one.number for one in watch.watch(2)] == [1]
+    assert watch.lost == 1
+
+
+def test_marks_that_were_before_may_be_passed_over() -> None:
+    clock = FakeClock()
+    clock.now += 0.6
+    wire: Any = KnowingWire(clock, {})
+    watch = MarkWatch(JOB, 1000.0, wire, "m", clock=clock, sleep=clock.sleep)
+    watch.pass_over()
+    assert watch.next == 3
+
+
+def test_stages_of_a_mark_add_up() -> None:
+    said = {"published_at": 10.3, "received_at": 10.35, "applied_at": 10.4}
+    mark = MarkSeen(0, 10.0, 10.5, said)
+    stages = mark.stages(read=10.05, trained=10.15)
+    assert list(stages) == list(STAGES_OF_MARKS)
+    assert list(stages.values()) == pytest.approx([0.05, 0.1, 0.15, 0.05, 0.05, 0.1])
+    assert sum(stages.values()) == pytest.approx(mark.seconds)
+
+
+# Rows
+
+
+def test_a_feed_publishes_rows_of_all_tables_and_a_version_to_go_back_to() -> None:
+    with RowFeed({"a": 3, "b": 2}, ids=50, rows=20, interval=60.0) as feed:
+        feed.publish()
+        feed.publish()
+        feed.go_back("1")
+        reader = FlightDeltaReader([feed.url.removeprefix("grpc://")])
+        state, *deltas = reader.read(0, START, wait=0.0)
+        reader.close()
+    assert isinstance(state, PublishState)
+    assert (state.held, state.version) == (True, "1")
+    for number, delta in enumerate(deltas, 1):
+        assert isinstance(delta, Delta)
+        assert (delta.place.sequence, delta.learned.step) == (number, number)
+        assert {name: rows.values.shape for name, rows in delta.rows.items()} == {"a": (10, 3), "b": (10, 2)}
+        assert all(len(torch.unique(rows.ids)) == 10 for rows in delta.rows.values())
+    assert (len(deltas), feed.sequence, feed.rows) == (2, 2, 20)
