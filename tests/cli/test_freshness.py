@@ -71,7 +71,7 @@ def test_without_a_source_it_shows_what_answers_say_of_themselves(url: str, caps
     ("words", "said"),
     [
         (["--row", ROW, "--source", "x"], "--source needs --id"),
-        ([], "give an event with --row"),
+        ([], "give a row to ask for with --row"),
         (["--row", "{"], "is no JSON"),
         (["--row", ROW, "--count", "0"], "--count must be at least 1"),
         (["--row", ROW, "--id", "nobody", "--source", "/no/such"], "has no column 'nobody'"),

@@ -52,7 +52,7 @@ def test_a_run_is_held_resumed_and_taken_back(job: Run, tmp_path: Path, capsys: 
     assert main(["publish", "hold", folder, "--reason", "a bad upstream"]) == 0
     assert "HELD since 01:46:40 UTC: a bad upstream." in capsys.readouterr().out
     assert main(["publish", "rollback", folder, "1200"]) == 0
-    assert "servers are at version 1200" in capsys.readouterr().out
+    assert "servers that have version 1200 serve it" in capsys.readouterr().out
     assert main(["publish", "resume", folder, "--json"]) == 0
     (share,) = json.loads(capsys.readouterr().out)["shares"]
     assert share == {**share, "held": False, "share": 0, "shares": 1, "epoch": "e", "version": None}

@@ -128,8 +128,9 @@ def test_certificates_and_a_token_are_asked_for_over_every_port(servables, certi
     try:
         words = shlex.split(server.said("ask it"))
         assert words[2].startswith("https://127.0.0.1:")
+        assert words[3:5] == ours[-2:]
         for url in (words[2], server.said("grpc")):
-            ask = ["ask", url, *words[3:]]
+            ask = ["ask", url, *words[5:]]
             assert main([*ask, *ours]) == 0
             assert main([*ask, *ours, "--tls-server-name", "localhost"]) == 0
             assert main([*ask, *ours, "--tls-server-name", "somebody"]) != 0

@@ -31,12 +31,15 @@ def test_a_plan_has_the_settings_and_names_the_run_by_its_folder(tmp_path) -> No
         assert [one.run for one in reader.shares()] == [plan.run]
 
 
-def test_each_share_has_a_port_of_its_own() -> None:
+def test_each_share_has_a_port_of_its_own_and_the_log_says_which(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("pyarrow")
+    caplog.set_level("INFO")
     plan = publish_plan(load_run_config(code={"publish.to": "grpc://127.0.0.1:0"}), Metrics())
     assert plan is not None
-    with closing(plan.open_writer((0, 2))), closing(plan.open_writer((1, 2))):
-        pass
+    with closing(plan.open_writer((0, 2))) as first, closing(plan.open_writer((1, 2))) as second:
+        assert f"share 0 of 2 is published at grpc://{first.address}" in caplog.text
+        assert f"share 1 of 2 is published at grpc://{second.address}" in caplog.text
+        assert first.address != second.address
 
 
 def test_holders_listen_at_the_addresses_they_are_given_or_at_ports_that_follow() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from sync.delta_channels import Copy, SmallPublisher, until
 
+from monolith.cluster.addresses import Address
 from monolith.cluster.discovery import MemoryDiscovery
 from monolith.cluster.security import SecurityConfig, guard_caller, guard_listener
 from monolith.config import Secret
-from monolith.errors import ConfigError, UnavailableError
+from monolith.errors import ConfigError, ListenError, UnavailableError
 from monolith.sync.channels import (
     PUBLISHER,
     ChannelUrl,
@@ -49,6 +51,9 @@ def test_a_url_says_which_channel_it_is(url: str, found: ChannelUrl) -> None:
         ("gprc://host:7000", "Did you mean grpc://"),
         ("kafak://host:1/topic", "Did you mean kafka://"),
         ("http://host:7000", "it must be grpc"),
+        ("host:7000", "Did you mean grpc://host:7000"),
+        ("a:7000,b:7000", "Did you mean grpc://a:7000,b:7000"),
+        ("grpc:/host:7000", "Did you mean grpc://host:7000"),
         ("grpc://host", "host"),
         ("grpc://host:seven", "seven"),
         ("grpc://a:1,,b:2", "it must be|Use grpc|host"),
@@ -78,6 +83,35 @@ def test_a_folder_is_opened_by_its_path(tmp_path: Path) -> None:
 def test_a_publisher_listens_at_one_address() -> None:
     with pytest.raises(ConfigError, match="one address"):
         open_writer("grpc://127.0.0.1:0,127.0.0.1:0")
+
+
+def test_the_first_address_of_publishers_in_a_row_finds_them_all() -> None:
+    first, second = two_ports_in_a_row()
+    with closing(first), closing(second):
+        publishers = [SmallPublisher(one, share=(n, 2)) for n, one in enumerate((first, second))]
+        publishers[1].publish([1])
+        with closing(open_reader(f"grpc://{first.address}")) as reader:
+            assert [log.share for log in reader.shares()] == [(0, 2), (1, 2)]
+            copy = Copy()
+            copy.follow(reader, 1)
+        assert copy.equals(publishers[1])
+
+
+def test_a_name_of_publishers_that_are_not_in_a_row_finds_those_that_are_named() -> None:
+    with closing(ListeningWriter(Address("127.0.0.1", 0))) as alone:
+        SmallPublisher(alone, share=(1, 2))
+        with closing(open_reader(f"grpc://{alone.address}")) as reader:
+            assert [log.share for log in reader.shares()] == [(1, 2)]
+
+
+def two_ports_in_a_row() -> tuple[ListeningWriter, ListeningWriter]:
+    """Return two who listen, the second at the port after that of the first."""
+    for _ in range(100):
+        first = ListeningWriter(Address("127.0.0.1", 0))
+        with suppress(ListenError):
+            return first, ListeningWriter(Address("127.0.0.1", Address.parse(first.address).port + 1))
+        first.close()
+    pytest.fail("no two free ports in a row")
 
 
 def test_tls_is_asked_for_by_both_or_by_none() -> None:

@@ -357,6 +357,24 @@ def test_shares_that_are_not_all_there_yet_do_not_replace_those_that_are_followe
     assert {one.share[1] for one in subscriber.standing.values()} == {2}
 
 
+def test_a_share_that_is_nowhere_is_said_until_it_is_found(
+    channel: MemoryChannel, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = [make_table(), make_table()]
+    write(sources[1], {1: 1.0})
+    publish(channel, sources[0], share=(0, 2)).publish_now()
+    subscriber, _ = subscribe(channel, copy := make_table())
+    for _ in range(3):
+        subscriber.catch_up()
+    assert subscriber.missing == (1,)
+    assert "of 2 shares nobody who was asked publishes 1" in subscriber.error
+    assert len([r for r in caplog.records if "name all publishers" in r.getMessage()]) == 1
+    publish(channel, sources[1], share=(1, 2)).publish_now()
+    subscriber.catch_up()
+    assert (subscriber.missing, subscriber.error) == ((), "")
+    assert held(copy) == held(*sources)
+
+
 # Publish states
 
 

@@ -28,7 +28,10 @@ def run(options: FreshnessOptions) -> int:
     if options.source is not None and options.id is None:
         raise ConfigError("freshness: --source needs --id, the column whose id is new in every event")
     if not options.row:
-        raise ConfigError("freshness: give an event with --row '{...}'")
+        raise ConfigError(
+            "freshness: give a row to ask for with --row '{...}', such as that of the line `ask it` of "
+            "monolith serve; with --source, labels included"
+        )
     row = read_row(options.row, f"freshness: --row {options.row[:60]!r}")
     security = SecurityConfig(
         cert=options.tls_cert,

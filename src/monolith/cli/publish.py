@@ -72,7 +72,7 @@ def _line(one: ShareStanding) -> str:
         since = datetime.fromtimestamp(one.since, UTC).strftime("%H:%M:%S UTC")
         state = f"HELD since {since}: {one.reason}" if one.since else f"HELD: {one.reason}"
     if one.version is not None:
-        state += f"; servers are at version {one.version}"
+        state += f"; servers that have version {one.version} serve it"
     return (
         f"share {one.share} of {one.shares}: {state}. Step {one.step:,}, delta {one.sequence:,} of epoch "
         f"{one.epoch[:8] or 'none'}; {one.rows:,} rows, {describe_bytes(one.bytes)}, {one.errors:,} errors, "

@@ -141,7 +141,9 @@ def banner(server: InferenceServer, folders: Sequence[ServedFolder], options: Se
             row = json.dumps(example_row(first.folder, held.model), ensure_ascii=False)
         url = http if server.http_url is not None else grpc
         which = f" --model {shlex.quote(first.name)}" if len(folders) > 1 else ""
-        lines.append(f"ask it   monolith ask {url}{which} --row {shlex.quote(row)}")
+        token = options.security.token_file
+        shown = "" if token is None else f" --token-file {shlex.quote(str(token))}"
+        lines.append(f"ask it   monolith ask {url}{which}{shown} --row {shlex.quote(row)}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from monolith import filesystem
@@ -14,8 +15,10 @@ from monolith.errors import ConfigError
 from monolith.observe import Metrics
 from monolith.run.config import RunConfig
 from monolith.sync.channel import DeltaWriter
-from monolith.sync.channels import ChannelUrl, open_writer, parse_channel_url
+from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
 from monolith.train.publishing.share import PublishPlan
+
+_log = logging.getLogger(__name__)
 
 
 def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None = None) -> PublishPlan | None:
@@ -56,7 +59,7 @@ class _Opening:
             url, host = f"{scheme}://{address}{name}", address.host
         if self.found.kind in ("flight", "discovery"):
             guard = guard_listener(host, run.security)
-        return open_writer(
+        writer = open_writer(
             url,
             guard=guard,
             discovery=self.discovery if self.found.kind == "discovery" else None,
@@ -64,6 +67,11 @@ class _Opening:
             log_bytes=run.publish.keep_bytes,
             limits=run.limits,
         )
+        where = url
+        if isinstance(writer, ListeningWriter):
+            where = f"{'grpc+tls' if run.security.uses_tls else 'grpc'}://{writer.address}"
+        _log.info("share %d of %d is published at %s", *share, where)
+        return writer
 
 
 def run_host(run: RunConfig) -> str:

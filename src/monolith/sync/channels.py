@@ -1,6 +1,7 @@
 """A delta channel by its URL: one line of text for a flag.
 
-    grpc://trainer:7000                   Arrow Flight; several processes: grpc://host:7000,host:7001
+    grpc://trainer:7000                   Arrow Flight; several processes: grpc://host:7000,host:7001, or the
+                                          first alone, where the others are at the ports after it
     grpc+tls://trainer:7000/model         with TLS; the name of a model, where a process publishes several
     kafka://broker:9092,broker:9092/topic
     /shared/folder, s3://bucket/folder    a folder that both sides reach
@@ -12,6 +13,7 @@ A publisher listens at its URL of Flight, so that names one address there; port 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,8 @@ _FORMS = (
     "grpc://host:port[,host:port], grpc+tls://host:port, kafka://broker:port[,broker:port]/topic, the path "
     "of a folder, or discovery"
 )
+_FORGOTTEN = re.compile(r"(?:[a-z+]+:/)?((?:[^/\\,]+:[0-9]{1,5},?)+)")
+"""host:port without a scheme, or with half of one."""
 _FLIGHT = ("grpc", "grpc+tls", "grpc+tcp")
 _KINDS = (*_FLIGHT, "kafka", "file")
 
@@ -65,6 +69,11 @@ def parse_channel_url(url: str) -> ChannelUrl:
         raise ConfigError(f"a delta channel has an empty URL: it must be {_FORMS}")
     scheme, separator, rest = url.partition("://")
     if not separator:
+        if (forgotten := _FORGOTTEN.fullmatch(url)) is not None:
+            raise ConfigError(
+                f"cannot open the delta channel {url!r}: it must be {_FORMS}. Did you mean "
+                f"grpc://{forgotten[1]}? Of a folder of that name, write ./{url}."
+            )
         return ChannelUrl("folder", name=url)
     if scheme in _FLIGHT or scheme == "kafka":
         return _with_addresses(url, scheme, rest)
@@ -191,7 +200,8 @@ def open_reader(
         registry = _need_discovery(discovery)
         return FlightDeltaReader(lambda: [*registry.query(PUBLISHER).values()], guard=guard)
     _check_tls(url, found, guard)
-    return FlightDeltaReader(found.addresses, model=found.name, guard=guard)
+    in_a_row = len(found.addresses) == 1
+    return FlightDeltaReader(found.addresses, model=found.name, guard=guard, in_a_row=in_a_row)
 
 
 class ListeningWriter:

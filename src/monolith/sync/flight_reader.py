@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from monolith.cluster.addresses import Address
 from monolith.errors import (
     CorruptMessageError,
     MonolithError,
@@ -41,6 +42,8 @@ class FlightDeltaReader:
         addresses: host:port of each process that publishes; or who knows them, asked whenever shares are.
         model: Which model's shares, where a process publishes several.
         guard: What to present; None where nothing is demanded.
+        in_a_row: Whether the one address is that of share 0 of as many as there are, each at the port after
+            that of the one before.
         limit: The most bytes of one frame.
 
     Raises:
@@ -53,12 +56,14 @@ class FlightDeltaReader:
         *,
         model: str = "",
         guard: PortGuard | None = None,
+        in_a_row: bool = False,
         limit: int = FRAME_LIMIT,
         clock: Clock = time.monotonic,
     ) -> None:
         self._addresses = addresses if callable(addresses) else lambda: addresses
         self._model = model
         self._guard = guard
+        self._in_a_row = in_a_row
         self._limit = limit
         self._clock = clock
         self._name = secrets.token_hex(16)
@@ -89,6 +94,8 @@ class FlightDeltaReader:
             if not isinstance(logs, list):
                 raise CorruptMessageError(f"{address} does not say which shares it publishes")
             found += [(address, log_from_plain(one)) for one in logs]
+            if self._in_a_row and len(addresses) == 1 and len(found) == 1:
+                addresses += _those_after(address, found[0][1])
         if failures and len(failures) == len(addresses):
             raise UnavailableError(f"no publisher can be reached: {'; '.join(failures)}")
         if failures and not self._incomplete:
@@ -176,6 +183,14 @@ class FlightDeltaReader:
         if address not in self._callers:
             self._callers[address] = Caller(SERVICE, address, guard=self._guard, timeout=_ANSWER_WITHIN)
         return self._callers[address]
+
+
+def _those_after(address: str, log: ShareLog) -> list[str]:
+    """Return where the other shares are, if the first of them is here."""
+    (number, total), first = log.share, Address.parse(address)
+    if number != 0:
+        return []
+    return [str(Address(first.host, first.port + one)) for one in range(1, total) if first.port + one < 65536]
 
 
 def _kind(log: ShareLog) -> tuple[str, int]:

@@ -105,6 +105,8 @@ class Subscriber:
         self._followers: dict[int, _Follower] = {}
         self.error = ""
         """Why it is not known what is published, for a person; empty while it is."""
+        self.missing: tuple[int, ...] = ()
+        """Shares that must be somewhere, since others say how many there are, and were never found."""
 
     @property
     def standing(self) -> Mapping[int, Followed]:
@@ -190,6 +192,21 @@ class Subscriber:
                 place = self._places.pop(number, None)
                 follower = _Follower(log.share, place, self._open_reader, self._target, self._stop)
                 self._followers = {**self._followers, number: follower}
+        self._look_for_missing(total)
+
+    def _look_for_missing(self, total: int) -> None:
+        missing = tuple(number for number in range(total) if number not in self._followers)
+        if missing:
+            which = ", ".join(map(str, missing))
+            self.error = (
+                f"of {total} shares nobody who was asked publishes {which}, whose rows stay as they are; "
+                "name all publishers"
+            )
+            if missing != self.missing:
+                _log.warning("%s; looking again", self.error)
+        elif self.missing:
+            _log.info("all %d shares are published now", total)
+        self.missing = missing
 
     def _leave(self) -> None:
         for follower in self._followers.values():

@@ -16,6 +16,7 @@ import torch
 from serve.served_tasks import columns, exported, trained
 from serve.server.serving import ask_http
 
+from monolith.checkpoint.shares import WHOLE, IdShare
 from monolith.errors import ConfigError
 from monolith.serve import Predictor
 from monolith.serve.following import ServeFollowConfig
@@ -66,7 +67,7 @@ def release(servables: Path, root: Path) -> None:
 class FakeTrainer:
     """Has the rows and weights of a version, changes them, and publishes what a test tells it to."""
 
-    def __init__(self, version: Path, channel: MemoryChannel) -> None:
+    def __init__(self, version: Path, channel: MemoryChannel, share: IdShare = WHOLE) -> None:
         self.servable: Servable = read_servable(str(version))
         self.tables: dict[str, NativeTable] = {}
         for name, about in self.servable.tables.items():
@@ -81,6 +82,7 @@ class FakeTrainer:
             self.tables,
             channel.writer(),
             run="run",
+            share=share,
             dense_interval=0.0,
             dense=lambda: dict(self.dense),
             learned=lambda: self.learned,
@@ -333,6 +335,59 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
         assert caplog.text.count("nothing newer comes") == 1
         assert ask(server)["parameters"]["staleness"] >= 7200
         assert server.inference.is_ready
+    trainer.publisher.close()
+
+
+def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(root: Path, caplog: Any) -> None:
+    made = read_servable(str(root / "3"))
+    write_servable(str(root / "3"), replace(made, created=made.created - 3600.0))
+    with following(root, MemoryChannel()) as server:
+        follower, now = server.followers["served"], time.time()
+        follower._listens_since, follower._clock = now, lambda: now + 9.0
+        follower.look()
+        assert follower.staleness() > 3600
+        assert "nothing newer comes" not in caplog.text
+        follower._clock = lambda: now + 11.0
+        follower.look()
+        assert "nothing newer comes (nothing is published)" in caplog.text
+
+
+def test_what_was_held_has_time_to_come_when_publishing_goes_on(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher.publish_now()
+    with following(root, channel) as server:
+        follower, now = server.followers["served"], time.time()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        trainer.publisher.hold("by hand")
+        until(lambda: follower.target.state.held)
+        follower._clock = lambda: now + 3600.0
+        follower.look()
+        trainer.publisher.resume()
+        until(lambda: not follower.target.state.held)
+        follower._clock = lambda: now + 3609.0
+        follower.look()
+        assert "nothing newer comes" not in caplog.text
+        follower._clock = lambda: now + 3611.0
+        follower.look()
+        assert "nothing newer comes" in caplog.text
+    trainer.publisher.close()
+
+
+def test_while_a_share_of_training_is_nowhere_answers_are_as_old_as_the_export(
+    root: Path, caplog: Any
+) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel, share=(0, 2))
+    with following(root, channel) as server:
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        follower = server.followers["served"]
+        until(lambda: "name all publishers" in caplog.text)
+        assert ask(server)["parameters"]["step"] == 3
+        follower._clock = lambda: time.time() + 3600.0
+        follower.look()
+        assert "nothing newer comes (of 2 shares nobody" in caplog.text
     trainer.publisher.close()
 
 

@@ -65,6 +65,7 @@ class ModelFollower:
         self._lock = threading.Lock()  # guards all below
         self._subscriber: Subscriber | None = None
         self._base: Servable | None = None
+        self._listens_since = 0.0
         self._settle_at: float | None = None
         self._warned = False
         self._again = False
@@ -128,6 +129,7 @@ class ModelFollower:
                 self._open_reader, self.target, places=places, clock=self._clock, on_applied=self._applied
             )
             self._subscriber.start()
+            self._listens_since = self._clock()
             if self._watcher is None:
                 self._watcher = threading.Thread(
                     target=self._watch, name=f"follow-{self._model}", daemon=True
@@ -167,9 +169,9 @@ class ModelFollower:
         return {} if subscriber is None else dict(subscriber.standing)
 
     def up_to(self) -> ServedUpTo | None:
-        """Return what the oldest of all shares has learned from; None before one was heard of."""
+        """Return what the oldest of all shares has learned from; None while some are as exported."""
         known = [one for one in self.standing.values() if one.applied_at > 0]
-        if not known:
+        if not known or (self._subscriber is not None and self._subscriber.missing):
             return None
         oldest = min(known, key=lambda one: one.learned.published_at)
         return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at)
@@ -215,7 +217,9 @@ class ModelFollower:
             if self._warned:
                 _log.info("model %r: what is served is %.1f s old again", self._model, staleness)
             self._warned = False
-        elif not self._warned and not self.is_back and not self.target.state.held:
+        elif self.is_back or self.target.state.held:
+            self._listens_since = self._clock()
+        elif not self._warned and self._clock() - self._listens_since >= bound:
             self._warned = True
             errors = [one.error for one in self.standing.values() if one.error]
             subscriber = self._subscriber

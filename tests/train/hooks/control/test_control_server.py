@@ -325,6 +325,16 @@ def test_a_job_that_is_gone_gives_no_answer(serve, tmp_path):
             job.global_step()
 
 
+def test_an_address_where_nobody_listens_is_that_of_a_job_that_has_ended():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    with (
+        ControlClient("", address=address, timeout=SECONDS) as job,
+        pytest.raises(TrainingError, match="Nobody listens there: the job has ended, was killed"),
+    ):
+        job.global_step()
+
+
 def test_a_port_that_is_taken_is_an_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         hook = ControlServerHook(LocalBarrier(1), saved, address=f"127.0.0.1:{taken.getsockname()[1]}")

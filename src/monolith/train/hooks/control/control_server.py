@@ -502,7 +502,9 @@ def _translate(grpc: Any, name: str, address: str, cause: Any) -> NoReturn:
         raise ConfigError(details) from cause
     if code == grpc.StatusCode.UNAUTHENTICATED:
         raise ConfigError(f"{address} refuses {name}: {details}. Give the token of the job.") from cause
-    raise TrainingError(f"{name} at {address} failed: {code.name}: {details}") from cause
+    gone = code == grpc.StatusCode.UNAVAILABLE and "connect" in details
+    hint = ". Nobody listens there: the job has ended, was killed, or is being started again" if gone else ""
+    raise TrainingError(f"{name} at {address} failed: {code.name}: {details}{hint}") from cause
 
 
 def import_grpc() -> Any:
