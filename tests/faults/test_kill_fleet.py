@@ -25,6 +25,8 @@ from faults.fleet_processes import (
 from faults.network import why_no_network
 from train.fleets import Tallied, read_model
 
+from monolith.cluster import fetch_ps_cluster
+
 BLOWS = 20
 """Of each fleet; eight fleets are hit."""
 KEEP_GOING = ("--failover.recovery", "keep_going")
@@ -80,6 +82,33 @@ def test_a_fleet_that_keeps_going_loses_no_more_than_it_says(tmp_path: Path) -> 
         fleet.finish()
         assert fleet.exits == {key: [-signal.SIGKILL, 0] for key in MEMBERS}
         assert check_lost_no_more_than_said(fleet) == 2
+
+
+@pytest.mark.soak
+def test_a_killed_server_is_served_by_its_standby(tmp_path: Path) -> None:
+    with LaunchedFleet(tmp_path, 600, *KEEP_GOING, "--cluster.standbys", "1") as fleet:
+        for share in (1, 0):
+            fleet.wait_for(lambda: copied(fleet).issuperset({0, 1}), "each share to have a copy")
+            fleet.wait_for_another_checkpoint()
+            fleet.hit(serving(fleet, share))
+        fleet.finish()
+        assert len(re.findall("its share taken over by its standby at", fleet.output)) == 2
+        assert check_lost_no_more_than_said(fleet) == 2
+
+
+def copied(fleet: FleetProcesses) -> set[int]:
+    """Shares of which a standby has had a whole copy."""
+    said = re.findall(r"standbys have whole copies of the parameter servers ([\d, ]+)", fleet.output)
+    return {int(share) for one in said for share in one.split(", ")}
+
+
+def serving(fleet: FleetProcesses, share: int) -> Place:
+    """Which process serves a share, as the chief lists it."""
+    (listed,) = (fleet.model_dir / "ps_cluster_dir").iterdir()
+    address = re.escape(fetch_ps_cluster(str(listed))[share])
+    found = re.search(rf"parameter server (\d+) of 4(?:, a spare,)? listens on {address}\b", fleet.output)
+    assert found is not None, fleet.output
+    return "ps", int(found[1])
 
 
 # Workers that come and go

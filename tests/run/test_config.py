@@ -7,7 +7,7 @@ import pytest
 from monolith.cluster.security import SecurityConfig
 from monolith.data import DataConfig, KafkaConfig
 from monolith.errors import ConfigError
-from monolith.run import RunConfig, load_run_config
+from monolith.run import RunConfig, check_run, load_run_config
 from monolith.table import AdmissionConfig
 from monolith.train import SaveConfig, TrainConfig
 
@@ -31,6 +31,12 @@ KAFKA = {"kafka_topics": "a", "kafka_servers": "h:1", "kafka_group_id": "g"}
         ),
         ({"num_extra_ps": -1}, "must be at least 0"),
         ({"num_redundant_ps": -1}, "must be at least 0"),
+        ({"num_ps": 2, "cluster.standbys": 2}, "a share has no standby or one, got 2"),
+        ({"cluster.standby_interval": 0.001}, "must be at least 10 ms"),
+        (
+            {"server_type": "ps", "index": 4, "num_ps": 2, "cluster.standbys": 1, "model_dir": "m"},
+            "num_ps + num_redundant_ps + num_extra_ps + standbys * num_ps is 4 and indices begin at 0",
+        ),
         ({"cluster.measure_ps": -1}, "must be at least 0"),
         ({"num_ps": 2, "num_extra_ps": 1, "cluster.use_ps": ["a:1"]}, "names 1 servers, and num_ps is 2"),
         ({"num_ps": 1, "cluster.use_ps": ["a:1"]}, "there is nothing to choose from"),
@@ -70,6 +76,14 @@ def test_servers_beyond_those_that_are_used_have_an_index_too():
         code={"server_type": "ps", "index": 3},
     )
     assert (run.cluster.num_extra_ps, run.cluster.num_redundant_ps, run.cluster.num_spares) == (1, 1, 2)
+
+
+def test_standbys_have_an_index_too_and_need_a_run_that_keeps_going():
+    values = {"server_type": "ps", "index": 3, "num_ps": 2, "cluster.standbys": 1, "model_dir": "m"}
+    assert load_run_config(code=values).cluster.num_spares == 2
+    with pytest.raises(ConfigError, match="a standby may lack the last updates of a lost server"):
+        check_run(load_run_config(code=values))
+    check_run(load_run_config(code={**values, "failover.recovery": "keep_going"}))
 
 
 def test_a_run_contains_the_configs_of_the_rooms():

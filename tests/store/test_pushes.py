@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.properties import tries
 
 from monolith.errors import ClusterError, RequestError, TableArgumentError
-from monolith.store.pushes import REMEMBERED, AppliedPushes
+from monolith.store.pushes import REMEMBERED, AppliedPushes, KnownPushes
 
 
 def push(applied: AppliedPushes, sender: str, number: int) -> str:
@@ -122,3 +122,26 @@ def test_in_whatever_order_numbers_come_each_is_applied_once(
     for push_ in came:
         applied.once(*push_, lambda push_=push_: done.append(push_), lambda: None)
     assert sorted(done) == sorted(set(came))
+
+
+def test_who_goes_on_with_what_pushes_made_knows_which_are_in_it() -> None:
+    first, second = AppliedPushes(), AppliedPushes()
+    for number in (1, 2, 3, 5):
+        first.once("a", number, lambda: None, lambda: None)
+    assert first.known() == {"a": KnownPushes(highest=5, applied=4, missing=(4,))}
+    second.adopt(first.known())
+    applied = [number for number in (2, 4, 5, 6) if second.once("a", number, lambda: True, lambda: False)]
+    assert applied == [4, 6]
+
+
+def test_a_push_that_is_under_way_does_not_count_as_applied() -> None:
+    pushes = AppliedPushes()
+    pushes.once("a", 1, lambda: None, lambda: None)
+    known = pushes.once("a", 2, pushes.known, dict)
+    assert known == {"a": KnownPushes(highest=2, applied=1, missing=(2,))}
+
+
+def test_pushes_that_another_server_had_before_are_not_missed() -> None:
+    pushes = AppliedPushes()
+    pushes.once("a", 100, lambda: None, lambda: None)
+    assert pushes.known()["a"].applied == 100

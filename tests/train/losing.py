@@ -30,6 +30,8 @@ from monolith.train import (
 from monolith.train.fleet.choosing import ServerCalls
 from monolith.train.fleet.keep_going import KeepGoing
 from monolith.train.fleet.parameter_server import ServedShare
+from monolith.train.fleet.standby_copies import CopyPlan
+from monolith.train.fleet.standbys import Standbys, UsedServer
 
 SOON = timedelta(seconds=0.1)
 
@@ -98,6 +100,10 @@ class LosingFleet:
     """Server -> the calls at each of which it is lost, once."""
     stack: ExitStack = field(default_factory=ExitStack)
     publish: PublishPlan | None = None
+    copies: CopyPlan | None = None
+    """How standbys are told of changes; None for a fleet without."""
+    standbys: Standbys | None = None
+    """Who keeps copies, as the chief sees to it."""
 
     def __enter__(self) -> Self:
         for index in range(self.num_ps):
@@ -123,6 +129,7 @@ class LosingFleet:
             num_workers=self.num_workers,
             max_workers=self.max_workers,
             publish=self.publish,
+            copies=self.copies,
         )
         share.breaks = self.breaks.setdefault(index, set())
         share.lose = lambda: self.replace_server(index)
@@ -141,6 +148,9 @@ class LosingFleet:
         assert self.loses_servers
         self.discovery.deregister("ps", index)
         self.wires[index].close()
+        held = self.shares[index]._held
+        if held is not None and held.copied is not None:
+            held.copied.port.close()  # whoever is killed tells nobody what it learned last
         self.shares[index].close_publishing()
         threading.Thread(target=self.servers[index].close, daemon=True).start()
 
@@ -187,6 +197,13 @@ class LosingFleet:
             patience=timedelta(seconds=0.2),
             hold=timedelta(seconds=PATIENT),
         )
+        if self.copies is not None and index == 0:
+            how["standbys"] = self.standbys = Standbys(
+                lambda: list(self.discovery.query("ps").values()),
+                lambda: [UsedServer(*one) for one in zip(group.addresses, group.incarnations, strict=True)],
+                ServerCalls(timeout=timedelta(seconds=PATIENT)),
+                every=0.1,
+            )
         fleet = Fleet(
             group,
             index,

@@ -123,7 +123,8 @@ def missing_servers(config: RunConfig, members: Sequence[Registered]) -> str:
         return ""
     return (
         f"{found} of {wanted} parameter servers are registered: num_ps is {cluster.num_ps}, num_extra_ps "
-        f"{cluster.num_extra_ps}, num_redundant_ps {cluster.num_redundant_ps}."
+        f"{cluster.num_extra_ps}, num_redundant_ps {cluster.num_redundant_ps}"
+        + (f", standbys {cluster.standbys}." if cluster.standbys else ".")
     )
 
 

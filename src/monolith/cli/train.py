@@ -196,6 +196,7 @@ def serve(
 ) -> int:
     """Hold a share of the model until the run is over, or a signal ends this process."""
     from monolith.train import serve_parameters
+    from monolith.train.fleet.standby_copies import CopyPlan
 
     host, port = listen_address(run, environ)
     guard = guard_listener(host, run.security)
@@ -222,6 +223,7 @@ def serve(
             abandoned_after=run.timeouts.abandoned,
             on_serving=status.watch_server,
             publish=publish_plan(run, metrics, discovery),
+            copies=CopyPlan(interval=run.cluster.standby_interval.total_seconds()),
         )
     say(f"parameter server {run.cluster.index} ended: {end.why}")
     if signals.received is not None:
@@ -375,6 +377,7 @@ def fleet_of(run: RunConfig, discovery: Discovery, metrics: Metrics, stopper: St
         run_id=run.job.id,
         num_redundant_ps=cluster.num_redundant_ps,
         num_extra_ps=cluster.num_extra_ps,
+        standbys=cluster.standbys,
         measure_ps=cluster.measure_ps,
         use_ps=cluster.use_ps,
         metrics=metrics,

@@ -160,6 +160,8 @@ def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:
     if kind == "worker":
         return f"{seconds}, {one['records']:,} records trained again"
     rows = "unknown" if one["rows"] is None else f"{one['rows']:,}"
+    if one.get("standby"):
+        seconds += ", until its standby took over"
     return f"{seconds}, {rows} rows and {one['updates']:,} updates gone"
 
 

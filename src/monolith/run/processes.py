@@ -76,6 +76,13 @@ class ClusterConfig(Checked):
     num_extra_ps: int = 0
     """Parameter servers started in addition and measured: the chief takes the num_ps fastest, once, and the
     others are spares."""
+    standbys: int = 0
+    """How many other parameter servers keep a second copy of each share, 0 or 1: of rows and weights with
+    their optimizer state. With 1, num_ps more are started. When a server is lost its standby serves the copy
+    at once; what the server acknowledged in the last standby_interval or so is lost, and reported. Needs
+    failover.recovery to be keep_going."""
+    standby_interval: timedelta = timedelta(milliseconds=100)
+    """How often a standby is told what has changed."""
     measure_ps: timedelta = timedelta(seconds=10)
     """How long the chief measures the servers where there are num_extra_ps."""
     use_ps: tuple[str, ...] = ()
@@ -94,8 +101,13 @@ class ClusterConfig(Checked):
 
     def problems(self) -> Iterator[Problem]:
         yield from not_negative(
-            self, "index", "num_ps", "num_redundant_ps", "num_extra_ps", "measure_ps", "max_workers"
+            self,
+            *("index", "num_ps", "num_redundant_ps", "num_extra_ps", "standbys", "measure_ps", "max_workers"),
         )
+        if self.standbys > 1:
+            yield Problem(("standbys",), f"a share has no standby or one, got {self.standbys}")
+        if self.standby_interval < timedelta(milliseconds=10):
+            yield Problem(("standby_interval",), f"must be at least 10 ms, got {self.standby_interval}")
         yield from at_least(1, self, "num_workers")
         if self.max_workers and self.max_workers < self.num_workers:
             said = f"is {self.max_workers}, fewer than the {self.num_workers} that the run is started with"
@@ -108,9 +120,9 @@ class ClusterConfig(Checked):
         if self.mode == "sync" and self.num_ps and self.num_spares:
             said = (
                 "ranks begin again with the servers they have when one is lost, and take no spare; set "
-                "num_redundant_ps and num_extra_ps to 0, or mode to async"
+                "num_redundant_ps, num_extra_ps and standbys to 0, or mode to async"
             )
-            yield Problem(("mode", "num_redundant_ps", "num_extra_ps"), said)
+            yield Problem(("mode", "num_redundant_ps", "num_extra_ps", "standbys"), said)
         if self.mode == "sync" and self.max_workers > self.num_workers:
             said = "ranks take every step together, so none can come later; leave max_workers out"
             yield Problem(("mode", "max_workers"), said)
@@ -128,7 +140,12 @@ class ClusterConfig(Checked):
     @property
     def num_spares(self) -> int:
         """Parameter servers that start without a share."""
-        return self.num_redundant_ps + self.num_extra_ps
+        return self.num_redundant_ps + self.num_extra_ps + self.num_standbys
+
+    @property
+    def num_standbys(self) -> int:
+        """Parameter servers that keep the copy of a share."""
+        return self.standbys * self.num_ps
 
     @property
     def reads_for_others(self) -> bool:
@@ -142,8 +159,15 @@ class ClusterConfig(Checked):
         if self.role == "ps":
             names = ("num_ps", "num_redundant_ps", "num_extra_ps") if self.num_spares else ("num_ps",)
         limit = sum(getattr(self, name) for name in names)
+        said = " + ".join(names)
+        if self.role == "ps" and self.standbys:
+            limit, said, names = (
+                limit + self.num_standbys,
+                f"{said} + standbys * num_ps",
+                (*names, "standbys"),
+            )
         if self.index >= limit > 0:
-            said = f"{' + '.join(names)} is {limit} and indices begin at 0, so {self.index} is too high"
+            said = f"{said} is {limit} and indices begin at 0, so {self.index} is too high"
             yield Problem(("index", "role", *names), said)
 
 

@@ -85,10 +85,16 @@ def refused(run: RunConfig) -> Iterator[str]:
             "servers to train one model; set cluster.num_ps (--num-ps), num_workers to 1, or cluster.mode "
             "(--mode) to sync"
         )
-    if run.cluster.num_spares and run.cluster.num_ps == 0:
+    if (run.cluster.num_spares or run.cluster.standbys) and run.cluster.num_ps == 0:
         yield (
-            "cluster.num_redundant_ps and cluster.num_extra_ps: there are spare parameter servers for a run "
-            "without any; set cluster.num_ps (--num-ps)"
+            "cluster.num_redundant_ps, cluster.num_extra_ps and cluster.standbys: there are spare parameter "
+            "servers for a run without any; set cluster.num_ps (--num-ps)"
+        )
+    if run.cluster.standbys and run.failover.recovery != "keep_going":
+        yield (
+            "cluster.standbys and failover.recovery: a standby may lack the last updates of a lost server, "
+            "and an exact run goes back to its last checkpoint instead; set failover.recovery to keep_going, "
+            "or standbys to 0"
         )
     if run.train.save.tide_secs is not None and run.train.save.tide is None:
         yield "train.save.tide_secs: it is for the hours outside of a daily window; set train.tide, too"

@@ -126,7 +126,7 @@ def place(config: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         cluster,
         role=ROLES[role.kind],
         index=role.index,
-        num_ps=cluster.num_ps or max(0, (role.num_ps or 0) - cluster.num_spares),
+        num_ps=cluster.num_ps or max(0, (role.num_ps or 0) - cluster.num_spares) // (1 + cluster.standbys),
         num_workers=max(1, role.num_workers or 1) if cluster.num_workers == 1 else cluster.num_workers,
     )
     return replace(config, cluster=placed)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from monolith.errors import ClusterError, MonolithError, RequestError
 
@@ -31,11 +31,24 @@ from the middle."""
 T = TypeVar("T")
 
 
+class KnownPushes(NamedTuple):
+    """Which pushes of one sender were applied, for a server that goes on with what they made."""
+
+    highest: int
+    """The highest number that came."""
+    applied: int
+    """As many of its pushes were applied, counted from its first, here or elsewhere."""
+    missing: tuple[int, ...] = ()
+    """Numbers shortly below the highest that may still come."""
+
+
 @dataclass(slots=True)
 class _Sender:
     floor: int
     highest: int
     missing: set[int]
+    first: int
+    """Pushes below it were for whoever served before, if they do not come yet."""
     under_way: set[int] = field(default_factory=set)
     failed: OrderedDict[int, str] = field(default_factory=OrderedDict)
     """Number -> what went wrong; nobody knows how much of these was applied."""
@@ -84,10 +97,23 @@ class AppliedPushes:
         self._end(held, number)
         return answer
 
+    def known(self) -> dict[str, KnownPushes]:
+        """Return what was applied, by sender."""
+        with self._changed:
+            return {sender: _known(held) for sender, held in self._senders.items()}
+
+    def adopt(self, known: Mapping[str, KnownPushes]) -> None:
+        """Take pushes for applied: what is held from now on has them in it."""
+        with self._changed:
+            for sender, (highest, _, missing) in known.items():
+                floor = max(0, highest - _AT_FIRST)
+                recent = {number for number in missing if floor < number <= highest}
+                self._senders[sender] = _Sender(floor, highest, recent, highest)
+
     def _of(self, sender: str, number: int) -> _Sender:
         if sender not in self._senders:
             floor = max(0, number - 1 - _AT_FIRST)
-            self._senders[sender] = _Sender(floor, number - 1, set(range(floor + 1, number)))
+            self._senders[sender] = _Sender(floor, number - 1, set(range(floor + 1, number)), number)
             idle = (name for name, one in self._senders.items() if not one.under_way and name != sender)
             if len(self._senders) > self._most and (silent := next(idle, None)) is not None:
                 del self._senders[silent]
@@ -121,3 +147,9 @@ class AppliedPushes:
                 if len(held.failed) > _AT_FIRST:
                     held.failed.popitem(last=False)
             self._changed.notify_all()
+
+
+def _known(held: _Sender) -> KnownPushes:
+    missing = sorted(held.missing | held.under_way)
+    recent = tuple(number for number in missing if number > held.highest - _AT_FIRST)
+    return KnownPushes(held.highest, held.highest - sum(number >= held.first for number in missing), recent)

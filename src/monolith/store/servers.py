@@ -33,7 +33,7 @@ from monolith.store.buffers import BufferShelf, LaidDown
 from monolith.store.dense import DenseShare, pack_tensors, unpack_tensors
 from monolith.store.local import LocalStore
 from monolith.store.measuring import take_sample_step
-from monolith.store.pushes import AppliedPushes
+from monolith.store.pushes import AppliedPushes, KnownPushes
 from monolith.store.rows import RowCall, RowFlags, RowHeader, RowRequest, incarnation_bytes, pack_answer
 from monolith.store.store import TableIds
 from monolith.wire.bodies import Bounds, Call, Count, Name, Nothing, Poll, typed
@@ -266,6 +266,10 @@ class ParameterServer:
         """What the rows that are held now have learned from last."""
         return self._held.newest
 
+    def known_pushes(self) -> dict[str, KnownPushes]:
+        """Return which pushes were applied to what is held now, by sender."""
+        return self._held.applied.known()
+
     @property
     def traffic(self) -> Traffic:
         """What came from all callers, and went to them."""
@@ -283,19 +287,23 @@ class ParameterServer:
         *,
         incarnation: str | None = None,
         share: tuple[int, int] | None = None,
+        applied: Mapping[str, KnownPushes] | None = None,
     ) -> None:
         """Serve another run of the same task from now on. What was served before is not closed.
 
         Args:
             incarnation: Names what it holds from now on; by default at random.
             share: Which of how many servers this is from now on; by default what it was.
+            applied: Pushes that are in what it holds, though they came to another server.
 
         Raises:
             ConfigError: There is no such share.
         """
         _check_share(share)
         share = share or self._share
-        self._held = self._holding(incarnation or secrets.token_hex(8), stores, dense, share)
+        held = self._holding(incarnation or secrets.token_hex(8), stores, dense, share)
+        held.applied.adopt(applied or {})
+        self._held = held
         self._share = share
 
     def close(self) -> None:

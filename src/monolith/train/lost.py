@@ -15,17 +15,25 @@ class LostServer:
     second old, less those restored. None where the chief restarted meanwhile and never knew."""
     updates: int
     """Pushes of rows or weights that it had acknowledged after the checkpoint which its share was restored
-    from, of all workers that are still there: what they taught it is gone."""
+    from, or the newest change that its standby has, of all workers that are still there: what they taught it
+    is gone."""
     seconds: float
     """From the moment the chief missed it until everybody could go on."""
     restored_from: str | None
-    """The checkpoint; None where there was none, so that the share starts as at the first start."""
+    """The checkpoint; None where there was none, so that the share starts as at the first start, and where a
+    standby took over."""
+    standby: str | None = None
+    """Where the standby is that took over, with its copy of the share; None where there was none."""
+    behind: float = 0.0
+    """Seconds from the newest change that the standby has until the chief missed the server."""
 
     def describe(self) -> str:
         rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
         source = (
             f"restored from {self.restored_from}" if self.restored_from else "started anew: nothing was saved"
         )
+        if self.standby is not None:
+            source = f"taken over by its standby at {self.standby}, {self.behind:.2f} s behind"
         return (
             f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
             f"{rows} rows, {self.updates:,} updates"

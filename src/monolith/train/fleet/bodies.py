@@ -35,6 +35,8 @@ class Served:
     incarnation: Name
     halt: Count = 0
     """The halt whose checkpoint it was restored from; 0 for what everybody began with."""
+    applied: dict[Name, Count] | None = None
+    """Where a standby took over: sender to the number of its pushes that are in what it holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -385,6 +385,8 @@ class Fleet:
             found = LostServer(server=place, rows=None, updates=0, seconds=0.0, restored_from=source)
             self._recovery.count(found, served.incarnation)
         self._replaced = {}
+        if self._how is not None and self._how.standbys is not None:
+            self._how.standbys.keep(self._run)
 
     @property
     def run(self) -> str:
@@ -896,6 +898,8 @@ class Fleet:
         return answer
 
     def _close_listener(self) -> None:
+        if self._how is not None and self._how.standbys is not None:
+            self._how.standbys.close()
         if self._recovery is not None:
             self._recovery.close()
         if self._listener is not None:

@@ -10,13 +10,14 @@ from datetime import timedelta
 
 from monolith.cluster import ClusterManager, ClusterManagerConfig, Discovery, OnWaiting, Waiting
 from monolith.cluster.security import Guard
-from monolith.errors import DeadlineExceededError, RetryableError
+from monolith.errors import ConfigError, DeadlineExceededError, RetryableError
 from monolith.observe import Metrics
 from monolith.store import ServerGroup
 from monolith.train.fleet.choosing import RESERVE_EVERY, ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.fleet import NEWS_EVERY, Fleet
 from monolith.train.fleet.keep_going import KeepGoing
 from monolith.train.fleet.ps_benchmark import PsBenchmark, StepMeasure
+from monolith.train.fleet.standbys import Standbys, UsedServer
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def join_fleet(
     run_id: str = "",
     num_redundant_ps: int = 0,
     num_extra_ps: int = 0,
+    standbys: int = 0,
     measure_ps: timedelta = timedelta(seconds=10),
     use_ps: Sequence[str] = (),
     metrics: Metrics | None = None,
@@ -63,6 +65,8 @@ def join_fleet(
         run_id: Names this submission of the job; see `ClusterManagerConfig.uuid`.
         num_redundant_ps: Servers beyond `num_ps`: those that register first are used.
         num_extra_ps: Servers beyond `num_ps`: the chief measures all and uses the fastest.
+        standbys: How many servers keep a second copy of each share, 0 or 1: `num_ps` servers more for each.
+            Only for those who keep going.
         measure_ps: How long it measures them.
         use_ps: Addresses to use where there are extra servers, instead of measuring.
         metrics: Are told how many servers are missing, under the model's name and the cluster's type; and
@@ -82,6 +86,8 @@ def join_fleet(
         DeadlineExceededError: Some servers did not come in time.
         ConfigError: They serve another task, or were counted otherwise.
     """
+    check_standbys(standbys, keep_going=keep_going)
+    spares_wanted = num_redundant_ps + num_extra_ps + standbys * num_ps
     manager = ClusterManager(
         discovery,
         ClusterManagerConfig(
@@ -91,7 +97,7 @@ def join_fleet(
             uuid=run_id,
             model_name=model_name,
             cluster_type=cluster_type,
-            num_redundant_ps=num_redundant_ps + num_extra_ps,
+            num_redundant_ps=spares_wanted,
             query_every=timedelta(seconds=0.5),
             timeout=start_timeout,
             ps_file_timeout=start_timeout,
@@ -124,7 +130,7 @@ def join_fleet(
         )
 
     spares: Spares | None = None
-    listed = bool(num_redundant_ps + num_extra_ps)
+    listed = bool(spares_wanted)
     if not listed:
         group = _answering(lambda: manager.query_ps(num_ps), num_ps, connect, start_timeout, on_waiting)
     elif index:
@@ -139,12 +145,22 @@ def join_fleet(
             return choice.places_of(place) if listed else manager.registered_at(place)
         return []
 
+    copies: Standbys | None = None
+    if standbys and index == 0:
+        copies = Standbys(
+            manager.registered_ps,
+            lambda: [UsedServer(*one) for one in zip(group.addresses, group.incarnations, strict=True)],
+            calls,
+            metrics=metrics,
+            say=say,
+        )
     how = KeepGoing(
         find=find,
         connect=lambda address: connect([address], timedelta()),
         spare=(lambda place: choice.take_over(place, group.addresses)) if listed else None,
         served=choice.list_server if listed else None,
         spare_after=spare_after,
+        standbys=copies,
         metrics=metrics,
     )
     try:
@@ -162,6 +178,21 @@ def join_fleet(
     except BaseException:
         group.close()
         raise
+
+
+def check_standbys(standbys: int, *, keep_going: bool) -> None:
+    """Refuse standbys that a run cannot use.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    if standbys not in (0, 1):
+        raise ConfigError(f"a share has no standby or one, got standbys={standbys}")
+    if standbys and not keep_going:
+        raise ConfigError(
+            "standbys are for runs that keep going: a copy may miss the last updates, and an exact run goes "
+            "back to its last checkpoint"
+        )
 
 
 def reach_servers(

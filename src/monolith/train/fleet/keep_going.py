@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from monolith.observe import Metrics
 from monolith.store import ServerGroup
+from monolith.train.fleet.standbys import Standbys
 
 LOOK_EVERY = 0.2
 """Seconds between two looks for a server that is lost."""
@@ -28,6 +29,8 @@ class KeepGoing:
     """Told where a place is served from now on, as the chief, for those who come later."""
     spare_after: timedelta = timedelta(seconds=5)
     """How long a lost server may take to come back before a spare takes its place."""
+    standbys: Standbys | None = None
+    """Who keeps second copies of the shares, as the chief; None where there are none."""
     metrics: Metrics | None = None
     """Where losses are counted."""
     clock: Callable[[], float] = time.monotonic

@@ -14,7 +14,8 @@ run is finished. Left alone for too long, it ends with an error.
 
 A run may have more servers than shares. Those beyond num_ps start as spares; the chief, who chooses,
 assigns the shares before a run begins, or when one takes the place of a server that is lost. A spare
-holds nothing and refuses requests for rows. It ends with the run, used or not.
+holds nothing and refuses requests for rows. It ends with the run, used or not. Where a run has standbys, a
+spare keeps the copy of a share meanwhile; see `standby_copies`.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ from monolith.train.fleet.bodies import (
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, Meeting
 from monolith.train.fleet.published_share import PublishedShare
+from monolith.train.fleet.standby_bodies import (
+    STANDBY_CALLS,
+    CopyOpened,
+    FollowShare,
+    ShareTaken,
+    StandbyStanding,
+    TakeOverShare,
+)
+from monolith.train.fleet.standby_copies import CopiedShare, CopyPlan, StandbyCopy
 from monolith.train.hooks.control.ps_health import MachineHealth, memory_health
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import HoldersTold, PublishedShares, PublishOrder, WeightsTold, sound
@@ -124,6 +134,7 @@ def serve_parameters(
     abandoned_after: timedelta = ABANDONED_AFTER,
     on_serving: Callable[[ServedShare, str], None] | None = None,
     publish: PublishPlan | None = None,
+    copies: CopyPlan | None = None,
 ) -> ServerEnd:
     """Hold a share of a model until the chief says that the run is over; return how it ended.
 
@@ -142,6 +153,7 @@ def serve_parameters(
         abandoned_after: How long to wait for another chief when the one there was is gone.
         on_serving: Told what is served, and where, when others may come.
         publish: How what changes in this share is published; None publishes nothing.
+        copies: How a standby is told of what changes in this share, once the chief asks for it.
 
     Raises:
         DeadlineExceededError: No chief came.
@@ -160,6 +172,7 @@ def serve_parameters(
         lost_after=lost_after,
         holds_weights=holds_weights,
         publish=publish,
+        copies=copies,
     )
     stop = threading.Event() if stop is None else stop
     with share.serve(host, port, guard, limits) as server:
@@ -206,6 +219,8 @@ class _Held:
     cuts: dict[str, PartCut]
     publishing: PublishedShare | None = None
     """None where nothing is published."""
+    copied: CopiedShare | None = None
+    """None where no standby follows it."""
     works: int = 0
     """Pieces of work that are under way."""
     retired: bool = False
@@ -232,9 +247,11 @@ class ServedShare:
         lost_after: timedelta = LOST_AFTER,
         holds_weights: bool = True,
         publish: PublishPlan | None = None,
+        copies: CopyPlan | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holds_weights = holds_weights
+        self._copies = CopyPlan() if copies is None else copies
         self._publish = publish
         self._task = task
         self._config = config
@@ -262,6 +279,9 @@ class ServedShare:
         self._finished = False
         self._chief = _Attendance(clock)
         self._server: ParameterServer | None = None
+        self._standby: StandbyCopy[_Held] | None = None
+        self._taken: ShareTaken | None = None
+        self._listens: tuple[str, Guard | None, Limits | None] = ("127.0.0.1", None, None)
 
     def serve(
         self, host: str, port: int, guard: Guard | None, limits: Limits | None = None
@@ -271,6 +291,7 @@ class ServedShare:
         polls = {**self.polls, **self._meeting.polls}
         longest = (limits or Limits()).wait.total_seconds()
         held = self._held
+        self._listens = (host, guard, limits)
         self._server = ParameterServer(
             [] if held is None else held.stores,
             None if held is None else held.dense,
@@ -278,7 +299,7 @@ class ServedShare:
             host=host,
             port=port,
             guard=guard,
-            calls=typed_calls(CALLS, calls, longest=longest),
+            calls=typed_calls(CALLS, calls, longest=longest) | typed_calls(STANDBY_CALLS, self.standby_calls),
             polls=typed_polls(CALLS, polls, longest=longest),
             exchanges={"publish.weights": typed_exchange(WeightsTold, self._take_weights)},
             limits=limits,
@@ -302,6 +323,15 @@ class ServedShare:
         }
 
     @property
+    def standby_calls(self) -> Mapping[str, Answer]:
+        return {
+            "standby.open": self._open_copy,
+            "standby.follow": self._follow,
+            "standby.standing": self._standby_standing,
+            "standby.take_over": self._take_over,
+        }
+
+    @property
     def polls(self) -> Mapping[str, PollAnswer]:
         return {"server.attend": self._attend}
 
@@ -321,6 +351,8 @@ class ServedShare:
         )
 
     def _state(self, held: _Held | None) -> str:
+        if self._standby is not None:
+            return f"standby of server {self._standby.follows.index}"
         if held is None:
             return "spare"
         if self._run is None:
@@ -395,6 +427,7 @@ class ServedShare:
             _log.info("parameter server %d has share %d of %d from now on", self._index, *share)
             before, self._held, self._share = self._held, held, share
             self._retire(before)
+            self._drop_standby()
 
     def _reserve(self, _: Nothing) -> None:
         """Hear that there is a chief, who may need this server later."""
@@ -416,6 +449,7 @@ class ServedShare:
             before, self._held, self._run = self._held, held, body.run
             if before is not held:
                 self._retire(before)
+            self._drop_standby()
 
     def _standing(self, _: Nothing) -> ServerStanding:
         with self._lock:
@@ -505,8 +539,11 @@ class ServedShare:
         """Publish no more: this server ends."""
         with self._lock:
             held = self._held
-        if held is not None and held.publishing is not None:
-            held.publishing.close()
+            self._drop_standby()
+        if held is not None:
+            self._stop_telling(held)
+            if held.publishing is not None:
+                held.publishing.close()
 
     def _obey(self, body: PublishOrder) -> PublishedShares:
         order = sound(body)
@@ -549,6 +586,95 @@ class ServedShare:
         with self._working(run) as held:
             yield held.publishing
 
+    # Standbys
+
+    def _open_copy(self, body: OfRun) -> CopyOpened:
+        """Tell whoever keeps a copy of this share what changes in it, from now on: all of it is restored."""
+        with self._lock:
+            held = self._held_for(body.run)
+            assert self._server is not None
+            assert self._share is not None
+            if held.copied is None:
+                host, guard, limits = self._listens
+                held.copied = CopiedShare(
+                    held.model,
+                    held.dense,
+                    self._share,
+                    incarnation=self._server.incarnation,
+                    pushes=self._server.known_pushes,
+                    plan=self._copies,
+                    host=host,
+                    guard=guard,
+                    limits=limits,
+                )
+            return held.copied.opened
+
+    def _follow(self, body: FollowShare) -> None:
+        """Keep the copy of a share, instead of any other; to be told the same again changes nothing."""
+        if body.index >= body.num_ps:
+            raise ClusterError(f"there is no share {body.index} of {body.num_ps}")
+        with self._lock:
+            self._chief.touch()
+            if self._run is not None:
+                raise ClusterError(
+                    f"parameter server {self._index} holds a share of a run, and keeps no copy"
+                )
+            if self._standby is not None and self._standby.follows == body:
+                return
+            self._drop_standby()
+            held = self._make((body.index, body.num_ps))
+            self._standby = StandbyCopy(held, held.model, body, guard=self._listens[1])
+            _log.info(
+                "parameter server %d keeps a copy of share %d of %d", self._index, body.index, body.num_ps
+            )
+
+    def _standby_standing(self, _: Nothing) -> StandbyStanding:
+        with self._lock:
+            self._chief.touch()
+            if self._standby is not None:
+                return self._standby.standing()
+            return StandbyStanding(in_run=self._run is not None)
+
+    def _take_over(self, body: TakeOverShare) -> ShareTaken:
+        """Serve the share that this server has a copy of, if that is of what was lost and whole."""
+        with self._lock:
+            assert self._server is not None
+            if self._taken is not None and self._server.incarnation == body.incarnation:
+                return self._taken  # asked again, because an answer was lost
+            copy = self._standby
+            if copy is None or (copy.follows.run, copy.follows.incarnation) != (body.run, body.lost):
+                return ShareTaken(refused="it keeps no copy of what was lost")
+            if not copy.whole:
+                return ShareTaken(refused="its copy is not whole yet")
+            held, behind = copy.held, copy.behind
+            applied = copy.take(held.dense)
+            share = (copy.follows.index, copy.follows.num_ps)
+            self._server.replace(
+                held.stores, held.dense, incarnation=body.incarnation, share=share, applied=applied
+            )
+            before, self._held, self._share, self._run = self._held, held, share, body.run
+            self._standby = None
+            self._retire(before)
+            _log.warning("parameter server %d serves share %d of %d from its copy", self._index, *share)
+            self._taken = ShareTaken(
+                rows=sum(stats.rows for stats in held.model.stats().values()),
+                behind=behind,
+                applied={sender: known.applied for sender, known in applied.items()},
+            )
+            return self._taken
+
+    def _drop_standby(self) -> None:
+        """Keep no copy any more. The lock is held."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.close()
+            self._retire(standby.held)
+
+    def _stop_telling(self, held: _Held) -> None:
+        copied, held.copied = held.copied, None
+        if copied is not None:
+            copied.close()
+
     # Inside
 
     def _check_run(self, run: str) -> None:
@@ -583,6 +709,7 @@ class ServedShare:
             for cut in held.cuts.values():
                 cut.close(saved=False)  # who writes it still ends with an error
             held.retired = True
+            self._stop_telling(held)
             if held.publishing is not None:
                 held.publishing.close()
             self._close_retired(held)

@@ -2,6 +2,8 @@
 
     attended ──call breaks──► missed ──answers as before──► attended, nothing was lost
                                 │
+                                ├──its standby has a copy──► taken over ──► published
+                                │
                                 │ another process serves the place: it came back, or a spare took over
                                 ▼
                             restoring ──lost again──► missed
@@ -14,6 +16,8 @@ keeps. Nobody else is touched. What it holds has a new name, its incarnation, wh
 all of it is restored: until then they are refused, and wait. Server 0 also gets the meeting and the step,
 which never goes back.
 
+Where the share has a standby, that serves its copy at once, and nothing is read from a checkpoint.
+
 A checkpoint that was being written when a server was lost is dropped, unless all of it was written. Which of
 the two is settled before a share is restored, so that the next increment follows on what the server holds.
 """
@@ -25,11 +29,18 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 
 from monolith.checkpoint import RestoreOptions, SavedPart
 from monolith.checkpoint.folder.manifest import read_chain
-from monolith.errors import ClusterError, DeadlineExceededError, RetryableError, UnavailableError
+from monolith.errors import (
+    ClusterError,
+    DeadlineExceededError,
+    MonolithError,
+    RetryableError,
+    UnavailableError,
+)
 from monolith.observe import Metrics
 from monolith.store import ServerGroup
 from monolith.train.fleet.bodies import (
@@ -48,6 +59,7 @@ from monolith.train.fleet.bodies import (
 from monolith.train.fleet.calls import ask, run_job, tell
 from monolith.train.fleet.keep_going import LOOK_EVERY, KeepGoing
 from monolith.train.fleet.pushes import PushCounts
+from monolith.train.fleet.standby_bodies import ShareTaken, TakeOverShare
 from monolith.train.fleet.table_work import on_each
 from monolith.train.lost import Lost, LostServer, LostWorker
 from monolith.train.peers import LastCheckpoint
@@ -243,8 +255,11 @@ class ServerRecovery:
                 if (standing.run, standing.incarnation) == (self._run, self._group.incarnations[server]):
                     _log.info("parameter server %d answers again, and has lost nothing", server)
                     return True
-                self._replace(server, place, address, lost_at)
+                if not self._take_standby(server, lost_at):
+                    self._replace(server, place, address, lost_at)
                 return True
+        if self._take_standby(server, lost_at):
+            return True
         waited = timedelta(seconds=self._how.clock() - lost_at)
         if self._how.spare is None or waited < self._how.spare_after:
             return False
@@ -267,24 +282,11 @@ class ServerRecovery:
     # One recovery
 
     def _replace(self, server: int, place: ServerGroup, address: str, lost_at: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._commits, COMMIT_WITHIN)
-            rows_before = self._rows.get(server, 0)
+        rows_before = self._rows_before(server)
         last = self._last()
         incarnation = secrets.token_hex(8)
         rows, halt = self.restore_share(place, incarnation, last)
-        served = Served(address, incarnation, halt)
-        if self._how.served is not None:
-            self._how.served(server, address)
-        with self._changed:
-            self._served[server] = served
-            everybody = dict(self._served)
-        if server == 0:
-            self._take_over_meeting(place, everybody)
-        updates = self._pushes.take_lost(server, halt)
-        self._group.replace(server, address, incarnation)
-        if server != 0:
-            self._publish(server, served)
+        updates = self._serve(server, place, Served(address, incarnation, halt))
         found = LostServer(
             server=server,
             rows=max(rows_before - rows, 0),
@@ -293,6 +295,66 @@ class ServerRecovery:
             restored_from=None if last is None else last.prefix,
         )
         self.count(found, incarnation)
+
+    def _take_standby(self, server: int, lost_at: float) -> bool:
+        """Have the standby of a place serve it, if there is one; return whether it does."""
+        standbys, lost = self._how.standbys, self._group.incarnations[server]
+        address = None if standbys is None else standbys.of(server)
+        if address is None or lost is None:
+            return False
+        rows_before = self._rows_before(server)
+        missed_for = self._how.clock() - lost_at
+        incarnation = secrets.token_hex(8)
+        with contextlib.closing(self._how.connect(address)) as place:
+            try:
+                asked = TakeOverShare(self._run, lost, incarnation)
+                taken = ask(place, 0, "standby.take_over", asked, ShareTaken)
+                refused = taken.refused
+            except MonolithError as error:
+                refused = str(error)
+            if refused:
+                _log.warning(
+                    "the standby of parameter server %d at %s cannot take over; its share is restored from "
+                    "the last checkpoint: %s",
+                    server,
+                    address,
+                    refused,
+                )
+                return False
+            updates = self._serve(server, place, Served(address, incarnation, applied=taken.applied))
+        found = LostServer(
+            server=server,
+            rows=max(rows_before - taken.rows, 0),
+            updates=updates,
+            seconds=self._how.clock() - lost_at,
+            restored_from=None,
+            standby=address,
+            behind=max(0.0, taken.behind - missed_for),
+        )
+        self.count(found, incarnation)
+        return True
+
+    def _rows_before(self, server: int) -> int:
+        """Return how many rows a lost server had, when no checkpoint is about to count any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._commits, COMMIT_WITHIN)
+            return self._rows.get(server, 0)
+
+    def _serve(self, server: int, place: ServerGroup, served: Served) -> int:
+        """Have everybody use who serves a place from now on; return the updates of this process that were
+        lost with who did before."""
+        if self._how.served is not None:
+            self._how.served(server, served.address)
+        with self._changed:
+            self._served[server] = served
+            everybody = dict(self._served)
+        if server == 0:
+            self._take_over_meeting(place, everybody)
+        updates = self._pushes.take_lost_with(server, served)
+        self._group.replace(server, served.address, served.incarnation)
+        if server != 0:
+            self._publish(server, served)
+        return updates
 
     def restore_share(
         self, place: ServerGroup, incarnation: str, last: LastCheckpoint | None
@@ -340,13 +402,7 @@ class ServerRecovery:
 
     def _report(self, found: LostServer, others: int) -> None:
         """Say what was lost: to the log, to metrics, and to who asks for all of it."""
-        whole = LostServer(
-            server=found.server,
-            rows=found.rows,
-            updates=found.updates + others,
-            seconds=found.seconds,
-            restored_from=found.restored_from,
-        )
+        whole = replace(found, updates=found.updates + others)
         _log.warning("%s", whole.describe())
         self._count_servers.inc()
         self._count_rows.inc(whole.rows or 0)

@@ -76,7 +76,7 @@ class WorkerReturn:
         for place, served in ((int(place), served) for place, served in servers.items()):
             if self._group.incarnations[place] == served.incarnation:
                 continue
-            updates = self._pushes.take_lost(place, served.halt)
+            updates = self._pushes.take_lost_with(place, served)
             self._group.replace(place, served.address, served.incarnation)
             with contextlib.suppress(ClusterError):  # a figure of a report is no reason to fail
                 said = LostUpdates(self._run, self._worker, served.incarnation, updates)
