@@ -682,7 +682,7 @@ def test_rows_pushed_out_by_later_ids_of_their_own_batch_leave_no_trace(make: Ma
 
 def test_one_large_batch_fills_a_table_as_many_small_ones_do(make: Make) -> None:
     many = torch.arange(40_000)
-    tables = [make(replace(SGD, dim=1), capacity_bytes=1 << 20) for _ in range(2)]
+    tables = [make(replace(SGD, dim=1), capacity_bytes=1 << 19) for _ in range(2)]
     for table, batch in zip(tables, (100, 40_000), strict=True):
         for some in many.split(batch):
             table.assign(some, torch.ones(len(some), 1))

@@ -21,7 +21,6 @@ from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
-from monolith.table.initializers import RandomUniform
 from monolith.table.optimizers import Optimizer
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
@@ -337,13 +336,11 @@ def _mask(found: NDArray[np.uint8]) -> Tensor:
 
 
 def _segment_spec(segment: Segment) -> native.SegmentSpec:
-    initial = segment.initializer
-    if isinstance(initial, RandomUniform):
-        low, high = initial.low, initial.high
-    else:
-        low = high = float(initial.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
     return native.SegmentSpec(
-        segment.dim, _optimizer_spec(segment.optimizer), (low, high), _compressor_spec(segment.compressor)
+        segment.dim,
+        _optimizer_spec(segment.optimizer),
+        segment.initializer.bounds,
+        _compressor_spec(segment.compressor),
     )
 
 
