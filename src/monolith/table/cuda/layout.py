@@ -74,6 +74,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "ROW_BYTES": row_bytes,
         "SERVING": int(config.serving),
         "PLAIN": int(not config.serving and not viewed),
+        "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
         "SEGMENTS": len(config.segments),
         "SEED": f"{mix_one(config.seed):#x}ULL",

@@ -34,6 +34,9 @@ UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
 """Why a position of a batch is passed over; an id elsewhere is written by another part of its batch."""
 
 _LOOKUP_BLOCKS = 8  # for each multiprocessor: measured
+_LONG_RUN, _STRETCH = 512, 256  # as in rows.cu
+_MOST_PER_TILE = 8
+_WARPS = 64  # that a multiprocessor holds
 _UINT64 = (1 << 64) - 1
 _SIGN = -(1 << 63)
 
@@ -120,6 +123,7 @@ class DeviceMemory:
         self._index = _kernels(index_source(), "index", device)
         self._rows = _kernels(layout.source, "rows", device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._tiles = processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = _LOOKUP_BLOCKS * processors
 
     @property
@@ -254,8 +258,29 @@ class DeviceMemory:
         checked: bool,
     ) -> None:
         """Take steps; `checked` looks at each row before it is written."""
-        flags = ctypes.c_int(summed), ctypes.c_int(checked)
-        self._write("train_rows", claimed, gradients, latest, _scalars(rates, scales), _i64(step), *flags)
+        n, device = len(claimed.places), self._device
+        runs = sums = None
+        if summed and n >= _LONG_RUN:
+            stretches = n // _STRETCH
+            runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
+            sums = torch.empty((stretches, self.layout.dim), dtype=torch.float32, device=device)
+            arguments = claimed.writes(), gradients, runs, sums
+            self._rows.launch("sum_long_runs", stretches, *arguments, threads=_STRETCH)
+        per_tile = max(1, min(self.layout.lanes, _MOST_PER_TILE, n // self._tiles))
+        self._rows.launch(
+            "train_rows_checked" if checked else "train_rows",
+            blocks_for(blocks_for(n, per_block=per_tile) * self.layout.lanes),
+            self._table(),
+            claimed.writes(),
+            gradients,
+            latest,
+            _scalars(rates, scales),
+            _i64(step),
+            runs,
+            sums,
+            ctypes.c_int(summed),
+            ctypes.c_int(per_tile),
+        )
 
     # Forgetting
 
