@@ -125,10 +125,10 @@ class CudaTable:
         self._thawed = threading.Condition(self._lock)
         # All below is guarded by the lock.
         self._frozen = 0
-        self._stream: torch.cuda.Stream | None = None
         self._scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
         self._filtered = self._refused = self._evicted = self._removed = 0
         with torch.cuda.device(device):
+            self._stream = torch.cuda.current_stream()
             self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(device)
             counters = torch.zeros(_COUNTERS, dtype=torch.int64, device=device)
             self._fill = Fill(config.name, counters)
@@ -329,7 +329,7 @@ class CudaTable:
 
     def close(self) -> None:
         with self._lock:
-            if self._memory is not None and self._stream is not None:
+            if self._memory is not None:
                 self._memory.record_stream(self._stream)
             self._memory = None
 
@@ -342,9 +342,10 @@ class CudaTable:
                 self._thawed.wait_for(lambda: not self._frozen)
             memory = self._held
             stream = torch.cuda.current_stream()
-            if self._stream is not None and stream != self._stream:
+            if stream != self._stream:
                 stream.wait_stream(self._stream)
-            self._stream = stream
+                self._stream = stream
+                memory.stream = stream.cuda_stream
             yield memory
 
     @property
@@ -454,7 +455,7 @@ class CudaTable:
         places = max(_LEAST_PLACES, _places_for(rows, _FULL))
         if self._most_places is not None:
             places = min(places, self._most_places)
-        return DeviceMemory(self._layout, self._fill.counters, places)
+        return DeviceMemory(self._layout, self._fill.counters, places, self._stream.cuda_stream)
 
     def _unknown(self, batch: _Batch, skip: Tensor | None) -> Tensor:
         unknown = self._held.find(batch.ids) == NONE

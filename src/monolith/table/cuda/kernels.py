@@ -44,8 +44,10 @@ class Kernels:
         self._lock = threading.Lock()
         self._functions: dict[str, ctypes.c_void_p] = {}
 
-    def launch(self, kernel: str, blocks: int, *arguments: Argument, threads: int = THREADS) -> None:
-        """Put a launch on the current stream; nothing is waited for.
+    def launch(
+        self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
+    ) -> None:
+        """Put a launch on a stream, by its handle; nothing is waited for.
 
         Args:
             blocks: How many; none launches nothing.
@@ -60,8 +62,7 @@ class Kernels:
                 function = self._functions[kernel] = self._driver.function(self._module, kernel)
         packed = [_packed(one) for one in arguments]
         pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        self._driver.launch(function, blocks, threads, stream, pointers)
+        self._driver.launch(function, blocks, threads, ctypes.c_void_p(stream), pointers)
 
 
 Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]

@@ -76,6 +76,8 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "PLAIN": int(not config.serving and not viewed),
         "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
+        # On a multiprocessor at once, which bounds the registers of each: measured with Adagrad and Adam.
+        "TRAIN_BLOCKS": 5 if config.dim <= 64 else 4 if config.dim <= 128 else 1,
         "SEGMENTS": len(config.segments),
         "SEED": f"{mix_one(config.seed):#x}ULL",
         "EACH_SEGMENT(X)": " ".join(f"X({number})" for number in range(len(config.segments))),
@@ -83,6 +85,8 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     defines = [f"#define {name} {value}" for name, value in numbers.items()]
     layout = "\n".join([*defines, *structs])
     source = _text("places.cuh") + _text("rows.cu").replace("\nLAYOUT\n", f"\n{layout}\n", 1)
+    if not config.serving:
+        source += _text("train.cu")
     return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, source)
 
 

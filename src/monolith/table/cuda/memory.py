@@ -1,6 +1,6 @@
 """The memory of a device table: an index, its rows, and what is counted on the device.
 
-Everything here is launched on the current stream, and little is waited for: what returns a number waits,
+Everything here goes to the current stream, and little is waited for: what returns a number waits,
 the rest does not. Callers see to it that calls follow one another.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from monolith.errors import AcceleratorError
-from monolith.table.cuda.kernels import Kernels, blocks_for
+from monolith.table.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.table.cuda.layout import DeviceRowLayout, index_source
 
 KEYS = 16
@@ -102,9 +102,13 @@ class DeviceMemory:
     Args:
         counters: int64, kept by the table over all the memories it has in its life.
         places: How many rows would fill it wholly; a multiple of KEYS.
+        stream: The handle of the current stream, to which kernels go.
+
+    Attributes:
+        stream: Set anew whenever another is the current one.
     """
 
-    def __init__(self, layout: DeviceRowLayout, counters: Tensor, places: int) -> None:
+    def __init__(self, layout: DeviceRowLayout, counters: Tensor, places: int, stream: int) -> None:
         if not KEYS <= places <= MAX_PLACES:
             raise AcceleratorError(
                 f"a table on a GPU can have {KEYS:,} to {MAX_PLACES:,} places, not {places:,}; spread larger "
@@ -112,6 +116,7 @@ class DeviceMemory:
             )
         self.layout = layout
         self.places = places
+        self.stream = stream
         self.counters = counters
         device = counters.device
         self._device = device
@@ -144,14 +149,15 @@ class DeviceMemory:
     def find(self, ids: Tensor) -> Tensor:
         """Return the int32 place of each id, or NONE."""
         places = torch.empty(len(ids), dtype=torch.int32, device=self._device)
-        self._index.launch("find_all", blocks_for(len(ids)), *self._head(), ids, _i64(len(ids)), places)
+        n = _i64(len(ids))
+        self._launch(self._index, "find_all", blocks_for(len(ids)), *self._head(), ids, n, places)
         return places
 
     def lookup(self, ids: Tensor, scales: Sequence[float], out: Tensor) -> None:
         """Fill `out` with what training or serving sees of each id."""
         blocks = min(self._lookup_blocks, blocks_for(len(ids), per_block=4 * 256 // KEYS))
         scalars = _scalars([0.0] * len(scales), scales)
-        self._rows.launch("lookup", blocks, self._table(), ids, _i64(len(ids)), scalars, out)
+        self._launch(self._rows, "lookup", blocks, self._table(), ids, _i64(len(ids)), scalars, out)
 
     def read(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return event times (int64), values and state of the rows at these places; zeros for NONE."""
@@ -160,7 +166,7 @@ class DeviceMemory:
         values = torch.empty((n, self.layout.dim), dtype=torch.float32, device=device)
         states = torch.empty((n, self.layout.state_dim), dtype=torch.float32, device=device)
         blocks = blocks_for(n, per_block=8)
-        self._rows.launch("read_rows", blocks, self._table(), places, _i64(n), times, values, states)
+        self._launch(self._rows, "read_rows", blocks, self._table(), places, _i64(n), times, values, states)
         return times, values, states
 
     def listed(
@@ -202,7 +208,7 @@ class DeviceMemory:
         """Return a uint8 for each gradient, UNUSABLE where nothing is trained by it, and count those."""
         n = len(gradients)
         skip = torch.empty(n, dtype=torch.uint8, device=self._device)
-        self._rows.launch("find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
+        self._launch(self._rows, "find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
         return skip
 
     def claim(self, ids: Tensor, times: Times, skip: Tensor | None) -> Claimed:
@@ -210,7 +216,8 @@ class DeviceMemory:
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         made = torch.empty(n, dtype=torch.uint8, device=self._device)
-        self._index.launch(
+        self._launch(
+            self._index,
             "claim_all",
             blocks_for(n),
             *self._head(),
@@ -231,7 +238,7 @@ class DeviceMemory:
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         blocks = blocks_for(n)
-        self._index.launch("claim_absent", blocks, *self._head(), ids, _i64(n), places, self.counters)
+        self._launch(self._index, "claim_absent", blocks, *self._head(), ids, _i64(n), places, self.counters)
         return places
 
     def put(self, claimed: Claimed, values: Tensor, states: Tensor | None, *, whole: bool) -> None:
@@ -265,9 +272,10 @@ class DeviceMemory:
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, self.layout.dim), dtype=torch.float32, device=device)
             arguments = claimed.writes(), gradients, runs, sums
-            self._rows.launch("sum_long_runs", stretches, *arguments, threads=_STRETCH)
+            self._launch(self._rows, "sum_long_runs", stretches, *arguments, threads=_STRETCH)
         per_tile = max(1, min(self.layout.lanes, _MOST_PER_TILE, n // self._tiles))
-        self._rows.launch(
+        self._launch(
+            self._rows,
             "train_rows_checked" if checked else "train_rows",
             blocks_for(blocks_for(n, per_block=per_tile) * self.layout.lanes),
             self._table(),
@@ -298,8 +306,9 @@ class DeviceMemory:
 
     def moved(self, places: int) -> DeviceMemory:
         """Return a memory of another size with the same rows, and without marks."""
-        new = DeviceMemory(self.layout, self.counters, places)
-        self._index.launch(
+        new = DeviceMemory(self.layout, self.counters, places, self.stream)
+        self._launch(
+            self._index,
             "move_rows",
             blocks_for(self.places + BESIDE),
             *self._head(),
@@ -319,6 +328,11 @@ class DeviceMemory:
 
     # Inside
 
+    def _launch(
+        self, kernels: Kernels, kernel: str, blocks: int, *arguments: Any, threads: int = THREADS
+    ) -> None:
+        kernels.launch(kernel, blocks, *arguments, stream=self.stream, threads=threads)
+
     def _head(self) -> tuple[Tensor, ctypes.c_uint64]:
         return self._keys, ctypes.c_uint64(self.places // KEYS)
 
@@ -337,11 +351,11 @@ class DeviceMemory:
 
     def _write(self, kernel: str, claimed: Claimed, *arguments: Any) -> None:
         blocks = self._blocks(len(claimed.places))
-        self._rows.launch(kernel, blocks, self._table(), claimed.writes(), *arguments)
+        self._launch(self._rows, kernel, blocks, self._table(), claimed.writes(), *arguments)
 
     def _counted(self, kernel: str, blocks: int, *arguments: Any) -> int:
         self.counters[FOUND] = 0
-        self._index.launch(kernel, blocks, *arguments, self.counters)
+        self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())
 
 
