@@ -82,8 +82,9 @@ class CudaTable:
     Results are those of `NativeTable` to the bit, except where a one_bit segment asks for a tanh. Of equal
     ids gradients are summed in the order of the batch.
 
-    Not here yet: cuts, so that a dump holds training up (`frozen`); giving memory back after `evict`; and
-    a budget that holds while a table grows: for a moment there are old and new rows.
+    Not here yet: cuts, so that a dump holds training up (`frozen`); rows that decay by steps they are not in
+    (`lazy_decay`); giving memory back after `evict`; and a budget that holds while a table grows: for a
+    moment there are old and new rows.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -92,7 +93,7 @@ class CudaTable:
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
-        ConfigError: `capacity_bytes` is less than the smallest table needs.
+        ConfigError: `capacity_bytes` is less than the smallest table needs, or an optimizer decays lazily.
     """
 
     def __init__(
@@ -107,6 +108,11 @@ class CudaTable:
             raise AcceleratorError(
                 f"table {config.name!r}: no CUDA device is there for it; use a NativeTable, or a machine "
                 "with an NVIDIA GPU and a CUDA build of torch"
+            )
+        if any(getattr(segment.optimizer.rule, "lazy_decay", False) for segment in config.segments):
+            raise ConfigError(
+                f"table {config.name!r}: rows on a GPU do not decay by steps they are not in yet; use a "
+                "NativeTable, or lazy_decay=False"
             )
         device = torch.device("cuda") if device is None else device
         if device.index is None:
