@@ -43,6 +43,7 @@ One tree, so that a caller can catch as much or as little as it means to:
     │       ├── OverloadedError        a server has more to do than it may hold
     │       ├── DeadlineExceededError  it took longer than allowed                   (also TimeoutError)
     │       └── NodeAliveCheckerError  nodes do not answer; names them               (also ConnectionError)
+    ├── AcceleratorError        a GPU, its driver or its compiler is missing or refused (also RuntimeError)
     ├── MetricError             a metric was given what it cannot measure            (also ValueError)
     ├── QueueClosedError        the queue was closed, and holds nothing more
     ├── ListenError             a port is taken or may not be listened on            (also OSError)
@@ -266,6 +267,10 @@ class NodeAliveCheckerError(RetryableError, ConnectionError):
             "see their logs."
         )
         self.dead = dead
+
+
+class AcceleratorError(MonolithError, RuntimeError):
+    """A GPU, its driver or what compiles for it is missing, or refused what was asked."""
 
 
 class MetricError(MonolithError, ValueError):

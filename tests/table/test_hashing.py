@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monolith.table.hashing import draws, mix, mix_one, slot_of
+from monolith.table.hashing import draws, mix, mix_one, slot_of, unmix
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 MASK = (1 << 64) - 1
@@ -28,6 +28,11 @@ def plain_draw(seed: int, key: int, column: int, salt: int = 0) -> float:
 def test_mix_is_the_documented_function(number: int) -> None:
     assert mix_one(number) == plain_mix(number)
     assert mix(np.array([number])).tolist() == [plain_mix(number)]
+
+
+@given(INT64)
+def test_a_hash_leads_back_to_its_id(number: int) -> None:
+    assert unmix(mix(np.array([number]))).tolist() == [number]
 
 
 @given(INT64)

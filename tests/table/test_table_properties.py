@@ -26,6 +26,7 @@ from monolith.table import (
     Expiry,
     FixedR8,
     Fp16,
+    NativeTable,
     OneBit,
     Ones,
     Optimizer,
@@ -232,6 +233,11 @@ OWN = 3000
 """Ids that belong to one thread: enough, over all threads, for partitions to split under them."""
 
 
+def _shared(cls: Any, config: TableConfig, *, threads: int) -> Any:
+    """Make a table whose batches several threads work on, where it has any of its own."""
+    return cls(config, workers=native.Workers(threads)) if cls is NativeTable else cls(config)
+
+
 def _live(table: Table, thread: int, story: Sequence[tuple[str, int]]) -> None:
     """Act out a story on the thread's own ids. What others do meanwhile must not show."""
     own = torch.arange(OWN) * THREADS + thread
@@ -278,7 +284,7 @@ def test_threads_that_share_a_table_do_not_disturb_each_other(
         learning_rate=0.125,
     )
     config = TableConfig(name="shared", segments=(segment,))
-    alone, shared = cls(config), cls(config, workers=native.Workers(2))
+    alone, shared = cls(config), _shared(cls, config, threads=2)
     for thread, story in enumerate(stories):
         _live(alone, thread, story)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -295,7 +301,7 @@ def test_threads_that_share_a_table_do_not_disturb_each_other(
 def test_a_batch_is_the_same_to_one_thread_and_to_many(cls: Any, size: int, threads: int) -> None:
     segment = Segment(dim=16, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.125)
     config = TableConfig(name="t", segments=(segment,))
-    alone, shared = cls(config), cls(config, workers=native.Workers(threads))
+    alone, shared = cls(config), _shared(cls, config, threads=threads)
     ids = torch.randint(-size, size, (size,))  # repeats, and later ids that are not there
     for step in range(3):
         gradients = torch.randn(size, 16)

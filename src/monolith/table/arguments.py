@@ -42,7 +42,7 @@ def core_errors() -> Iterator[None]:
 def id_array(ids: Tensor, name: str = "ids") -> NDArray[np.int64]:
     """Return int64 ids of shape (n,)."""
     if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.ndim != 1 or not ids.is_cpu:
-        _refuse(name, "int64 of shape (n,) on the CPU", ids)
+        refuse(name, "int64 of shape (n,) on the CPU", ids)
     array: NDArray[np.int64] = (ids if ids.is_contiguous() else ids.contiguous()).numpy()
     return array
 
@@ -55,7 +55,7 @@ def float_array(values: Tensor, shape: tuple[int, ...], name: str) -> NDArray[np
         or values.shape != shape
         or not values.is_cpu
     ):
-        _refuse(name, f"float32 of shape {shape} on the CPU", values)
+        refuse(name, f"float32 of shape {shape} on the CPU", values)
     if values.requires_grad:
         values = values.detach()
     array: NDArray[np.float32] = (values if values.is_contiguous() else values.contiguous()).numpy()
@@ -67,7 +67,7 @@ def out_array(out: Tensor | None, n: int, dim: int) -> tuple[Tensor, NDArray[np.
     if out is None:
         out = torch.empty((n, dim), dtype=torch.float32)
     elif not isinstance(out, Tensor) or not out.is_contiguous() or out.requires_grad:
-        _refuse("out", f"float32, contiguous, without gradient, of shape {(n, dim)}", out)
+        refuse("out", f"float32, contiguous, without gradient, of shape {(n, dim)}", out)
     return out, float_array(out, (n, dim), "out")
 
 
@@ -76,7 +76,7 @@ def event_time_array(event_time: int | Tensor, n: int) -> NDArray[np.int64]:
     if isinstance(event_time, Tensor):
         times = id_array(event_time, "event_time")
         if len(times) != n:
-            _refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
+            refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
         # Negative times are huge as unsigned, so one comparison finds both ends.
         if n and int(times.view(np.uint64).max()) > MAX_EVENT_TIME:
             wrong = times[(times < 0) | (times > MAX_EVENT_TIME)]
@@ -149,7 +149,7 @@ def count_array(counts: Tensor | None, n: int) -> NDArray[np.uint32] | None:
         return None
     numbers = id_array(counts, "counts")
     if len(numbers) != n:
-        _refuse("counts", f"int64 of shape ({n},)", counts)
+        refuse("counts", f"int64 of shape ({n},)", counts)
     if n and int(numbers.min()) < 1:
         raise TableArgumentError(f"counts must be 1 or more, got {int(numbers.min())}")
     return np.minimum(numbers, _UINT32_MAX).astype(np.uint32)
@@ -215,7 +215,7 @@ def row_arrays(
     return ids, times, values, float_array(rows.state, (n, config.state_dim), "rows.state")
 
 
-def _refuse(name: str, wanted: str, found: object) -> NoReturn:
+def refuse(name: str, wanted: str, found: object) -> NoReturn:
     if isinstance(found, Tensor):
         seen = f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)} on {found.device}"
         seen += "" if found.is_contiguous() else ", not contiguous"

@@ -15,6 +15,7 @@ MAX_SLOTS = 1 << 15
 """Slots a version-2 feature id can name."""
 
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
+_INVERSE = np.uint64(0xCFEE444D8B59A89B)  # of the multiplier, modulo 2^64
 _HALF = np.uint64(32)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,6 +29,14 @@ def mix(ids: NDArray[np.int64] | NDArray[np.uint64]) -> NDArray[np.uint64]:
     h *= _MULTIPLIER
     h ^= h >> _HALF
     return h
+
+
+def unmix(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the ids that have these hashes."""
+    h = hashes
+    for _ in range(2):
+        h = (h ^ h >> _HALF) * _INVERSE
+    return (h ^ h >> _HALF).view(np.int64)
 
 
 def mix_one(number: int) -> int:

@@ -30,6 +30,12 @@ class Initializer(ABC):
     def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
         """Return float32 of shape (len(ids), len(columns)); `columns` counts over the whole entry."""
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Between what values are drawn; the two are equal where they are not random."""
+        constant = float(self.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
+        return constant, constant
+
     def __str__(self) -> str:
         return label(self.kind, self)
 
@@ -105,6 +111,10 @@ class RandomUniform(Initializer):
             raise ConfigError(
                 f"random_uniform initializer: needs finite low <= high, got {self.low!r} and {self.high!r}"
             )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
 
     def values(self, ids: NDArray[np.int64], columns: range, seed: int) -> NDArray[np.float32]:
         low, high = np.float32(self.low), np.float32(self.high)

@@ -21,7 +21,6 @@ from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
 from monolith.table.compressors import Compressor, FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
-from monolith.table.initializers import RandomUniform
 from monolith.table.optimizers import Optimizer
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
@@ -350,15 +349,11 @@ def _mask(found: NDArray[np.uint8]) -> Tensor:
 
 
 def _segment_spec(segment: Segment) -> native.SegmentSpec:
-    initial = segment.initializer
-    if isinstance(initial, RandomUniform):
-        low, high = initial.low, initial.high
-    else:
-        low = high = float(initial.values(np.zeros(1, np.int64), range(1), 0)[0, 0])
     optimizer = _optimizer_spec(segment.optimizer)
     if segment.optimizer.decays_lazily:
         optimizer.decay_rate = segment.decay_rate
-    return native.SegmentSpec(segment.dim, optimizer, (low, high), _compressor_spec(segment.compressor))
+    bounds = segment.initializer.bounds
+    return native.SegmentSpec(segment.dim, optimizer, bounds, _compressor_spec(segment.compressor))
 
 
 def _optimizer_spec(optimizer: Optimizer) -> native.OptimizerSpec:

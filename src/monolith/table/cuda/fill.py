@@ -1,0 +1,84 @@
+"""Fill: how full a device table is, as far as the host knows without asking.
+
+A batch makes at most as many rows as it has ids. The host adds those up, and now and then has the true number
+copied to it, which it looks at once it has arrived; only who must know waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from monolith.errors import TableArgumentError
+from monolith.table.arguments import MAX_EVENT_TIME
+from monolith.table.cuda.memory import BAD_TIMES, MARKS, NEWEST, USED
+
+_ASKED_FROM = 0.5  # of the limit: below that it does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The counters as they were read."""
+
+    counters: list[int]
+
+    @property
+    def rows(self) -> int:
+        return self.counters[USED] - self.counters[MARKS]
+
+
+class Fill:
+    """The counters of one table. Not thread-safe.
+
+    Attributes:
+        counters: int64 on the device.
+    """
+
+    def __init__(self, name: str, counters: Tensor) -> None:
+        self.counters = counters
+        self._name = name
+        self._bound = 0
+        self._copy = torch.empty_like(counters, device="cpu", pin_memory=True)
+        self._arrives: torch.cuda.Event | None = None
+        self._since = 0  # ids of batches that the copy on its way does not know
+
+    def bound(self) -> int:
+        """Return a number of places that are not exceeded."""
+        if self._arrives is not None and self._arrives.query():  # type: ignore[no-untyped-call]
+            self._arrives = None
+            self._bound = min(self._bound, self._checked(self._copy.tolist()).counters[USED] + self._since)
+        return self._bound
+
+    def grew(self, ids: int, limit: int) -> None:
+        """Take note of a batch that was written, and ask for the number where it comes to matter."""
+        self._bound += ids
+        self._since += ids
+        if self._arrives is None and self._bound > _ASKED_FROM * limit:
+            self._copy.copy_(self.counters, non_blocking=True)
+            self._arrives = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrives.record()
+            self._since = 0
+
+    def read(self) -> Counted:
+        """Return the counters, waiting for the device."""
+        seen = Counted(self.counters.tolist())
+        self._arrives = None
+        self._bound = seen.counters[USED]
+        return self._checked(seen.counters)
+
+    def clear(self) -> None:
+        """Take note that there are no rows any more, and what time it was is forgotten."""
+        self.counters[USED] = self.counters[MARKS] = self.counters[NEWEST] = 0
+        self._bound = self._since = 0
+        self._arrives = None
+
+    def _checked(self, counters: list[int]) -> Counted:
+        if wrong := counters[BAD_TIMES]:
+            self.counters[BAD_TIMES] = 0
+            raise TableArgumentError(
+                f"table {self._name!r}: event_time: {wrong:,} on the device, handed over by an earlier call, "
+                f"were not Unix seconds from 0 to {MAX_EVENT_TIME}; those rows were written with time 0"
+            )
+        return Counted(counters)

@@ -1,0 +1,210 @@
+"""Kernels: CUDA source, compiled when first used and kept, launched on torch's stream.
+
+The compiler is NVRTC, which every CUDA build of torch brings, and the driver loads what it made: a user needs
+neither nvcc nor a compiler, and who has no GPU never comes here. What was compiled is kept in a folder of the
+user's cache, by what it was made of and for: source, options, architecture, compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from monolith.errors import AcceleratorError
+
+THREADS = 256
+"""Threads of a block, where nothing speaks for another number."""
+
+_OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
+
+
+class Kernels:
+    """The kernels of one source. Thread-safe.
+
+    Args:
+        source: CUDA C++, with `extern "C"` kernels.
+        name: Of the source, for messages.
+
+    Raises:
+        AcceleratorError: There is no CUDA device or no compiler, or the source does not compile.
+    """
+
+    def __init__(self, source: str, name: str, device: torch.device) -> None:
+        self._device = device
+        self._driver = _Driver(device)
+        image = _compiled(source, name, device)
+        self._module = self._driver.load(image)
+        self._lock = threading.Lock()
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def launch(
+        self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
+    ) -> None:
+        """Put a launch on a stream, by its handle; nothing is waited for.
+
+        Args:
+            blocks: How many; none launches nothing.
+            arguments: Tensors as pointers to their first element, None as a null pointer, numbers, arrays
+                and structures of ctypes as they are. Who calls answers for their types, as in C.
+        """
+        if blocks <= 0:
+            return
+        with self._lock:
+            function = self._functions.get(kernel)
+            if function is None:
+                function = self._functions[kernel] = self._driver.function(self._module, kernel)
+        packed = [_packed(one) for one in arguments]
+        pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
+        self._driver.launch(function, blocks, threads, ctypes.c_void_p(stream), pointers)
+
+
+Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]
+Argument = Tensor | Plain | None
+
+
+def _packed(argument: Argument) -> Plain:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_void_p(None) if argument is None else argument
+
+
+def blocks_for(work: int, *, per_block: int = THREADS) -> int:
+    """Return how many blocks do so much work."""
+    return -(-work // per_block)
+
+
+class _Driver:
+    """What is needed of the CUDA driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes the context that modules are loaded into
+        self._device = device
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as cause:
+            raise AcceleratorError(f"the CUDA driver cannot be loaded: {cause}") from cause
+
+    def load(self, image: bytes) -> ctypes.c_void_p:
+        module = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image))
+        return module
+
+    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        found = ctypes.c_void_p()
+        self._check(self._cuda.cuModuleGetFunction(ctypes.byref(found), module, name.encode()))
+        return found
+
+    def launch(
+        self,
+        function: ctypes.c_void_p,
+        blocks: int,
+        threads: int,
+        stream: ctypes.c_void_p,
+        arguments: ctypes.Array[ctypes.c_void_p],
+    ) -> None:
+        sizes = (ctypes.c_uint(one) for one in (blocks, 1, 1, threads, 1, 1, 0))
+        self._check(self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None))
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(status, ctypes.byref(text))
+            raise AcceleratorError(f"CUDA: {(text.value or b'').decode()} (error {status})")
+
+
+# Compiling
+
+
+def _compiled(source: str, name: str, device: torch.device) -> bytes:
+    major, minor = torch.cuda.get_device_capability(device)
+    options = (*_OPTIONS, f"--gpu-architecture=sm_{major}{minor}")
+    compiler = _Compiler()
+    about = "\0".join([source, *options, compiler.version])
+    kept = _cache_folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.cubin"
+    try:
+        return kept.read_bytes()
+    except OSError:
+        image = compiler.compile(source, f"{name}.cu", options)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        aside = kept.with_suffix(f".{os.getpid()}")
+        aside.write_bytes(image)
+        aside.replace(kept)
+    except OSError:
+        pass  # compiled again next time
+    return image
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "monolith", "kernels")
+
+
+class _Compiler:
+    """NVRTC, as torch brings it."""
+
+    def __init__(self) -> None:
+        self._nvrtc = _load_nvrtc()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"{major.value}.{minor.value}"
+
+    def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
+        program = ctypes.c_void_p()
+        words = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
+        self._check(
+            self._nvrtc.nvrtcCreateProgram(
+                ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+            )
+        )
+        try:
+            if self._nvrtc.nvrtcCompileProgram(program, len(options), words):
+                raise AcceleratorError(f"{name} does not compile:\n{self._text(program)}")
+            size = ctypes.c_size_t()
+            self._check(self._nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+            image = ctypes.create_string_buffer(size.value)
+            self._check(self._nvrtc.nvrtcGetCUBIN(program, image))
+            return image.raw
+        finally:
+            self._nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _text(self, program: ctypes.c_void_p) -> str:
+        size = ctypes.c_size_t()
+        self._check(self._nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+        log = ctypes.create_string_buffer(size.value)
+        self._check(self._nvrtc.nvrtcGetProgramLog(program, log))
+        return log.value.decode(errors="replace")
+
+    def _check(self, status: int) -> None:
+        if status:
+            self._nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            text = self._nvrtc.nvrtcGetErrorString(status) or b""
+            raise AcceleratorError(f"NVRTC: {text.decode()} (error {status})")
+
+
+def _load_nvrtc() -> ctypes.CDLL:
+    """Load the compiler that torch was built with: where torch's own packages have it, or the system."""
+    if torch.version.cuda is None:
+        raise AcceleratorError("this torch was built without CUDA; install a CUDA build of torch")
+    file = f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
+    packages = Path(torch.__file__).parents[1]
+    places = [*packages.glob(f"nvidia/*/lib/{file}"), Path(torch.__file__).parent / "lib" / file, Path(file)]
+    for place in places:
+        try:
+            return ctypes.CDLL(str(place))
+        except OSError:
+            continue
+    raise AcceleratorError(
+        f"{file} was not found, which compiles the kernels of tables on the GPU. It comes with torch's CUDA "
+        "packages: pip install nvidia-cuda-nvrtc"
+    )

@@ -1,0 +1,111 @@
+// The index of a table in device memory: which place a row has, by the hash of its id.
+//
+// Keys are hashes (hash.h) in buckets of 16, 128 bytes each, and a row lies at the place of its key. The home
+// of a hash is a bucket by its leading bits; where that has no free place the next one follows, and so on, so
+// that a hash is in the first bucket with a free place at the latest. That holds by bucket, not by place: a
+// place may become free again wherever its bucket has a free one already, and is marked otherwise. Two hashes
+// mean something else as keys, free and marked: their ids have places of their own behind the buckets.
+//
+// Kernels that claim run beside none that drop: the table launches them one after another on one stream.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define FREE 0ULL
+#define MARK 1ULL
+#define HELD 2ULL  // the key of a place behind the buckets that has a row
+#define NONE 0x7fffffff
+#define KEYS 16  // of a bucket
+
+// What a table counts on the device, in this order.
+enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND };
+
+// Why a position of a batch is passed over.
+enum Skip { UNUSABLE = 1, TURNED_AWAY = 2, ELSEWHERE = 4 };
+
+__device__ __forceinline__ u64 mix(u64 h) {
+  h ^= h >> 32;
+  h *= 0xd6e8feb86659fd93ULL;
+  h ^= h >> 32;
+  h *= 0xd6e8feb86659fd93ULL;
+  h ^= h >> 32;
+  return h;
+}
+
+__device__ __forceinline__ i64 unmix(u64 h) {
+  h ^= h >> 32;
+  h *= 0xcfee444d8b59a89bULL;
+  h ^= h >> 32;
+  h *= 0xcfee444d8b59a89bULL;
+  h ^= h >> 32;
+  return (i64)h;
+}
+
+__device__ __forceinline__ u64 hash_at(const u64* keys, u64 buckets, u64 place) {
+  return place < buckets * KEYS ? keys[place] : place - buckets * KEYS;
+}
+
+__device__ __forceinline__ bool held_at(const u64* keys, u64 buckets, u64 place) {
+  return place < buckets * KEYS ? keys[place] > MARK : keys[place] != FREE;
+}
+
+__device__ __forceinline__ int find(const u64* keys, u64 buckets, u64 hash) {
+  if (hash <= MARK) {
+    const u64 place = buckets * KEYS + hash;
+    return keys[place] != FREE ? (int)place : NONE;
+  }
+  u64 bucket = __umul64hi(hash, buckets);
+  const int start = (int)(hash & (KEYS - 1));
+  for (u64 seen = 0; seen < buckets; ++seen) {
+    bool open = false;
+    for (int j = 0; j < KEYS; ++j) {
+      const u64 place = bucket * KEYS + ((start + j) & (KEYS - 1));
+      const u64 key = keys[place];
+      if (key == hash) return (int)place;
+      open |= key == FREE;
+    }
+    if (open) return NONE;
+    if (++bucket == buckets) bucket = 0;
+  }
+  return NONE;
+}
+
+// The place of a hash, which is given one where it has none. Threads with equal hashes go through a bucket in
+// one order and each takes the first free place of it, so that one of them takes it for all: while this runs
+// a place that is taken stays taken. Caches next to the processors may be behind, so loads go past them.
+__device__ __forceinline__ int claim(u64* keys, u64 buckets, u64 hash, bool& fresh) {
+  if (hash <= MARK) {
+    const u64 place = buckets * KEYS + hash;
+    fresh = atomicCAS(&keys[place], FREE, HELD) == FREE;
+    return (int)place;
+  }
+  u64 bucket = __umul64hi(hash, buckets);
+  const int start = (int)(hash & (KEYS - 1));
+  for (u64 seen = 0; seen < buckets; ++seen) {
+    for (int from = 0;;) {
+      int open = -1;
+      for (int j = from; j < KEYS; ++j) {
+        const u64 place = bucket * KEYS + ((start + j) & (KEYS - 1));
+        const u64 key = __ldcg(&keys[place]);
+        if (key == hash) return (int)place;
+        if (key == FREE && open < 0) open = j;
+      }
+      if (open < 0) break;
+      const u64 place = bucket * KEYS + ((start + open) & (KEYS - 1));
+      const u64 key = atomicCAS(&keys[place], FREE, hash);
+      fresh = key == FREE;
+      if (fresh || key == hash) return (int)place;
+      from = open + 1;
+    }
+    if (++bucket == buckets) bucket = 0;
+  }
+  return NONE;
+}
+
+// Adds up what each thread of a warp says, into a counter. Every thread of the warp calls it.
+__device__ __forceinline__ void count(u64* counter, bool one) {
+  const u32 ones = __ballot_sync(0xffffffffu, one);
+  if ((threadIdx.x & 31) == 0 && ones != 0) atomicAdd(counter, (u64)__popc(ones));
+}

@@ -1,0 +1,384 @@
+// What is done to rows, made for one layout: `places.cuh` and the layout's constants stand before it.
+//
+// The layout says DIM, STATE_DIM, ROW_BYTES, SERVING, LANES, SEED, SEGMENTS and has a struct for each segment,
+// Segment0 and so on, which EACH_SEGMENT(X) hands to X by number.
+//
+// A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
+// came. LANES threads do one row, each the columns lane, lane + LANES and so on, so that a float of a row is
+// only ever touched by one of them; what is not a column belongs to the first.
+
+enum Optimizer {
+  SGD, ADAGRAD, DYNAMIC_WD_ADAGRAD, ADADELTA, ADAM, AMSGRAD, BATCH_SOFTMAX, FTRL, GROUP_ADAGRAD, GROUP_FTRL,
+  MOMENTUM, MOVING_AVERAGE, RMSPROP, RMSPROPV2
+};
+enum Compressor { FP32, FP16, FIXED_R8, ONE_BIT };
+
+#define COLUMN 0x9e3779b97f4a7c15ULL
+
+LAYOUT
+
+// By segment: what changes from step to step.
+struct Scalars {
+  float rate[SEGMENTS];
+  float scale[SEGMENTS];
+};
+
+// The arrays of a table.
+struct Table {
+  u64* keys;
+  u64 buckets;
+  u32* times;
+  u8* values;
+  float* states;
+  u64* counters;
+
+  __device__ u64 hash(int place) const { return hash_at(keys, buckets, (u64)place); }
+  __device__ u8* row(int place) const { return values + (u64)place * ROW_BYTES; }
+  __device__ float* state(int place) const { return states + (u64)place * STATE_DIM; }
+};
+
+// A batch that is written, sorted by place.
+struct Writes {
+  const int* places;
+  const i64* order;
+  i64 n;
+  const u8* made;
+  const u32* times;
+  u32 time;
+
+  __device__ u32 time_of(i64 position) const { return times != nullptr ? times[position] : time; }
+};
+
+// ---- values --------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float float_with(u32 bits) { return __uint_as_float(bits); }
+
+__device__ __forceinline__ u32 half_of(float value) {
+  const u32 bits = bits_of(value);
+  const u32 sign = bits >> 16 & 0x8000;
+  const u32 magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return sign | 0x7e00;
+  if (magnitude >= 0x477ff000) return sign | 0x7c00;
+  if (magnitude < 0x38800000) return sign | (bits_of(float_with(magnitude) + 0.5f) - 0x3f000000);
+  const u32 odd = magnitude >> 13 & 1;
+  return sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13);
+}
+
+__device__ __forceinline__ float float_of(u32 half) {
+  const u32 sign = (half & 0x8000) << 16;
+  const u32 magnitude = half & 0x7fff;
+  if (magnitude >= 0x7c00) return float_with(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude < 0x400) return float_with(sign | bits_of((float)magnitude * 0x1p-24f));
+  return float_with(sign | ((magnitude << 13) + 0x38000000));
+}
+
+__device__ __forceinline__ u32 next_half(u32 half, bool up) {
+  if ((half & 0x7fff) == 0) return up ? 0x0001 : 0x8001;
+  return (up != ((half & 0x8000) != 0) ? half + 1 : half - 1) & 0xffff;
+}
+
+__device__ __forceinline__ float round_to_half(float value, float chance) {
+  if (!isfinite(value)) return value;
+  if (fabsf(value) >= 65504.0f) return copysignf(65504.0f, value);
+  const u32 nearest = half_of(value);
+  const float exact = float_of(nearest);
+  if (exact == value) return value;
+  const float down = exact < value ? exact : float_of(next_half(nearest, false));
+  const float up = exact > value ? exact : float_of(next_half(nearest, true));
+  return chance <= (value - down) / (up - down) ? up : down;
+}
+
+__device__ __forceinline__ int r8_code(float value, float range) {
+  const float step = range / 128.0f;
+  if (isnan(value)) return 0;
+  const float scaled = (value + copysignf(step * 0.5f, value == 0 ? 1.0f : value)) / step;
+  const float whole = truncf(scaled);
+  return (int)(whole < -128.0f ? -128.0f : whole > 127.0f ? 127.0f : whole);
+}
+
+__device__ __forceinline__ float r8_value(int code, float range) { return (float)code * (range / 128.0f); }
+
+__device__ __forceinline__ float draw(u64 salt, int column) {
+  return (float)(mix(salt + SEED + COLUMN * (u64)(column + 1)) >> 40) * 0x1p-24f;
+}
+
+template <class S>
+__device__ __forceinline__ float decoded(const u8* row, int i) {
+  if (S::kCompressor == FP16) {
+    const u8* at = row + S::kByte + 2 * i;
+    return float_of((u32)at[0] | (u32)at[1] << 8);
+  }
+  if (S::kCompressor == FIXED_R8) return r8_value((signed char)row[S::kByte + i], S::kRange);
+  if (S::kCompressor == ONE_BIT)
+    return (signed char)row[S::kByte + i] > 0 ? S::kAmplitude : -S::kAmplitude;
+  const u8* at = row + S::kByte + 4 * i;
+  return float_with((u32)at[0] | (u32)at[1] << 8 | (u32)at[2] << 16 | (u32)at[3] << 24);
+}
+
+template <class S>
+__device__ __forceinline__ void encode(u8* row, int i, float x) {
+  if (S::kCompressor == FP16) {
+    const u32 half = half_of(x);
+    row[S::kByte + 2 * i] = (u8)half;
+    row[S::kByte + 2 * i + 1] = (u8)(half >> 8);
+  } else if (S::kCompressor == FIXED_R8) {
+    row[S::kByte + i] = (u8)r8_code(x, S::kRange);
+  } else if (S::kCompressor == ONE_BIT) {
+    row[S::kByte + i] = (u8)(x > 0 ? 1 : -1);
+  } else {
+    const u32 bits = bits_of(x);
+    for (int b = 0; b < 4; ++b) row[S::kByte + 4 * i + b] = (u8)(bits >> 8 * b);
+  }
+}
+
+#define OF_COLUMN(p) if (column < Segment##p::kColumn + Segment##p::kDim)
+
+// The value of a column as stored.
+__device__ __forceinline__ float read_value(const u8* row, int column) {
+#if SERVING
+#define READ(p) OF_COLUMN(p) return decoded<Segment##p>(row, column - Segment##p::kColumn);
+  EACH_SEGMENT(READ)
+#undef READ
+  return 0;
+#else
+  return ((const float*)row)[column];
+#endif
+}
+
+__device__ __forceinline__ void write_value(u8* row, int column, float x) {
+#if SERVING
+#define WRITE(p)                                                \
+  OF_COLUMN(p) {                                                \
+    encode<Segment##p>(row, column - Segment##p::kColumn, x);   \
+    return;                                                     \
+  }
+  EACH_SEGMENT(WRITE)
+#undef WRITE
+#else
+  ((float*)row)[column] = x;
+#endif
+}
+
+// What training sees of a value.
+template <class S>
+__device__ __forceinline__ float view(float x, float scale) {
+  if (S::kCompressor == FIXED_R8) return r8_value(r8_code(x, S::kRange), S::kRange);
+  if (S::kCompressor == ONE_BIT) return S::kAmplitude * tanhf(scale * x);
+  return x;
+}
+
+__device__ __forceinline__ float seen_value(const u8* row, int column, const Scalars& scalars) {
+  const float x = read_value(row, column);
+#if !SERVING
+#define SEE(p) OF_COLUMN(p) return view<Segment##p>(x, scalars.scale[p]);
+  EACH_SEGMENT(SEE)
+#undef SEE
+#endif
+  return x;
+}
+
+// ---- new rows ------------------------------------------------------------------------------------
+
+template <class S>
+__device__ __forceinline__ float first_value(u64 hash, int i) {
+  if (S::kLow == S::kHigh) return S::kLow;
+  return S::kLow + (S::kHigh - S::kLow) * draw(hash, S::kColumn + i);
+}
+
+template <class S>
+__device__ __forceinline__ float first_state(int i) {
+  constexpr int d = S::kDim;
+  if (S::kOptimizer == ADAGRAD || S::kOptimizer == DYNAMIC_WD_ADAGRAD || S::kOptimizer == FTRL ||
+      S::kOptimizer == GROUP_FTRL || S::kOptimizer == GROUP_ADAGRAD)
+    return i < d ? S::kInitialAccumulator : 0.0f;
+  constexpr int powers = S::kOptimizer == ADAM ? 2 * d : S::kOptimizer == AMSGRAD ? 3 * d : -2;
+  return powers < 0 ? 0.0f : i == powers ? S::kBeta1 : i == powers + 1 ? S::kBeta2 : 0.0f;
+}
+
+__device__ __forceinline__ void start_values(u8* row, u64 hash, int lane) {
+#define START(p)                                       \
+  for (int i = lane; i < Segment##p::kDim; i += LANES) \
+    write_value(row, Segment##p::kColumn + i, first_value<Segment##p>(hash, i));
+  EACH_SEGMENT(START)
+#undef START
+}
+
+__device__ __forceinline__ void start_state(float* state, int lane) {
+#define START(p)                                                                       \
+  for (int i = lane; i < (SERVING ? 0 : Segment##p::kStateDim); i += LANES)            \
+    state[Segment##p::kState + i] = first_state<Segment##p>(i);
+  EACH_SEGMENT(START)
+#undef START
+}
+
+// ---- reading -------------------------------------------------------------------------------------
+
+// Finds and copies in one go. 16 threads look at a bucket at once; four ids are on their way together.
+extern "C" __global__ void lookup(Table table, const i64* __restrict__ ids, i64 n, Scalars scalars,
+                                  float* __restrict__ out) {
+  constexpr int kTogether = 4;
+  const u64* __restrict__ keys = table.keys;
+  const i64 tile = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / KEYS;
+  const i64 tiles = (i64)gridDim.x * blockDim.x / KEYS;
+  const int lane = threadIdx.x & (KEYS - 1);
+  const u32 mask = 0xffffu << (threadIdx.x & 16);
+  for (i64 i = tile * kTogether; i < n; i += tiles * kTogether) {
+    u64 hash[kTogether], key[kTogether], bucket[kTogether];
+    i64 place[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      hash[j] = mix((u64)ids[i + j < n ? i + j : n - 1]);
+      bucket[j] = __umul64hi(hash[j], table.buckets);
+      key[j] = keys[bucket[j] * KEYS + lane];
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      place[j] = -1;
+      if (hash[j] <= MARK) {
+        const u64 own = table.buckets * KEYS + hash[j];
+        if (keys[own] != FREE) place[j] = (i64)own;
+        continue;
+      }
+      for (u64 seen = 0; seen < table.buckets; ++seen) {
+        const u32 hit = __ballot_sync(mask, key[j] == hash[j]) & mask;
+        if (hit != 0) {
+          place[j] = (i64)(bucket[j] * KEYS + ((__ffs(hit) - 1) & (KEYS - 1)));
+          break;
+        }
+        if ((__ballot_sync(mask, key[j] == FREE) & mask) != 0) break;
+        if (++bucket[j] == table.buckets) bucket[j] = 0;
+        key[j] = keys[bucket[j] * KEYS + lane];
+      }
+    }
+#if PLAIN && DIM % 4 == 0
+    constexpr int kFours = DIM / 4;
+    const float4* __restrict__ rows = (const float4*)table.values;
+    float4* __restrict__ to = (float4*)out;
+    for (int v = lane; v < kFours; v += KEYS) {
+      float4 four[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        four[j] = place[j] < 0 ? make_float4(0, 0, 0, 0) : rows[place[j] * kFours + v];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        if (i + j < n) __stcs(&to[(i + j) * kFours + v], four[j]);
+    }
+#else
+    for (int j = 0; j < kTogether; ++j)
+      if (i + j < n)
+        for (int c = lane; c < DIM; c += KEYS)
+          out[(i + j) * DIM + c] = place[j] < 0 ? 0.0f : seen_value(table.row((int)place[j]), c, scalars);
+#endif
+  }
+}
+
+// Whole rows by their places, zeros where there is none.
+extern "C" __global__ void read_rows(Table table, const int* __restrict__ places, i64 n,
+                                     i64* __restrict__ times, float* __restrict__ values,
+                                     float* __restrict__ states) {
+  const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x & 31;
+  if (i >= n) return;
+  const int place = places[i];
+  const bool there = place != NONE;
+  if (lane == 0) times[i] = there ? (i64)table.times[place] : 0;
+  for (int c = lane; c < DIM; c += 32) values[i * DIM + c] = there ? read_value(table.row(place), c) : 0.0f;
+  for (int s = lane; s < STATE_DIM; s += 32)
+    states[i * STATE_DIM + s] = there ? table.state(place)[s] : 0.0f;
+}
+
+// ---- writing -------------------------------------------------------------------------------------
+
+// Positions of a batch that share a row.
+struct Run {
+  int place;
+  i64 first;
+  i64 count;
+  bool fresh;
+  u32 newest;
+};
+
+// The run that begins at `at` of the sorted batch, to all lanes of a tile; false when none begins there.
+__device__ __forceinline__ bool run_at(const Writes& writes, i64 at, int lane, u32 tile, Run& run) {
+  if (at >= writes.n) return false;
+  run.place = writes.places[at];
+  if (run.place == NONE || (at > 0 && writes.places[at - 1] == run.place)) return false;
+  u32 fresh = 0;
+  u32 newest = 0;
+  u32 count = 0;
+  for (i64 j = at + lane; j < writes.n && writes.places[j] == run.place; j += LANES) {
+    const i64 position = writes.order[j];
+    fresh |= writes.made[position];
+    newest = max(newest, writes.time_of(position));
+    ++count;
+  }
+#pragma unroll
+  for (int lanes = LANES / 2; lanes > 0; lanes >>= 1) {
+    fresh |= __shfl_xor_sync(tile, fresh, lanes, LANES);
+    newest = max(newest, __shfl_xor_sync(tile, newest, lanes, LANES));
+    count += __shfl_xor_sync(tile, count, lanes, LANES);
+  }
+  run.first = at;
+  run.count = count;
+  run.fresh = fresh != 0;
+  run.newest = newest;
+  return true;
+}
+
+// The lanes of a tile within its warp.
+#define TILE_MASK \
+  (LANES == 32 ? 0xffffffffu : ((1u << (LANES & 31)) - 1) << (threadIdx.x & 31 & ~(LANES - 1)))
+
+#define TILE                                                                  \
+  const i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;        \
+  const int lane = threadIdx.x & (LANES - 1);                                 \
+  const u32 tile = TILE_MASK;                                                 \
+  Run run;                                                                    \
+  if (!run_at(writes, at, lane, tile, run)) return;
+
+__device__ __forceinline__ void refresh(const Table& table, const Run& run, int lane) {
+  if (lane == 0) table.times[run.place] = run.fresh ? run.newest : max(table.times[run.place], run.newest);
+}
+
+// Sets values: of equal ids the last. `whole` rows bring their time, and their state unless it is null.
+extern "C" __global__ void put_rows(Table table, Writes writes, const float* __restrict__ values,
+                                    const float* __restrict__ states, int whole) {
+  TILE
+  const i64 last = writes.order[run.first + run.count - 1];
+  u8* const row = table.row(run.place);
+  for (int c = lane; c < DIM; c += LANES) write_value(row, c, values[last * DIM + c]);
+  if (whole && states != nullptr)
+    for (int s = lane; s < STATE_DIM; s += LANES) table.state(run.place)[s] = states[last * STATE_DIM + s];
+  else if (whole || run.fresh)
+    start_state(table.state(run.place), lane);
+  if (!whole)
+    refresh(table, run, lane);
+  else if (lane == 0)
+    table.times[run.place] = writes.time_of(last);
+}
+
+extern "C" __global__ void add_rows(Table table, Writes writes, const float* __restrict__ values) {
+  TILE
+  u8* const row = table.row(run.place);
+  if (run.fresh) {
+    start_values(row, table.hash(run.place), lane);
+    start_state(table.state(run.place), lane);
+    __syncwarp(tile);
+  }
+  for (i64 q = 0; q < run.count; ++q) {
+    const i64 position = writes.order[run.first + q];
+    for (int c = lane; c < DIM; c += LANES)
+      write_value(row, c, read_value(row, c) + values[position * DIM + c]);
+  }
+  refresh(table, run, lane);
+}
+
+extern "C" __global__ void reset_rows(Table table, Writes writes, signed char* __restrict__ status) {
+  TILE
+  start_values(table.row(run.place), table.hash(run.place), lane);
+  start_state(table.state(run.place), lane);
+  for (i64 q = lane; q < run.count; q += LANES)
+    status[writes.order[run.first + q]] = run.fresh && q == 0 ? 0 : 1;
+  if (lane == 0) table.times[run.place] = run.newest;
+}

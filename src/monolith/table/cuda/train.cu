@@ -1,0 +1,485 @@
+// How rows take steps, made for one layout: `rows.cu` stands before it. Serving tables have none of it.
+//
+// All arithmetic is float32 in the order of native/src/optimizers.cc and never fused: the same bits come out.
+
+#define MAX_GRADIENT 1e15f
+
+// Which gradients nothing is trained by.
+extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i64 n, u8* __restrict__ skip,
+                                         u64* counters) {
+  const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  const int lane = threadIdx.x & (LANES - 1);
+  bool usable = true;
+  if (i < n)
+    for (int c = lane; c < DIM; c += LANES) usable &= fabsf(gradients[i * DIM + c]) <= MAX_GRADIENT;
+  const u32 bad = __ballot_sync(0xffffffffu, !usable);
+  const bool left_out = (bad & TILE_MASK) != 0;
+  if (lane == 0 && i < n) skip[i] = left_out ? UNUSABLE : 0;
+  count(&counters[NON_FINITE], lane == 0 && i < n && left_out);
+}
+
+__device__ __forceinline__ float over(float numerator, float denominator) {
+  return denominator != 0 ? numerator / denominator : 0.0f;
+}
+
+#define EACH_COLUMN                                  \
+  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
+    if (const int c = lane + k * LANES; c < d)
+
+// The sum over the columns, in their order.
+template <int d, int kMany>
+__device__ __forceinline__ float sum_in_order(const float (&x)[kMany], u32 tile) {
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < kMany; ++k)
+#pragma unroll 1
+    for (int l = 0; l < LANES; ++l) {
+      const float one = __shfl_sync(tile, x[k], l, LANES);
+      if (k * LANES + l < d) sum += one;
+    }
+  return sum;
+}
+
+__device__ __forceinline__ void put_step(float* at, i64 step) {
+  at[0] = float_with((u32)(u64)step);
+  at[1] = float_with((u32)((u64)step >> 32));
+}
+
+__device__ __forceinline__ i64 step_of(const float* at) {
+  return (i64)((u64)bits_of(at[0]) | (u64)bits_of(at[1]) << 32);
+}
+
+// Floats of state that there is one of for each value, and floats behind those.
+template <int kind>
+struct StateOf {
+  static constexpr int kVectors =
+      kind == AMSGRAD ? 3
+      : kind == ADADELTA || kind == ADAM || kind == FTRL || kind == GROUP_FTRL ? 2
+      : kind == SGD || kind == MOVING_AVERAGE || kind == BATCH_SOFTMAX || kind == GROUP_ADAGRAD ? 0 : 1;
+  static constexpr int kRest =
+      kind == ADAM || kind == AMSGRAD || kind == DYNAMIC_WD_ADAGRAD || kind == BATCH_SOFTMAX ? 2
+      : kind == GROUP_ADAGRAD ? 1 : 0;
+};
+
+// What a lane holds of a segment while it takes a step: its columns of values, gradient and state.
+template <class S>
+struct Held {
+  static constexpr int kMany = (S::kDim + LANES - 1) / LANES;
+  static constexpr int kVectors = StateOf<S::kOptimizer>::kVectors;
+  static constexpr int kRest = StateOf<S::kOptimizer>::kRest;
+  float x[kMany];
+  float g[kMany];
+  float state[kVectors > 0 ? kVectors : 1][kMany];
+  float rest[2];  // the same in every lane
+};
+
+// One step of a segment.
+template <class S>
+__device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, int lane, u32 tile) {
+  constexpr int d = S::kDim;
+  constexpr int kMany = Held<S>::kMany;
+  constexpr int kind = S::kOptimizer;
+  float (&x)[kMany] = held.x;
+  const float (&g)[kMany] = held.g;
+  auto& state = held.state;
+  float (&rest)[2] = held.rest;
+  if constexpr (kind == SGD) {
+    EACH_COLUMN x[k] -= rate * g[k];
+  } else if constexpr (kind == ADAGRAD || (kind == DYNAMIC_WD_ADAGRAD && !S::kDecouple)) {
+    EACH_COLUMN {
+      float grad = g[k];
+      if (S::kWeightDecay != 0) grad += S::kWeightDecay * x[k];
+      const float sum = state[0][k] + grad * grad;
+      state[0][k] = sum;
+      x[k] = x[k] - over(rate, sqrtf(sum)) * grad;
+    }
+    if (kind == DYNAMIC_WD_ADAGRAD) put_step(rest, step);
+  } else if constexpr (kind == DYNAMIC_WD_ADAGRAD) {
+    const float decay = rate * S::kWeightDecay;
+    EACH_COLUMN {
+      const float norm = state[0][k] + g[k] * g[k];
+      state[0][k] = norm;
+      x[k] -= over(rate, sqrtf(norm)) * g[k] + decay * x[k];
+    }
+    put_step(rest, step);
+  } else if constexpr (kind == ADADELTA) {
+    EACH_COLUMN {
+      const float grad = g[k] + S::kWeightDecay * x[k];
+      const float a = S::kRho * state[0][k] + (1 - S::kRho) * grad * grad;
+      const float u = over(sqrtf(state[1][k] + S::kEpsilon), sqrtf(a + S::kEpsilon)) * grad;
+      x[k] -= rate * u;
+      state[1][k] = S::kRho * state[1][k] + (1 - S::kRho) * u * u;
+      state[0][k] = a;
+    }
+  } else if constexpr (kind == ADAM || kind == AMSGRAD) {
+    const float alpha = rate * sqrtf(1 - rest[1]) / (1 - rest[0]);
+    EACH_COLUMN {
+      const float grad = g[k] + S::kWeightDecay * x[k];
+      float m = state[0][k];
+      float v = state[1][k];
+      m += (grad - m) * (1 - S::kBeta1);
+      v += (grad * grad - v) * (1 - S::kBeta2);
+      float square = v;
+      if constexpr (kind == AMSGRAD) {
+        const float largest = state[2][k];
+        square = largest < v ? v : largest;
+        state[2][k] = square;
+      }
+      const float up = S::kNesterov ? (1 - S::kBeta1) * grad + S::kBeta1 * m : m;
+      x[k] -= over(alpha * up, sqrtf(square) + S::kEpsilon);
+      state[0][k] = m;
+      state[1][k] = v;
+    }
+    rest[0] *= S::kBeta1;
+    rest[1] *= S::kBeta2;
+  } else if constexpr (kind == BATCH_SOFTMAX) {
+    EACH_COLUMN x[k] = (1 - rate) * x[k] + rate * (float)(step - step_of(rest));
+    put_step(rest, step);
+  } else if constexpr (kind == FTRL) {
+    if (rate == 0) return;
+    EACH_COLUMN {
+      const float norm = state[0][k];
+      const float n = norm + g[k] * g[k];
+      const float root = sqrtf(n);
+      const float sigma = (root - sqrtf(norm)) / rate;
+      const float z = state[1][k] + (g[k] - sigma * x[k]);
+      const float moved = over(rate * (copysignf(S::kL1, z) - z), root + S::kBeta + S::kL2 * rate);
+      state[0][k] = n;
+      state[1][k] = z;
+      x[k] = fabsf(z) <= S::kL1 ? 0.0f : moved;
+    }
+  } else if constexpr (kind == GROUP_FTRL) {
+    if (rate == 0) return;
+    float squares[kMany] = {};
+    EACH_COLUMN {
+      const float norm = state[0][k];
+      const float n = norm + g[k] * g[k];
+      const float sigma = (sqrtf(n) - sqrtf(norm)) / rate;
+      const float z = state[1][k] + (g[k] - sigma * x[k]);
+      squares[k] = z * z;
+      state[0][k] = n;
+      state[1][k] = z;
+    }
+    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    if (length < S::kL1 || length == 0) {
+      EACH_COLUMN x[k] = 0;
+      return;
+    }
+    const float shrink = (S::kL1 - length) / length;
+    EACH_COLUMN x[k] = over(rate * state[1][k] * shrink, S::kBeta + sqrtf(state[0][k]) + S::kL2 * rate);
+  } else if constexpr (kind == GROUP_ADAGRAD) {
+    float largest = 0;
+    EACH_COLUMN {
+      const float grad = g[k] + S::kWeightDecay * x[k];
+      const float square = grad * grad;
+      largest = largest < square ? square : largest;
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes >>= 1) {
+      const float other = __shfl_xor_sync(tile, largest, lanes, LANES);
+      largest = largest < other ? other : largest;
+    }
+    rest[0] = rest[0] + largest;
+    const float pace = rate / (S::kBeta + sqrtf(rest[0]));
+    if (!(pace > 0) || !isfinite(pace)) return;
+    float squares[kMany] = {};
+    EACH_COLUMN {
+      const float z = g[k] + S::kWeightDecay * x[k] - x[k] / pace;
+      squares[k] = z * z;
+    }
+    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    if (length < S::kL2 || length == 0) {
+      EACH_COLUMN x[k] = 0;
+      return;
+    }
+    const float shrink = -pace * ((length - S::kL2) / length);
+    EACH_COLUMN x[k] = shrink * (g[k] + S::kWeightDecay * x[k] - x[k] / pace);
+  } else if constexpr (kind == MOMENTUM) {
+    EACH_COLUMN {
+      const float dx = rate * (g[k] + S::kWeightDecay * x[k]);
+      const float n = S::kMomentum * state[0][k] - dx;
+      x[k] += S::kNesterov ? -S::kMomentum * state[0][k] + (1 + S::kMomentum) * n : n;
+      state[0][k] = n;
+    }
+  } else if constexpr (kind == MOVING_AVERAGE) {
+    EACH_COLUMN x[k] = S::kMomentum * x[k] + (1 - S::kMomentum) * g[k];
+  } else {
+    const double mu = S::kMomentum;
+    EACH_COLUMN {
+      const double grad = (double)g[k] + (double)S::kWeightDecay * x[k];
+      const double n = mu * state[0][k] + (kind == RMSPROP ? 1 - mu : 1.0) * grad * grad;
+      x[k] = (float)(x[k] - (double)rate / (sqrt(n) + 1) * grad);
+      state[0][k] = (float)n;
+    }
+  }
+}
+
+// The gradients of positions that share a row, to be summed in order.
+struct Gradients {
+  const float* first;
+  const float* all;
+  const i64* order;
+  i64 count;
+  const float* latest;  // the values that the first was computed on, or null
+};
+
+// Steps a segment; false where that would make a value that is not finite. Nothing is written unless STORE.
+template <class S, bool STORE>
+__device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
+                                             float rate, float scale, i64 step, int lane, u32 tile) {
+  constexpr int d = S::kDim;
+  constexpr int kMany = Held<S>::kMany;
+  constexpr int kVectors = Held<S>::kVectors;
+  constexpr int kRest = Held<S>::kRest;
+  float* const state = state_row + S::kState;
+  Held<S> held = {};
+  // All that memory has to say is asked for before the first of it is looked at.
+  EACH_COLUMN {
+    held.x[k] = row[S::kColumn + c];
+    held.g[k] = by.first[S::kColumn + c];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) held.state[v][k] = state[v * d + c];
+  }
+#pragma unroll
+  for (int r = 0; r < kRest; ++r) held.rest[r] = state[kVectors * d + r];
+#pragma unroll 2
+  for (i64 q = 1; q < by.count; ++q) {
+    const float* const more = by.all + by.order[q] * DIM + S::kColumn;
+    EACH_COLUMN held.g[k] += more[c];
+  }
+  if constexpr (S::kCompressor == ONE_BIT) {
+    EACH_COLUMN {
+      const float t = tanhf(scale * held.x[k]);
+      held.g[k] = held.g[k] * (S::kAmplitude * scale * (1 - t * t));
+    }
+  }
+  if constexpr (S::kDelayed) {
+    EACH_COLUMN {
+      const float g = held.g[k];
+      held.g[k] = g + S::kLambda * g * g * (held.x[k] - by.latest[S::kColumn + c]);
+    }
+  }
+  take_step<S>(held, rate, step, lane, tile);
+  bool finite = true;
+  EACH_COLUMN {
+    if constexpr (S::kRounded) {
+      const u64 salt = hash + mix((u64)step);
+      held.x[k] = round_to_half(held.x[k], draw(salt + bits_of(held.x[k]), S::kColumn + c));
+    }
+    finite &= held.x[k] - held.x[k] == 0;
+    if (STORE) {
+      row[S::kColumn + c] = held.x[k];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) state[v * d + c] = held.state[v][k];
+    }
+  }
+  if (STORE && kRest > 0) {
+    __syncwarp(tile);  // everyone has read it
+#pragma unroll
+    for (int r = 0; r < kRest; ++r)
+      if (lane == 0) state[kVectors * d + r] = held.rest[r];
+  }
+  return finite;
+}
+
+template <bool STORE>
+__device__ __forceinline__ bool step_row(float* row, float* state, u64 hash, const Gradients& by,
+                                         const Scalars& scalars, i64 step, int lane, u32 tile) {
+  bool finite = true;
+#define STEP(p)                                                                                         \
+  finite &= step_segment<Segment##p, STORE>(row, state, hash, by, scalars.rate[p], scalars.scale[p], step, \
+                                            lane, tile);
+  EACH_SEGMENT(STEP)
+#undef STEP
+  return finite;
+}
+
+// Runs of so many positions are summed before the steps, each by a block of its own: what a tile would sum
+// gradient by gradient, a block fetches many at a time. Such a run has all of at least one stretch of half its
+// length that begins at a multiple of that, and what is known of it stands at the first of those.
+#define LONG 512
+#define STRETCH (LONG / 2)
+
+struct LongRun {
+  i64 count;
+  u32 fresh;
+  u32 newest;
+};
+
+// One block of STRETCH threads for each stretch.
+extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict__ gradients,
+                                         LongRun* __restrict__ runs, float* __restrict__ sums) {
+  constexpr int kColumns = DIM <= 2048 ? DIM : 2048;
+  constexpr int kRows = 8192 / kColumns < STRETCH ? 8192 / kColumns : STRETCH;
+  constexpr int kFetched = (kRows * kColumns + STRETCH - 1) / STRETCH;
+  constexpr int kSums = (kColumns + STRETCH - 1) / STRETCH;
+  __shared__ float chunk[kRows * kColumns];
+  __shared__ i64 rows[2][kRows];
+  const i64 stretch = blockIdx.x;
+  const i64 begin = stretch * STRETCH;
+  const int thread = threadIdx.x;
+  if (begin + STRETCH > writes.n) return;
+  const int place = writes.places[begin];
+  if (place == NONE || writes.places[begin + STRETCH - 1] != place) return;
+  if (stretch > 0 && writes.places[begin - STRETCH] == place) return;  // not its first
+  // Sorted, so that of the positions before those of this run are the last.
+  const i64 before = begin - STRETCH + thread;
+  const i64 first = begin - __syncthreads_count(before >= 0 && writes.places[before < 0 ? 0 : before] == place);
+  i64 end = begin + STRETCH;
+  u32 fresh = 0;
+  u32 newest = 0;
+  for (;;) {
+    const i64 at = end + thread;
+    const int more = __syncthreads_count(at < writes.n && writes.places[at < writes.n ? at : 0] == place);
+    end += more;
+    if (more < STRETCH) break;
+  }
+  if (end - first < LONG) return;
+  for (i64 at = first + thread; at < end; at += STRETCH) {
+    const i64 position = writes.order[at];
+    fresh |= writes.made[position];
+    newest = max(newest, writes.time_of(position));
+  }
+  fresh = __syncthreads_or((int)fresh);
+  for (int lanes = 16; lanes > 0; lanes >>= 1) newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
+  __shared__ u32 latest;
+  if (thread == 0) latest = 0;
+  __syncthreads();
+  if ((thread & 31) == 0) atomicMax(&latest, newest);
+  __syncthreads();
+  if (thread == 0) runs[stretch] = {end - first, fresh, latest};
+  // While a chunk of gradients is summed the next is on its way, and where the one after that is to be found.
+  const auto row_at = [&](i64 at) { return at < end ? writes.order[at] : 0; };
+  for (int column = 0; column < DIM; column += kColumns) {
+    const int wide = DIM <= kColumns || DIM - column > kColumns ? kColumns : DIM - column;
+    float coming[kFetched];
+    const auto fetch = [&](const i64* from) {
+#pragma unroll
+      for (int e = 0; e < kFetched; ++e)
+        if (const int i = thread + e * STRETCH; i < kRows * wide)
+          coming[e] = gradients[from[i / wide] * DIM + column + i % wide];
+    };
+    float sum[kSums];
+#pragma unroll
+    for (int k = 0; k < kSums; ++k)
+      if (const int c = thread + k * STRETCH; c < wide) sum[k] = gradients[row_at(first) * DIM + column + c];
+    if (thread < kRows) rows[0][thread] = row_at(first + thread);
+    i64 later = row_at(first + kRows + thread);
+    __syncthreads();
+    fetch(rows[0]);
+    int turn = 0;
+    for (i64 at = first; at < end; at += kRows) {
+      turn ^= 1;
+      if (thread < kRows) rows[turn][thread] = later;
+      later = row_at(at + 2 * kRows + thread);
+#pragma unroll
+      for (int e = 0; e < kFetched; ++e)
+        if (const int i = thread + e * STRETCH; i < kRows * wide) chunk[i] = coming[e];
+      __syncthreads();
+      if (at + kRows < end) fetch(rows[turn]);
+      const int many = end - at < kRows ? (int)(end - at) : kRows;
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) {
+        const int c = thread + k * STRETCH;
+        if (c < wide) {
+#pragma unroll 16
+          for (int r = at == first ? 1 : 0; r < many; ++r) sum[k] += chunk[r * wide + c];
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k)
+      if (const int c = thread + k * STRETCH; c < wide) sums[stretch * DIM + column + c] = sum[k];
+  }
+}
+
+// One step for each row, by the sum of its gradients, or one for each gradient in order. A tile takes
+// `per_tile` positions, up to one for each lane: what is to be known of them is fetched together, because
+// waiting for it row by row takes longer than the steps.
+template <bool CHECKED>
+__device__ __forceinline__ void train(const Table& table, const Writes& writes, const float* gradients,
+                                      const float* latest, const Scalars& scalars, i64 step,
+                                      const LongRun* long_runs, const float* long_sums, int summed,
+                                      int per_tile) {
+  const i64 base = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES * per_tile;
+  const int lane = threadIdx.x & (LANES - 1);
+  const u32 tile = TILE_MASK;
+  if (base >= writes.n) return;
+  const i64 own = base + lane;
+  int place = NONE;
+  int before = NONE;
+  int after = NONE;
+  i64 position = 0;
+  u32 made = 0;
+  u32 time = 0;
+  if (lane < per_tile && own < writes.n) {
+    place = writes.places[own];
+    if (own > 0) before = writes.places[own - 1];
+    if (own + 1 < writes.n) after = writes.places[own + 1];
+    position = writes.order[own];
+    made = writes.made[position];
+    time = writes.time_of(position);
+  }
+  for (int j = 0; j < per_tile; ++j) {
+    Run run;
+    run.place = __shfl_sync(tile, place, j, LANES);
+    if (run.place == NONE || __shfl_sync(tile, before, j, LANES) == run.place) continue;
+    run.first = base + j;
+    const i64 head = __shfl_sync(tile, position, j, LANES);
+    Gradients by{gradients + head * DIM, gradients, writes.order + run.first, 1, nullptr};
+    if (__shfl_sync(tile, after, j, LANES) != run.place) {
+      run.count = 1;
+      run.fresh = __shfl_sync(tile, made, j, LANES) != 0;
+      run.newest = __shfl_sync(tile, time, j, LANES);
+    } else if (summed && run.first + LONG <= writes.n && writes.places[run.first + LONG - 1] == run.place) {
+      const i64 stretch = (run.first + STRETCH - 1) / STRETCH;
+      const LongRun known = long_runs[stretch];
+      run.count = 1;  // they are summed
+      run.fresh = known.fresh != 0;
+      run.newest = known.newest;
+      by.first = long_sums + stretch * DIM;
+    } else {
+      run_at(writes, run.first, lane, tile, run);
+      if (summed) by.count = run.count;
+    }
+    float* const row = (float*)table.row(run.place);
+    float* const state = table.state(run.place);
+    u64 hash = 0;
+    if (run.fresh || ROUNDED) hash = table.hash(run.place);
+    if (run.fresh) {
+      start_values((u8*)row, hash, lane);
+      start_state(state, lane);
+      __syncwarp(tile);
+    }
+    for (i64 q = 0; q < run.count; q += by.count) {
+      if (q > 0) by.first = gradients + by.order[q] * DIM;
+      if (latest != nullptr) by.latest = latest + (q > 0 ? by.order[q] : head) * DIM;
+      bool taken = true;
+      if (CHECKED) {
+        const bool finite = step_row<false>(row, state, hash, by, scalars, step, lane, tile);
+        taken = __all_sync(tile, finite);
+        if (!taken && lane == 0) atomicAdd(&table.counters[NON_FINITE], 1ULL);
+      }
+      if (taken) step_row<true>(row, state, hash, by, scalars, step, lane, tile);
+      __syncwarp(tile);
+    }
+    refresh(table, run, lane);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
+    train_rows(Table table, Writes writes, const float* __restrict__ gradients,
+               const float* __restrict__ latest, Scalars scalars, i64 step,
+               const LongRun* __restrict__ long_runs, const float* __restrict__ long_sums, int summed,
+               int per_tile) {
+  train<false>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile);
+}
+
+// For steps that could make a row that is not finite: computed, looked at, and taken if the row is fine.
+extern "C" __global__ void train_rows_checked(Table table, Writes writes, const float* __restrict__ gradients,
+                                              const float* __restrict__ latest, Scalars scalars, i64 step,
+                                              const LongRun* __restrict__ long_runs,
+                                              const float* __restrict__ long_sums, int summed, int per_tile) {
+  train<true>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile);
+}

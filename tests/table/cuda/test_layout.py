@@ -1,0 +1,40 @@
+"""What a table's kernels are made of. The source is looked at, not compiled: it needs no GPU."""
+
+from __future__ import annotations
+
+from monolith.table import Adam, Constant, Fp16, OneBit, Segment, TableConfig
+from monolith.table.cuda.layout import row_layout
+
+
+def config(*segments: Segment, serving: bool = False, name: str = "item", seed: int = 0) -> TableConfig:
+    return TableConfig(name=name, segments=segments, serving=serving, seed=seed)
+
+
+def test_values_and_state_lie_apart_and_a_serving_row_is_its_codes_in_whole_words() -> None:
+    segments = Segment(dim=3, optimizer=Adam(), compressor=Fp16()), Segment(dim=1, compressor=OneBit())
+    trained, served = row_layout(config(*segments)), row_layout(config(*segments, serving=True))
+    assert (trained.row_bytes, trained.state_dim, trained.bytes_per_place) == (16, 8, 12 + 16 + 32)
+    assert (served.row_bytes, served.state_dim, served.bytes_per_place) == (8, 0, 12 + 8)
+
+
+def test_as_many_threads_work_on_a_row_as_it_has_values_up_to_a_warp() -> None:
+    assert [row_layout(config(Segment(dim=dim))).lanes for dim in (1, 2, 3, 16, 17, 200)] == [
+        1,
+        2,
+        4,
+        16,
+        32,
+        32,
+    ]
+
+
+def test_tables_of_equal_rows_share_their_kernels() -> None:
+    one, other = config(Segment(dim=2), name="item"), config(Segment(dim=2), name="user")
+    assert row_layout(one).source == row_layout(other).source
+    assert row_layout(one).source != row_layout(config(Segment(dim=2), seed=1)).source
+
+
+def test_settings_reach_the_source_to_the_last_bit() -> None:
+    source = row_layout(config(Segment(dim=2, initializer=Constant(0.1)))).source
+    assert "kLow = 0x1.99999a0000000p-4f;" in source
+    assert "\nLAYOUT\n" not in source
