@@ -34,7 +34,7 @@ from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, MonolithError, UnavailableError
 from monolith.run.export_config import ExportConfig
 from monolith.run.servables import how_to_export, task_exporter
-from monolith.serve.asking import HttpWire
+from monolith.serve.asking import Answered, HttpWire
 from monolith.serve.freshness_probe import quantile
 from monolith.train import Hook, LocalRun, Run, SaveConfig, StepResult, TrainConfig, Trainer
 
@@ -360,14 +360,21 @@ def p99_ms(load: LoadSeen) -> float:
 
 def step_of(wire: HttpWire, made: BenchServeOptions) -> int:
     """Return the step that the server's answers have learned up to."""
-    return int(ask_made_up(wire, made).get("step", 0))
+    return int(ask_made_up(wire, {name: [0] for name in names_of(made.features)}).parameters.get("step", 0))
 
 
-def ask_made_up(wire: HttpWire, made: BenchServeOptions) -> Mapping[str, Any]:
-    """Ask for one row, and return what the answer says of itself."""
-    names = names_of(made.features)
-    inputs = [{"name": name, "datatype": "INT64", "shape": [1], "data": [0]} for name in names]
-    return wire.infer(NAME, "", inputs).parameters
+def scores(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Mapping[str, list[Any]]:
+    """Return what the server says of some rows."""
+    return ask_made_up(wire, columns).outputs
+
+
+def ask_made_up(wire: HttpWire, columns: Mapping[str, Sequence[int]]) -> Answered:
+    """Ask the made-up model, with as many ids of each feature as rows."""
+    inputs = [
+        {"name": name, "datatype": "INT64", "shape": [len(ids)], "data": list(ids)}
+        for name, ids in columns.items()
+    ]
+    return wire.infer(NAME, "", inputs)
 
 
 # Going back
@@ -387,15 +394,22 @@ def measure_rollback(report: Report, root: Path, options: BenchFreshnessOptions)
             served(root, follow=feed.url) as ports,
             asking(ports["http"]) as wire,
         ):
-            feed.publish()
-            wait_for(lambda: followed(ask_made_up(wire, made)), "the server does not follow")
-            begun = time.monotonic()
-            feed.go_back("1")
-            wait_for(lambda: not followed(ask_made_up(wire, made)), "the server does not go back")
-            took.append(time.monotonic() - begun)
+            took.append(seconds_back(feed, wire))
     report.add(f"going back to a version of {rows:,} rows", "seconds", min(took), "s")
     report.add(f"going back to a version of {rows:,} rows, longest", "longest_seconds", max(took), "s")
     report.show("From the trainer's word to an answer of the exported version")
+
+
+def seconds_back(feed: RowFeed, wire: HttpWire) -> float:
+    """Return how long it takes until rows that a delta changed are answered as they were exported."""
+    asked = feed.next_ids(8)
+    exported = scores(wire, asked)
+    feed.publish()
+    wait_for(lambda: scores(wire, asked) != exported, "the server does not follow")
+    begun = time.monotonic()
+    feed.go_back("1")
+    wait_for(lambda: scores(wire, asked) == exported, "the server does not go back")
+    return time.monotonic() - begun
 
 
 # Around all of them

@@ -62,6 +62,11 @@ class RowFeed:
         """Of the newest delta; answers say it as the step."""
         return self._place.sequence
 
+    def next_ids(self, count: int) -> dict[str, list[int]]:
+        """Return some of the ids of each table that the next delta changes."""
+        rows = self._drawn[(self.sequence + 1) % _DRAWN]
+        return {name: one.ids[:count].tolist() for name, one in rows.items()}
+
     def publish(self) -> None:
         """Publish one delta now. Only while it does not go by itself."""
         place = replace(self._place, sequence=self._place.sequence + 1)
