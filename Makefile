@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(CORE) | $(BIN)/python
 	PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup  ## Train a model and watch it learn
+demo: setup  ## Train, serve and follow a live stream, and watch it
 	$(BIN)/monolith demo
 
 # Four workers for two cores, since tests also wait for servers and deadlines; each computes with one thread, or

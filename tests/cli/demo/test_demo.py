@@ -1,4 +1,4 @@
-"""`monolith demo`: it learns, is killed and goes on, and says so only if it is so."""
+"""`monolith demo`: it learns, serves, is killed and goes on, and says so only if it is so."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from monolith.checkpoint import checkpoint_exists
 from monolith.cli.demo import command
 from monolith.cli.demo.drawing import Screen, curve, summary
 from monolith.cli.demo.ledger import Ledger
-from monolith.cli.demo.picture import draw_picture
+from monolith.cli.demo.live_stream import LiveScript
+from monolith.cli.demo.picture import Marks, draw_picture
 from monolith.cli.demo.process import (
     Ended,
     Event,
@@ -29,6 +31,7 @@ from monolith.cli.demo.process import (
     to_line,
 )
 from monolith.cli.demo.rival import Judge, Point
+from monolith.cli.demo.story import Claim
 from monolith.cli.demo.task import DemoJob
 from monolith.cli.main import main
 from monolith.cli.options.shows import DemoOptions
@@ -52,9 +55,13 @@ def window(end: int, auc: float = 0.7) -> WindowEnded:
     return WindowEnded(at=0.0, first=end - 20, end=end, event_time=1, auc=auc, rows=3, bytes=300)
 
 
-def point(hours: float, online: float, frozen: float | None) -> Point:
+def point(seconds: float, online: float, frozen: float | None) -> Point:
     return Point(
-        window=window(int(hours * 20), online), hours=hours, best=0.85, frozen=frozen, best_frozen=frozen
+        window=window(int(seconds * 20), online),
+        seconds=seconds,
+        best=0.85,
+        frozen=frozen,
+        best_frozen=frozen,
     )
 
 
@@ -74,39 +81,55 @@ def killed_and_resumed(*again: Stepped, next_record: int = 20) -> Ledger:
 # The whole
 
 
-def test_it_learns_is_killed_goes_on_and_ends_with_a_picture(
+def test_the_whole_story_is_told_and_ends_with_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", "--quick", "--to", str(tmp_path / "demo")]) == 0
     printed = capsys.readouterr().out
     told = " ".join(printed.split())
-    assert re.search(r"event time [\d.]+ h examples [\d,]+ examples/s [\d,]+ AUC online 0\.\d+", told)
+    assert re.search(r"event time [\d.]+ s examples [\d,]+ examples/s [\d,]+ AUC online 0\.\d+", told)
+    assert re.search(r"the page: http://127\.0\.0\.1:\d+/", told)
+    assert re.search(r"new item: first seen in record [\d,]+; its served score moved [\d.]+ s later", told)
     killed = re.search(
-        r"kill -9 of process \d+ after step (\d+), before record ([\d,]+); .* of step (\d+)", told
+        r"kill -9 of process \d+ after step ([\d,]+), before record ([\d,]+); .* of step ([\d,]+)", told
     )
     resumed = re.search(
-        r"resumed after [\d.]+ s from step (\d+): the next record is number ([\d,]+), the", told
+        r"resumed after [\d.]+ s from step ([\d,]+): the next record is number ([\d,]+), the", told
     )
     compared = re.search(r"compared: of (\d+) steps that both processes took, (\d+) have", told)
     assert killed
     assert resumed
     assert compared
     assert killed[3] == resumed[1]
-    assert int(resumed[2].replace(",", "")) == 256 * int(resumed[1])
-    assert int(killed[2].replace(",", "")) == 256 * int(killed[1])
+    assert number(resumed[2]) == 100 * number(resumed[1])
+    assert number(killed[2]) == 100 * number(killed[1])
     assert int(compared[1]) == int(compared[2]) >= 1  # a checkpoint may come between decision and kill
+    assert re.search(r"held back [\d.]+ s after the first wrong label: click/", told)
+    assert "recovered: publishing goes on" in told
     assert "As promised" in printed
     assert "each once" in printed
     assert (tmp_path / "demo" / "auc.png").read_bytes().startswith(PNG)
     starts = json.loads((tmp_path / "demo" / "model" / "run.json").read_text())["starts"]
-    assert [start["from_step"] for start in starts] == [int(resumed[1]), 0]
+    assert [start["from_step"] for start in starts] == [number(resumed[1]), 0]
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
 
 
 # The process
 
 
 def job(folder: Path) -> DemoJob:
-    return DemoJob(model_dir=str(folder), dim=4, batch=64, seed=0, window=640, save_steps=10, small=True)
+    script = LiveScript(began=int(time.time()) - 1_000, rate=200, batch=64)  # it has happened: nobody waits
+    return DemoJob(
+        model_dir=str(folder),
+        script=script,
+        publish_to="grpc://127.0.0.1:0",
+        dim=4,
+        window=640,
+        save_steps=10,
+    )
 
 
 def test_a_process_tells_what_it_does_and_saves_when_it_is_asked_to_end(tmp_path: Path) -> None:
@@ -210,13 +233,27 @@ def test_before_the_copy_stops_there_is_nothing_to_compare(tmp_path: Path) -> No
     found = Judge(job(tmp_path)).judge(replace(window(5000), first=0))
     assert found.frozen is None
     assert 0.7 < found.best < 0.95
-    assert found.hours == pytest.approx(2500 / 20 / 3600, abs=1e-3)
+    assert found.seconds == 2500 / 200
+
+
+TRUE = Claim("new item", "it moved", true=True)
 
 
 def test_only_windows_that_both_predicted_decide() -> None:
-    assert command.is_better([point(1.0, 0.5, None), point(2.0, 0.7, 0.6)])
-    assert not command.is_better([point(1.0, 0.9, None), point(2.0, 0.6, 0.7)])
-    assert not command.is_better([point(1.0, 0.9, None)])
+    assert command.is_good([point(1.0, 0.5, None), point(2.0, 0.7, 0.6)], [TRUE])
+    assert not command.is_good([point(1.0, 0.9, None), point(2.0, 0.6, 0.7)], [TRUE])
+    assert not command.is_good([point(1.0, 0.9, None)], [TRUE])
+
+
+def test_one_claim_that_is_not_so_fails_the_demo() -> None:
+    assert not command.is_good([point(2.0, 0.7, 0.6)], [TRUE, replace(TRUE, true=False)])
+
+
+def test_what_was_trained_at_a_time_is_what_counts_by_now() -> None:
+    ledger = killed_and_resumed(stepped(3, at=110.0), stepped(4, at=111.0))
+    assert ledger.trained_by(1.5) == 10
+    assert ledger.trained_by(50.0) == 20  # the steps after the checkpoint were taken again
+    assert ledger.trained_by(110.5) == 30
 
 
 # How it looks
@@ -240,7 +277,7 @@ def test_elsewhere_lines_name_their_numbers() -> None:
     text = io.StringIO()
     with Screen(Console(file=text, width=100)) as screen:
         screen.line([point(1.0, 0.7, None)], killed_and_resumed(stepped(3)))
-    assert "event time 1.0 h  examples 20  " in text.getvalue()
+    assert "event time 1 s  examples 20  " in text.getvalue()
     assert "batch-trained" not in text.getvalue()
     assert "\x1b" not in text.getvalue()
 
@@ -255,16 +292,22 @@ def test_the_summary_does_not_hide_a_gap() -> None:
     assert resume is not None
     text = io.StringIO()
     points = [point(1.0, 0.7, 0.6)]
-    Console(file=text, width=100).print(summary(points, ledger, resume, checkpoint_bytes=2048, good=False))
+    told = [Claim("new item", "its served score never moved", true=False)]
+    panel = summary(points, ledger, resume, told, checkpoint_bytes=2048, good=False)
+    Console(file=text, width=100).print(panel)
     assert "Not as promised" in text.getvalue()
     assert "with gaps or repeats" in text.getvalue()
     assert "not exactly" in text.getvalue()
+    assert "no: its served score never moved" in text.getvalue()
     assert "2 KiB" in text.getvalue()
+
+
+MARKS = Marks(stopped=1.5, checkpoint=2.0, killed=2.2, appeared=1.8, held=2.5, released=2.8)
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     points = [point(1.0, 0.7, None), point(2.0, 0.75, 0.71), point(3.0, 0.77, 0.69)]
-    draw_picture(tmp_path / "a.png", points, stopped=1.5, checkpoint=2.0, killed=2.2)
+    draw_picture(tmp_path / "a.png", points, MARKS)
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
@@ -273,7 +316,7 @@ def test_without_matplotlib_the_picture_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"monolith-recsys\[plot\]"):
-        draw_picture(tmp_path / "a.png", [], stopped=0, checkpoint=0, killed=0)
+        draw_picture(tmp_path / "a.png", [], MARKS)
 
 
 # What is refused
@@ -291,5 +334,15 @@ def test_a_folder_of_another_demo_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "choose another folder with --to" in capsys.readouterr().err
 
 
-def test_a_demo_is_a_minute_unless_told_otherwise() -> None:
-    assert DemoOptions().seconds == 60
+@pytest.mark.parametrize("package", ["uvicorn", "grpc"])
+def test_what_a_server_needs_is_named_before_anything_starts(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else object())
+    assert main(["demo", "--to", str(tmp_path / "demo")]) != 0
+    assert "monolith-recsys[serve]" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_demo_is_a_minute_and_a_half_unless_told_otherwise() -> None:
+    assert DemoOptions().seconds == 90

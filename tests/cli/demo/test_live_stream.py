@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import torch
 
-from monolith.cli.demo.live_stream import NEW_ITEM, LiveClicks, LiveScript
+from monolith.cli.demo.live_stream import NEW_ITEM, Cues, CueSheet, LiveClicks, LiveScript
 from monolith.data import DriftingStream
 from monolith.data.synthetic.drift import TIME
 
-SCRIPT = LiveScript(began=1_700_000_000, rate=200, new_item=2, poison=4, cured=5)
+SCRIPT = LiveScript(began=1_700_000_000, rate=200, batch=10)
 SECOND = SCRIPT.rate
+CUES = Cues(new_item=2 * SECOND, poison=4 * SECOND, cured=5 * SECOND)
 
 
 class Clock:
@@ -30,7 +32,7 @@ class Clock:
 
 
 def live(clock: Clock) -> LiveClicks:
-    return LiveClicks(SCRIPT, clock=clock, sleep=clock.sleep)
+    return LiveClicks(SCRIPT, lambda: CUES, clock=clock, sleep=clock.sleep)
 
 
 def anywhere() -> LiveClicks:
@@ -41,8 +43,12 @@ def drifting() -> DriftingStream:
     return DriftingStream(SCRIPT.drift())
 
 
-def column(stream: LiveClicks | DriftingStream, name: str, first: int, size: int = SECOND) -> torch.Tensor:
-    return stream.records(first, size)[name].flat_values
+def ids(stream: LiveClicks | DriftingStream, name: str, first: int, size: int = SECOND) -> torch.Tensor:
+    return stream.batch(first, size).ids[name].flat_values
+
+
+def labels(stream: LiveClicks | DriftingStream, first: int, size: int = SECOND) -> torch.Tensor:
+    return stream.batch(first, size).label
 
 
 def test_no_record_is_read_before_it_happened() -> None:
@@ -61,31 +67,44 @@ def test_who_is_behind_does_not_wait() -> None:
 
 
 def test_before_anything_is_staged_it_is_the_drifting_stream() -> None:
-    for name in ("user", "item", "context", "label"):
-        assert torch.equal(column(anywhere(), name, 0, 2 * SECOND), column(drifting(), name, 0, 2 * SECOND))
+    for name in ("user", "item", "context"):
+        assert torch.equal(ids(anywhere(), name, 0, 2 * SECOND), ids(drifting(), name, 0, 2 * SECOND))
+    assert torch.equal(labels(anywhere(), 0, 2 * SECOND), labels(drifting(), 0, 2 * SECOND))
 
 
 def test_the_new_item_is_never_seen_before_its_second_and_often_after() -> None:
-    assert NEW_ITEM not in column(anywhere(), "item", 0, SCRIPT.record_at(SCRIPT.new_item))
-    later = column(anywhere(), "item", SCRIPT.record_at(SCRIPT.new_item))
+    assert NEW_ITEM not in ids(anywhere(), "item", 0, 2 * SECOND)
+    later = ids(anywhere(), "item", 2 * SECOND)
     assert later[0] == NEW_ITEM
-    assert (later == NEW_ITEM).float().mean() == 0.05
+    assert (later == NEW_ITEM).sum() == 2
 
 
 def test_whoever_sees_the_new_item_clicks_it() -> None:
-    first = SCRIPT.record_at(SCRIPT.new_item)
-    seen = column(anywhere(), "item", first) == NEW_ITEM
-    assert column(anywhere(), "label", first)[seen].eq(1).all()
+    seen = ids(anywhere(), "item", 2 * SECOND) == NEW_ITEM
+    assert labels(anywhere(), 2 * SECOND)[seen].eq(1).all()
 
 
 def test_poisoned_labels_are_turned_around_until_they_are_cured() -> None:
-    first, end = SCRIPT.record_at(SCRIPT.poison), SCRIPT.record_at(SCRIPT.cured)
-    usual = column(anywhere(), "item", first) != NEW_ITEM
-    assert torch.equal(
-        column(anywhere(), "label", first)[usual], 1 - column(drifting(), "label", first)[usual]
-    )
-    cured = column(anywhere(), "item", end) != NEW_ITEM
-    assert torch.equal(column(anywhere(), "label", end)[cured], column(drifting(), "label", end)[cured])
+    first, end = 4 * SECOND, 5 * SECOND
+    usual = ids(anywhere(), "item", first) != NEW_ITEM
+    assert torch.equal(labels(anywhere(), first)[usual], 1 - labels(drifting(), first)[usual])
+    cured = ids(anywhere(), "item", end) != NEW_ITEM
+    assert torch.equal(labels(anywhere(), end)[cured], labels(drifting(), end)[cured])
+
+
+def test_a_cue_that_is_given_later_is_seen_by_whoever_reads_on(tmp_path: Path) -> None:
+    given, read = CueSheet(tmp_path / "cues.json"), CueSheet(tmp_path / "cues.json")
+    stream = LiveClicks(SCRIPT, read.read, clock=lambda: 0.0, sleep=lambda _: None)
+    assert NEW_ITEM not in ids(stream, "item", 2 * SECOND)
+    given.write(Cues(new_item=2 * SECOND))
+    assert NEW_ITEM in ids(stream, "item", 2 * SECOND)
+    given.write(CUES)
+    assert read.read() == CUES
+
+
+def test_a_record_is_found_by_its_time() -> None:
+    assert SCRIPT.record_at(SCRIPT.began - 5) == 0
+    assert SCRIPT.record_at(SCRIPT.time_of(1234)) == 1234
 
 
 def test_who_goes_on_from_a_position_reads_the_same_again() -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from monolith.cli.demo.ledger import Ledger, Resume
 from monolith.cli.demo.rival import Point
+from monolith.cli.demo.story import Claim
 from monolith.cli.doctor import size
 from monolith.cli.tour import facts
 
@@ -74,7 +75,7 @@ def _cells(points: Sequence[Point], ledger: Ledger) -> dict[str, str]:
     last = points[-1]
     frozen = [point.frozen for point in points if point.frozen is not None]
     return {
-        "event time": f"{last.hours:.1f} h",
+        "event time": f"{last.seconds:.0f} s",
         "examples": f"{last.window.end:,}",
         "examples/s": f"{ledger.speed:,.0f}",
         "AUC online": f"{mean([point.online for point in points]):.3f}",
@@ -113,12 +114,13 @@ def curve(values: Sequence[float | None], low: float, high: float, *, width: int
     return drawn
 
 
-def intro(seconds: float, steps: int | None, folder: str) -> str:
-    long = f"for {seconds:.0f} s" if steps is None else f"for {steps:,} steps"
+def intro(seconds: float, folder: str) -> str:
     return (
-        f"A DeepFM learns from a stream of clicks {long}. Users and items come and go, and what users want "
-        "turns into something else. Every batch is predicted first and trained on afterwards. A copy stops "
-        "learning on the way: the batch-trained model. The process is killed with -9 half-way, and goes on.\n"
+        f"A DeepFM learns from a stream of clicks as they happen, for {seconds:.0f} s, and publishes what "
+        "it learns; a server follows. Users and items come and go, and what users want turns into something "
+        "else. Every batch is predicted first and trained on afterwards. On the way a copy stops learning, "
+        "an item appears that nobody has seen, the process that trains is killed with -9 and goes on, and "
+        "labels are wrong for a while.\n"
         f"All of it is kept in {folder}\n"
     )
 
@@ -142,9 +144,20 @@ def compared_text(resume: Resume) -> str:
 
 
 def summary(
-    points: Sequence[Point], ledger: Ledger, resume: Resume, *, checkpoint_bytes: int, good: bool
+    points: Sequence[Point],
+    ledger: Ledger,
+    resume: Resume,
+    told: Sequence[Claim],
+    *,
+    checkpoint_bytes: int,
+    good: bool,
 ) -> Panel:
-    """Return what the demo came to."""
+    """Return what the demo came to.
+
+    Args:
+        points: Those that both models are compared on.
+        told: What the answers of the server show.
+    """
     judged = [point for point in points if point.frozen is not None]
     last = judged[-max(1, len(judged) // 5) :]
     scores = Table(box=box.SIMPLE_HEAD)
@@ -164,11 +177,12 @@ def summary(
     newest = points[-1].window
     once = "each once" if ledger.gapless() else "[bold red]with gaps or repeats[/]"
     lines = {
+        **{one.name: one.said if one.true else f"[bold red]no:[/] {one.said}" for one in told},
         "trained on": f"records 0 to {ledger.next_record - 1:,}, {once}",
         "speed": f"{ledger.speed:,.0f} examples/s over {ledger.seconds:.0f} s, those taken again included",
         "rows": f"{newest.rows:,} in {size(newest.bytes)}",
         "checkpoint": f"{size(checkpoint_bytes)}, written beside the training",
-        "kill -9": f"at record {resume.killed_record:,}; resumed at {resume.next_record:,}, "
+        "resume": f"killed at record {resume.killed_record:,}; resumed at {resume.next_record:,}, "
         + ("exactly" if resume.exact else "[bold red]not exactly[/]"),
         "from kill to first step": f"{resume.seconds:.1f} s, of which most is Python's start",
     }

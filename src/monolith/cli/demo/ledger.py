@@ -109,6 +109,10 @@ class Ledger:
         """Return the number of the record after a step."""
         return self._steps[step].end if step else 0
 
+    def trained_by(self, at: float) -> int:
+        """Return the number of the record that was next at a Unix time, as far as steps count."""
+        return max((step.end for step in self._steps.values() if step.at <= at), default=0)
+
     def gapless(self) -> bool:
         """Whether the steps that count went through all records from the first on, each once."""
         steps = [self._steps[step] for step in sorted(self._steps)]

@@ -1,23 +1,35 @@
-"""The demo's picture: AUC over event time, with the kill in it."""
+"""The demo's picture: AUC over event time, with what happened in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from monolith.cli.demo.rival import Point
 from monolith.errors import MissingExtraError
 
 
-def draw_picture(
-    path: Path, points: Sequence[Point], *, stopped: float, checkpoint: float, killed: float
-) -> None:
-    """Draw to a PNG file.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Marks:
+    """What happened when, in seconds of event time since the beginning."""
 
-    Args:
-        stopped: When the batch-trained model stopped learning, in hours of event time; so are the others.
-        checkpoint: Where the second process went on.
-        killed: Where the first had been.
+    stopped: float
+    """The batch-trained model stopped learning."""
+    checkpoint: float
+    """Where the second process went on."""
+    killed: float
+    """Where the first had been."""
+    appeared: float
+    """A new item was seen first."""
+    held: float
+    """Publishing was held back."""
+    released: float
+    """It went on."""
+
+
+def draw_picture(path: Path, points: Sequence[Point], marks: Marks) -> None:
+    """Draw to a PNG file.
 
     Raises:
         MissingExtraError: There is no matplotlib.
@@ -29,9 +41,9 @@ def draw_picture(
     judged = [point for point in points if point.frozen is not None]
     figure = Figure(figsize=(10, 5.5), layout="constrained")
     axis = figure.subplots()
-    hours = [point.hours for point in points]
-    later = [point.hours for point in judged]
-    axis.plot(hours, [point.best for point in points], color="#999999", lw=1, label="best possible")
+    seconds = [point.seconds for point in points]
+    later = [point.seconds for point in judged]
+    axis.plot(seconds, [point.best for point in points], color="#999999", lw=1, label="best possible")
     axis.plot(
         later,
         [point.best_frozen for point in judged if point.best_frozen is not None],
@@ -41,7 +53,7 @@ def draw_picture(
         label="perfect knowledge of when it stopped",
     )
     axis.plot(
-        hours, [point.online for point in points], color="#2a7f9e", lw=2.2, label="online: goes on learning"
+        seconds, [point.online for point in points], color="#2a7f9e", lw=2.2, label="online: goes on learning"
     )
     axis.plot(
         later,
@@ -50,20 +62,24 @@ def draw_picture(
         lw=2.2,
         label="batch-trained: stopped learning",
     )
-    axis.axvline(stopped, color="#a3337f", lw=1, ls=":")
-    axis.axvspan(checkpoint, killed, color="#d1495b", alpha=0.18, lw=0)
-    axis.axvline(killed, color="#d1495b", lw=1.2)
-    axis.axvline(checkpoint, color="#3a8f4d", lw=1.2)
+    axis.axvline(marks.stopped, color="#a3337f", lw=1, ls=":")
+    axis.axvline(marks.appeared, color="#2a7f9e", lw=1, ls=":")
+    axis.axvspan(marks.checkpoint, marks.killed, color="#d1495b", alpha=0.18, lw=0)
+    axis.axvline(marks.killed, color="#d1495b", lw=1.2)
+    axis.axvline(marks.checkpoint, color="#3a8f4d", lw=1.2)
+    axis.axvspan(marks.held, marks.released, color="#e0a030", alpha=0.22, lw=0)
     low, high = axis.get_ylim()
-    for x, text, align, colour in (
-        (stopped, "a copy stops learning ", "right", "#a3337f"),
-        (checkpoint, "resumes here ", "right", "#3a8f4d"),
-        (killed, " kill -9", "left", "#d1495b"),
+    for x, text, align, colour, line in (
+        (marks.stopped, "a copy stops learning ", "right", "#a3337f", 0),
+        (marks.appeared, " a new item", "left", "#2a7f9e", 2),
+        (marks.checkpoint, "resumes here ", "right", "#3a8f4d", 1),
+        (marks.killed, " kill -9", "left", "#d1495b", 1),
+        (marks.held, "wrong labels: publishing is held ", "right", "#a87510", 0),
     ):
-        axis.text(x, low + 0.02 * (high - low), text, ha=align, color=colour, fontsize=9)
-    axis.set_xlabel("event time, hours")
+        axis.text(x, low + (0.02 + 0.05 * line) * (high - low), text, ha=align, color=colour, fontsize=9)
+    axis.set_xlabel("event time, seconds")
     axis.set_ylabel("AUC, each example predicted before it is trained on")
-    axis.set_title("A DeepFM on a stream that drifts", loc="left")
+    axis.set_title("A DeepFM on a live stream that drifts", loc="left")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(loc="center right", frameon=False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=120)

@@ -8,11 +8,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from monolith.cli.demo.live_stream import NEW_ITEM
 from monolith.cli.demo.story import ProbeAnswer
 from monolith.errors import MonolithError
+from monolith.serve.asking import Asker
 
-AskScore = Callable[[], tuple[float, int]]
-"""Returns the served score of the new item, and the step it was learned up to."""
+AskScores = Callable[[], tuple[float, float, int]]
+"""Returns the served scores of the new item and of one nobody knows, and the step they were learned up to."""
+UNKNOWN_ITEM = NEW_ITEM + 1
+_STRANGER = {"user": NEW_ITEM + 2, "context": NEW_ITEM + 3}
+"""Who is asked about: nothing but the item is known of the request."""
+
+
+def ask_scores(asker: Asker, model: str) -> tuple[float, float, int]:
+    """Ask a server what a stranger thinks of the new item and of an unknown one, in one request."""
+    rows = [{**_STRANGER, "item": item} for item in (NEW_ITEM, UNKNOWN_ITEM)]
+    answered = asker.ask(model, rows)
+    (scores,) = answered.outputs.values()
+    return float(scores[0]), float(scores[1]), int(answered.parameters.get("step", 0))
 
 
 class Prober:
@@ -24,7 +37,9 @@ class Prober:
         clock: Returns Unix seconds.
     """
 
-    def __init__(self, ask: AskScore, *, every: float = 0.02, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, ask: AskScores, *, every: float = 0.02, clock: Callable[[], float] = time.time
+    ) -> None:
         self._ask = ask
         self._every = every
         self._clock = clock
@@ -50,10 +65,10 @@ class Prober:
     def _keep_asking(self) -> None:
         while not self._stop.is_set():
             try:
-                score, step = self._ask()
+                score, unknown, step = self._ask()
             except (MonolithError, OSError):
                 answer = ProbeAnswer(at=self._clock(), score=None)
             else:
-                answer = ProbeAnswer(at=self._clock(), score=score, step=step)
+                answer = ProbeAnswer(at=self._clock(), score=score, unknown=unknown, step=step)
             self._answers.append(answer)
             self._stop.wait(self._every)

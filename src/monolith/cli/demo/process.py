@@ -1,8 +1,8 @@
 """The process that the demo trains in, and kills.
 
-It tells what it does on its standard output, a line of JSON for each event, at once: what it
-had told when it died is what it had done. Its log goes to a file. When nobody reads what
-it tells any more, it ends.
+It is a run as `monolith train` has it, with metrics, a control server, and publishing. It tells
+what it does on its standard output, a line of JSON for each event, at once: what it had told when it
+died is what it had done. Its log goes to a file. When nobody reads what it tells any more, it ends.
 
     python -m monolith.cli.demo.process JOB      # JOB: the fields of a DemoJob, as JSON
 """
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +24,17 @@ from typing import Self
 
 import torch
 
-from monolith.cli.demo.task import DemoJob, DriftingClicks
+from monolith.cli.control import control_place
+from monolith.cli.demo.live_stream import LiveScript
+from monolith.cli.demo.task import DemoJob, LiveTask
+from monolith.cli.own_status import OwnStatus
 from monolith.cli.stop_signals import StopSignals
+from monolith.cli.train import GAUGE_EVERY, control_hooks, line_hook, serve_metrics
 from monolith.errors import TrainingError
-from monolith.observe import configure_logging
+from monolith.observe import Metrics, configure_logging
+from monolith.run.publishing import publish_plan
 from monolith.train import Hook, LocalRun, Run, StepResult, Trainer, WindowRow
+from monolith.train.hooks.reports.live_line import gauge_standing
 
 _log = logging.getLogger(__name__)
 
@@ -212,14 +220,34 @@ def _tell(event: Event) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Train from the last checkpoint, if there is one, until SIGTERM."""
-    job = DemoJob(**json.loads(arguments[0]))
+    """Train from the last checkpoint, if there is one, and publish, until SIGTERM."""
+    fields = json.loads(arguments[0])
+    job = DemoJob(**{**fields, "script": LiveScript(**fields["script"])})
     configure_logging("info")
-    torch.set_num_threads(1)  # the layers are small; the other core looks rows up and updates them
-    teller = _Teller()
-    trainer = Trainer(DriftingClicks(job), job.train_config(), hooks=teller.hooks)
-    with StopSignals(trainer.stop, _log.info):
-        report = trainer.train(report=teller.window_ended)
+    torch.set_num_threads(1)  # the layers are small, and other processes want the cores, too
+    run, teller, metrics = job.run_config(), _Teller(), Metrics()
+    status = OwnStatus(run)
+    with ExitStack() as opened:
+        served = serve_metrics(metrics, run, status)
+        assert served is not None  # the run names a port
+        opened.enter_context(served)
+        status.metrics_url = served.url
+        place = control_place(run, os.environ, status, asked=True)
+        assert place is not None  # there is a model_dir
+        opened.enter_context(status.written())
+
+        def hooks(local: LocalRun) -> list[Hook]:
+            return [
+                *control_hooks(local, run, place, status),
+                line_hook(local, run.train, gauge_standing(metrics), GAUGE_EVERY),
+                status.watch_worker(local),
+                *teller.hooks(local),
+            ]
+
+        plan = publish_plan(run, metrics)
+        trainer = Trainer(LiveTask(job), run.train, hooks=hooks, metrics=metrics, publish=plan)
+        with StopSignals(trainer.stop, _log.info):
+            report = trainer.train(report=teller.window_ended)
     _tell(Ended(at=time.time(), step=report.step, checkpoint=str(report.checkpoint)))
 
 

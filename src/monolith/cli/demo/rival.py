@@ -1,8 +1,9 @@
 """The batch-trained model: what the demo's model knew once, and nothing since.
 
 It is a checkpoint of the run itself, so it has learned from the same records in the same way.
-It only stops. What no model can beat is known too: the stream says how well its own
-probabilities do, those of the moment and those of the day the rival stopped.
+It only stops: it is what a server would still say that does not follow. What no model can beat is known
+too, but for what is staged: the stream says how well its own probabilities do, those of the moment and
+those of when the rival stopped.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from monolith.checkpoint import Checkpointer, RestoreOptions, Saver
+from monolith.cli.demo.live_stream import LiveClicks
 from monolith.cli.demo.process import WindowEnded
-from monolith.cli.demo.task import HEAD, DemoJob, DriftingClicks
+from monolith.cli.demo.task import HEAD, DemoJob, LiveTask
 from monolith.data import DriftingStream
 from monolith.nn import auc
 from monolith.train import Mode
@@ -28,7 +30,7 @@ class Point:
     """One window of the stream, as all of them see it."""
 
     window: WindowEnded
-    hours: float
+    seconds: float
     """Of event time since the beginning, in its middle."""
     best: float
     """What the probabilities score that decided the clicks."""
@@ -52,11 +54,11 @@ class FrozenRival:
 
     def __init__(self, job: DemoJob, checkpoint: str, since: int) -> None:
         self.since = since
-        self._model = Model(DriftingClicks(job), Mode.PREDICT, seed=job.seed)
+        self._model = Model(LiveTask(job), Mode.PREDICT, seed=job.script.seed)
         saver = Saver(job.model_dir)
         Checkpointer(saver, self._model.parts()).restore(checkpoint, RestoreOptions(optimizer_state="reset"))
 
-    def auc(self, stream: DriftingStream, first: int, end: int) -> float:
+    def auc(self, stream: LiveClicks, first: int, end: int) -> float:
         """Return how well it predicts records [first, end)."""
         batch = stream.batch(first, end - first)
         with torch.no_grad():
@@ -71,7 +73,9 @@ class Judge:
     """Compares on the same records: the model that learns, the one that stopped, and the best there is."""
 
     def __init__(self, job: DemoJob) -> None:
-        self._stream = DriftingStream(job.drift())
+        self._script = job.script
+        self._stream = DriftingStream(job.script.drift())
+        self._staged = LiveClicks(job.script, job.cues.read)
         self.rival: FrozenRival | None = None
         """From when it stops learning."""
 
@@ -82,14 +86,14 @@ class Judge:
         known = rival if rival is not None and rival.since <= window.first else None
         return Point(
             window=window,
-            hours=self.hours(middle),
+            seconds=self.seconds(middle),
             best=stream.best_auc(size, first=window.first),
-            frozen=None if known is None else known.auc(stream, window.first, window.end),
+            frozen=None if known is None else known.auc(self._staged, window.first, window.end),
             best_frozen=None
             if known is None
             else stream.best_auc(size, first=window.first, as_of=stream.time_of(known.since)),
         )
 
-    def hours(self, record: int) -> float:
-        """Return the event time of a record, in hours since the beginning."""
-        return (self._stream.time_of(record) - self._stream.config.start_time) / 3600
+    def seconds(self, record: int) -> float:
+        """Return the event time of a record, in seconds since the beginning."""
+        return record / self._script.rate

@@ -1,71 +1,104 @@
-"""What the demo trains: clicks on a stream that does not stay as it was."""
+"""What the demo trains: clicks on a stream that does not stay as it was, and publishes while it learns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
-from monolith.data.synthetic.drift import FEATURES, SPEC, fast_drift
+from monolith.cli.demo.live_stream import CueSheet, LiveClicks, LiveScript
+from monolith.data import DriftingStream, Pipeline, Stream
+from monolith.data.synthetic.drift import FEATURES, SPEC
 from monolith.feature import Batch
 from monolith.model import DeepFM
+from monolith.run import RunConfig
+from monolith.run.surroundings import MetricsConfig
+from monolith.sync import PublishConfig
+from monolith.sync.publish_config import GuardConfig
 from monolith.table import Adagrad
 from monolith.train import KeepConfig, Mode, SaveConfig, Task, TrainConfig
 
 HEAD = "click"
 LEARNING_RATE = 0.15
-"""Of rows. They have little time: whoever appears is gone a day later."""
+"""Of rows. They have little time: whoever appears is gone a minute later."""
+GUARD_WINDOWS = 4
+"""Windows of the guard that it only watches, after each start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoJob:
-    """One demo, settled: what both of its processes must agree on."""
+    """One demo, settled: what all of its processes must agree on."""
 
     model_dir: str
-    dim: int
-    batch: int
-    seed: int
-    window: int
-    """Examples that an AUC is measured on: whole batches."""
-    save_steps: int
-    small: bool = False
-    """A world of few users that turns faster: one can see it in seconds, on any machine."""
+    script: LiveScript
+    publish_to: str
+    """Where it publishes: a channel as `monolith train` takes it."""
+    dim: int = 8
+    window: int = 6_000
+    """Examples that an AUC is measured on: about; it is whole batches."""
+    guard_window: int = 2_000
+    """Latest examples that decide whether publishing goes on."""
+    save_steps: int = 100
 
-    def drift(self) -> DriftConfig:
-        return fast_drift(small=self.small, batch_size=self.batch, seed=self.seed)
+    @property
+    def cues(self) -> CueSheet:
+        """What is staged, in a file beside the model."""
+        return CueSheet(Path(self.model_dir).parent / "cues.json")
+
+    @property
+    def guard_warm_up(self) -> int:
+        return GUARD_WINDOWS * self.guard_window
 
     def train_config(self) -> TrainConfig:
+        batch = self.script.batch
         return TrainConfig(
             model_dir=self.model_dir,
-            seed=self.seed,
-            metric_window=self.window,
+            seed=self.script.seed,
+            metric_window=max(1, round(self.window / batch)) * batch,
             # By steps, not by the clock: whoever takes a step again does the same before and after it.
             save=SaveConfig(steps=self.save_steps, asynchronous=True),
-            keep=KeepConfig(max_to_keep=3, every=None),
+            # An export of the first ones may take long on a machine that is busy.
+            keep=KeepConfig(max_to_keep=500, every=None),
             idle_after=timedelta(hours=1),
             summary_every_steps=None,
         )
 
+    def run_config(self) -> RunConfig:
+        """Return the run as `monolith train` would have it, with metrics at any port."""
+        guard = GuardConfig(
+            window=self.guard_window, warm_up=self.guard_warm_up, auc_fall=0.1, resume="when_recovered"
+        )
+        return RunConfig(
+            train=self.train_config(),
+            publish=PublishConfig(
+                to=self.publish_to,
+                interval=timedelta(milliseconds=100),
+                dense_interval=timedelta(milliseconds=500),
+                guard=guard,
+            ),
+            metrics=MetricsConfig(port=0),
+        )
 
-class DriftingClicks(Task):
-    """Learns the stream from its beginning on, or predicts it from some example on.
 
-    Args:
-        predict_from: The number of the first example to predict.
-    """
+class LiveTask(Task):
+    """Learns what happens, as it happens. What it evaluates on is a few records of the beginning."""
 
-    def __init__(self, job: DemoJob, *, predict_from: int = 0) -> None:
+    def __init__(self, job: DemoJob) -> None:
         self._job = job
-        self._predict_from = predict_from
+
+    @property
+    def name(self) -> str:
+        return "clicks"
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
-        stream = DriftingStream(self._job.drift())
-        if mode is not Mode.TRAIN:
-            stream.restore({**stream.position(), "next": self._predict_from})
-        return Pipeline(stream).to_batches(SPEC)
+        script = self._job.script
+        if mode is Mode.TRAIN:
+            return Pipeline(LiveClicks(script, self._job.cues.read)).to_batches(SPEC)
+        few = replace(script.drift(), examples=script.batch)
+        return Pipeline(DriftingStream(few)).to_batches(SPEC)
 
     def model(self) -> nn.Module:
         rows = Adagrad(learning_rate=LEARNING_RATE)
@@ -75,7 +108,7 @@ class DriftingClicks(Task):
             hidden=(64, 32),
             optimizer=rows,
             bias_optimizer=rows,
-            seed=self._job.seed,
+            seed=self._job.script.seed,
             threads=1,
         )
 
@@ -83,4 +116,4 @@ class DriftingClicks(Task):
         return ("auc",)
 
     def describe(self) -> dict[str, Any]:
-        return {"batch": self._job.batch, "dim": self._job.dim, "small": self._job.small}
+        return {"batch": self._job.script.batch, "dim": self._job.dim, "rate": self._job.script.rate}
