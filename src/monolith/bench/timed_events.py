@@ -23,7 +23,7 @@ DRIFT_RECIPE = Recipe(
     user=RowRecipe(rate=0.15, bias_rate=0.15),
     item=RowRecipe(rate=0.15, bias_rate=0.15),
 )
-"""What the demo trains, too: rows have little time, since whoever appears is gone a day later."""
+"""Rows have little time, since whoever appears is gone a day later."""
 BURST = 10
 """Seconds from one burst of clicks to the next: a step for each second would take ten times as long."""
 _AT_A_TIME = 1 << 18
@@ -72,10 +72,10 @@ class OnlinePlan:
 
 
 def drift_plan(seed: int, batch: timedelta, online: timedelta, *, small: bool = False) -> OnlinePlan:
-    """Return a stream that drifts as that of `monolith demo`: so much event time at rest, and so much online.
+    """Return a stream that drifts fast: so much event time at rest, and so much online.
 
     Its clicks come in bursts: all those of one second, and then none until the next `BURST`. Fewer users and
-    items make up for it, so that each is seen as often as in the demo.
+    items make up for it, so that each is seen as often as without bursts.
     """
     config = fast_drift(small=small, seed=seed)
     if not small:
