@@ -70,11 +70,11 @@ def draw_picture(path: Path, points: Sequence[Point], marks: Marks) -> None:
     axis.axvspan(marks.held, marks.released, color="#e0a030", alpha=0.22, lw=0)
     low, high = axis.get_ylim()
     for x, text, align, colour, line in (
-        (marks.stopped, "a copy stops learning ", "right", "#a3337f", 0),
+        (marks.stopped, " a copy stops learning", "left", "#a3337f", 0),
         (marks.appeared, " a new item", "left", "#2a7f9e", 2),
         (marks.checkpoint, "resumes here ", "right", "#3a8f4d", 1),
         (marks.killed, " kill -9", "left", "#d1495b", 1),
-        (marks.held, "wrong labels: publishing is held ", "right", "#a87510", 0),
+        (marks.released, " wrong labels: publishing was held", "left", "#a87510", 0),
     ):
         axis.text(x, low + (0.02 + 0.05 * line) * (high - low), text, ha=align, color=colour, fontsize=9)
     axis.set_xlabel("event time, seconds")
