@@ -60,6 +60,12 @@ def value(report: dict[str, Any], case: str) -> float:
     return found
 
 
+def need_marks(report: dict[str, Any], case: str) -> None:
+    """Skip where no mark fell into a save, which is short at this size; the bench says so."""
+    if any(one["case"] == case and one.get("note") == "no mark was seen" for one in report["results"]):
+        pytest.skip("no marked event happened while a checkpoint was saved")
+
+
 def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
     assert list(report) == ["bench", "machine", "results"]
     assert report["bench"] == "freshness"
@@ -70,6 +76,7 @@ def test_the_report_has_the_agreed_shape(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["event to answer", "event to answer, while checkpoints are saved"])
 def test_every_marked_event_is_answered_and_split_by_stage(report: dict[str, Any], case: str) -> None:
     assert value(report, "marked events that no answer knew of in time") == 0
+    need_marks(report, case)
     assert 0 < value(report, f"{case}, p50") <= value(report, f"{case}, p99")
     for stage in STAGES_OF_MARKS:
         assert 0 <= value(report, f"{case}, {stage}, p50") <= value(report, f"{case}, p99")
@@ -78,6 +85,7 @@ def test_every_marked_event_is_answered_and_split_by_stage(report: dict[str, Any
 def test_saving_stands_beside_not_saving(report: dict[str, Any]) -> None:
     beside = [(one["case"], one["baseline"]) for one in report["results"] if one["baseline"]]
     saving = "event to answer, while checkpoints are saved"
+    need_marks(report, saving)
     assert beside == [(f"{saving}, {name}", f"event to answer, {name}") for name in ("p50", "p99")]
 
 
