@@ -204,6 +204,36 @@ def test_weights_are_swapped_between_batches(root):
         assert predictor.predict(columns(2, seed=9)).outputs["click"].tolist() == [0.5, 0.5]
 
 
+def test_no_batch_is_answered_with_half_of_the_new_weights(root):
+    raw = columns(64, seed=9)
+    with Predictor(str(root), show=False) as predictor:
+        first = {name: one.clone() for name, one in predictor._runner._graph.weights.items()}
+        second = {name: one / 2 for name, one in first.items()}
+        expected = []
+        for weights in (second, first):
+            predictor.swap_weights(weights)
+            expected.append(predictor.predict(raw).outputs["click"])
+        assert not torch.equal(*expected)
+        stop, torn = threading.Event(), []
+
+        def ask() -> None:
+            while not stop.is_set():
+                found = predictor.predict(raw).outputs["click"]
+                if not any(torch.equal(found, one) for one in expected):
+                    torn.append(found)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for turn in range(200):
+            predictor.swap_weights((second, first)[turn % 2])
+            stop.wait(0.001)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert torn == []
+
+
 # The folder
 
 
