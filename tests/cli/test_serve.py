@@ -16,16 +16,20 @@ from pathlib import Path
 import pytest
 from serve.served_tasks import columns, exported, trained
 from services import warm
+from sync.delta_channels import Copy, SmallPublisher
+from sync.delta_channels import until as go_on_until
 
 from monolith.cli.main import main, parse_options
 from monolith.cli.options.serve import ServeOptions
 from monolith.cli.serve import command_of, peers_of, serve_config
 from monolith.cli.serve_shards import trainer_of
+from monolith.cluster import open_discovery_url
 from monolith.cluster.security import Guard
 from monolith.errors import ConfigError, UnavailableError
 from monolith.serve import Predictor
 from monolith.serve.asking import open_asker
 from monolith.serve.exporting import ExportHow
+from monolith.sync.channels import open_writer
 
 pytest.importorskip("grpc")
 pytest.importorskip("uvicorn")
@@ -283,3 +287,16 @@ def test_whom_to_follow_is_checked_before_anything_is_served(tmp_path):
     assert (config.follow.url, config.follow.stale_after.total_seconds()) == ("grpc://h:1", 3)
     words = command_of(ServeOptions(folders=("d",), follow="grpc://h:1", processes=2), 0, tmp_path)
     assert words[words.index("--follow") + 1] == "grpc://h:1"
+
+
+def test_a_trainer_is_found_by_the_discovery_that_serving_uses(tmp_path):
+    registry = f"files://{tmp_path}/job"
+    options = ServeOptions(folders=("d",), follow="discovery", discovery=registry)
+    with open_discovery_url(registry, {}) as discovery, trainer_of(options) as found:
+        writer = open_writer("discovery", discovery=discovery)
+        publisher, copy = SmallPublisher(writer), Copy()
+        publisher.publish([1, 2])
+        reader = found()
+        go_on_until(lambda: copy.equals(publisher), lambda: copy.follow(reader, 0))
+        reader.close()
+        writer.close()
