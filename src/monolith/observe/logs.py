@@ -18,6 +18,7 @@ from monolith.errors import ConfigError
 
 _PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OURS = "monolith"  # the handler's name, by which a second call finds the first one's
+_NAMED = "debug, info, warning, error, critical"
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -123,10 +124,9 @@ class JsonFormatter(logging.Formatter):
 def _level_number(level: str | int) -> int:
     if isinstance(level, int):
         return level
-    known = logging.getLevelNamesMapping()
+    known = logging.getLevelNamesMapping()  # with those that other libraries have added
     if level.upper() not in known:
-        names = ", ".join(sorted((n.lower() for n in known if n != "NOTSET"), key=lambda n: known[n.upper()]))
-        raise ConfigError(f"cannot configure logging: there is no level {level!r}; choose one of {names}")
+        raise ConfigError(f"cannot configure logging: there is no level {level!r}; choose one of {_NAMED}")
     return known[level.upper()]
 
 
