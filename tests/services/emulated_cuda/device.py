@@ -26,7 +26,7 @@ from monolith.cuda.kernels import THREADS, Argument, pack, pointers_to
 HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
 ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+OPTIONS = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 KERNELS = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 _streams = itertools.count(1)
 
@@ -169,7 +169,7 @@ def load(source: str, name: str) -> ctypes.CDLL:
 
 @functools.cache
 def _runtime() -> Path:
-    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", [])
+    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", ["-O2"])
 
 
 def _compiled(text: str, name: str, more: list[str]) -> Path:
