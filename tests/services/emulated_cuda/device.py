@@ -92,6 +92,17 @@ class EmulatedDevice:
     _own: threading.local = field(default_factory=threading.local, compare=False, repr=False)
     _pinned: set[int] = field(default_factory=set, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        return "an emulated device"
+
+    @property
+    def free_bytes(self) -> int:
+        return 1 << 34
+
+    def give_back(self) -> None:
+        pass
+
     def holds(self, tensor: Tensor) -> bool:
         return self.holds_all and tensor.device == self.torch_device
 
