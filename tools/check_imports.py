@@ -31,6 +31,7 @@ ROWS = (
     {"observe"},
     {"config", "wire", "filesystem"},
     {"native"},
+    {"cuda"},
     {"tensors"},
     {"table"},
     {"feature"},
@@ -55,7 +56,7 @@ ROOT = "the package itself"
 """The room of `monolith/__init__.py`: above every row, so it imports no room."""
 
 EVERYWHERE = {"monolith", "torch", "numpy"}
-PLAIN = {ROOT, "tensors", "feature", "table", "nn", "model"}
+PLAIN = {ROOT, "cuda", "tensors", "feature", "table", "nn", "model"}
 OWNERS = {
     "confluent_kafka": {"data"},
     "fsspec": {"filesystem"},

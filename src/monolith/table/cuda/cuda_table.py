@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from monolith.cuda.device import Device, device_of
 from monolith.errors import AcceleratorError, ConfigError, TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
@@ -89,7 +90,7 @@ class CudaTable:
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: Told the ids that gradients or `reinitialize` changed.
-        device: The current CUDA device by default.
+        device: One of torch's, or one that stands for it; the current CUDA device by default.
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
@@ -102,23 +103,20 @@ class CudaTable:
         *,
         admission: AdmissionFilter | None = None,
         touched: TouchedKeySet | None = None,
-        device: torch.device | None = None,
+        device: torch.device | Device | None = None,
     ) -> None:
-        if not torch.cuda.is_available():
-            raise AcceleratorError(
-                f"table {config.name!r}: no CUDA device is there for it; use a NativeTable, or a machine "
-                "with an NVIDIA GPU and a CUDA build of torch"
-            )
+        try:
+            owner = device_of(device)
+        except AcceleratorError as cause:
+            raise AcceleratorError(f"table {config.name!r}: {cause}; or use a NativeTable") from cause
         if any(getattr(segment.optimizer.rule, "lazy_decay", False) for segment in config.segments):
             raise ConfigError(
                 f"table {config.name!r}: rows on a GPU do not decay by steps they are not in yet; use a "
                 "NativeTable, or lazy_decay=False"
             )
-        device = torch.device("cuda") if device is None else device
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self._config = config
-        self._device = device
+        self._owner = owner
+        self._device = owner.torch_device
         self._admission = None if admission is None or admission.core is None else admission
         self._touched = touched
         self._layout = row_layout(config)
@@ -133,12 +131,12 @@ class CudaTable:
         self._frozen = 0
         self._scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
         self._filtered = self._refused = self._evicted = self._removed = 0
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.current_stream()
-            self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(device)
-            counters = torch.zeros(_COUNTERS, dtype=torch.int64, device=device)
-            self._fill = Fill(config.name, counters)
-            self._inputs = Inputs(config, counters)
+        with owner.active():
+            self._stream = owner.current_stream()
+            self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
+            counters = torch.zeros(_COUNTERS, dtype=torch.int64, device=self._device)
+            self._fill = Fill(config.name, counters, owner)
+            self._inputs = Inputs(config, counters, owner)
             self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
 
     @property
@@ -336,22 +334,22 @@ class CudaTable:
     def close(self) -> None:
         with self._lock:
             if self._memory is not None:
-                self._memory.record_stream(self._stream)
+                self._memory.keep_for(self._stream)
             self._memory = None
 
     # Inside. Every method below is called with the lock held.
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[DeviceMemory]:
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock, self._owner.active():
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
             memory = self._held
-            stream = torch.cuda.current_stream()
+            stream = self._owner.current_stream()
             if stream != self._stream:
-                stream.wait_stream(self._stream)
+                stream.wait_for(self._stream)
                 self._stream = stream
-                memory.stream = stream.cuda_stream
+                memory.stream = stream.handle
             yield memory
 
     @property
@@ -454,14 +452,15 @@ class CudaTable:
     def _move(self, places: int) -> None:
         before = self._held
         self._memory = before.moved(places)
-        before.record_stream(torch.cuda.current_stream())
+        before.keep_for(self._stream)
         self._fill.read()
 
     def _new_memory(self, rows: int) -> DeviceMemory:
         places = max(_LEAST_PLACES, _places_for(rows, _FULL))
         if self._most_places is not None:
             places = min(places, self._most_places)
-        return DeviceMemory(self._layout, self._fill.counters, places, self._stream.cuda_stream)
+        stream = self._stream.handle
+        return DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
 
     def _unknown(self, batch: _Batch, skip: Tensor | None) -> Tensor:
         unknown = self._held.find(batch.ids) == NONE

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from monolith.cuda.device import Device, DeviceEvent
 from monolith.errors import TableArgumentError
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.cuda.memory import BAD_TIMES, MARKS, NEWEST, USED
@@ -32,21 +32,25 @@ class Counted:
 class Fill:
     """The counters of one table. Not thread-safe.
 
+    Args:
+        device: The one of the counters.
+
     Attributes:
         counters: int64 on the device.
     """
 
-    def __init__(self, name: str, counters: Tensor) -> None:
+    def __init__(self, name: str, counters: Tensor, device: Device) -> None:
         self.counters = counters
         self._name = name
         self._bound = 0
-        self._copy = torch.empty_like(counters, device="cpu", pin_memory=True)
-        self._arrives: torch.cuda.Event | None = None
+        self._device = device
+        self._copy = device.pinned(tuple(counters.shape), counters.dtype)
+        self._arrives: DeviceEvent | None = None
         self._since = 0  # ids of batches that the copy on its way does not know
 
     def bound(self) -> int:
         """Return a number of places that are not exceeded."""
-        if self._arrives is not None and self._arrives.query():  # type: ignore[no-untyped-call]
+        if self._arrives is not None and self._arrives.query():
             self._arrives = None
             self._bound = min(self._bound, self._checked(self._copy.tolist()).counters[USED] + self._since)
         return self._bound
@@ -57,8 +61,7 @@ class Fill:
         self._since += ids
         if self._arrives is None and self._bound > _ASKED_FROM * limit:
             self._copy.copy_(self.counters, non_blocking=True)
-            self._arrives = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrives.record()
+            self._arrives = self._device.current_stream().record()
             self._since = 0
 
     def read(self) -> Counted:

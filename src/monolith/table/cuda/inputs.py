@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monolith.cuda.device import Device
 from monolith.table import arguments
 from monolith.table.arguments import MAX_EVENT_TIME
 from monolith.table.config import TableConfig
@@ -22,12 +23,14 @@ class Inputs:
 
     Args:
         counters: Where event times on the device that no row can keep are counted.
+        device: The one of the counters.
     """
 
-    def __init__(self, config: TableConfig, counters: Tensor) -> None:
+    def __init__(self, config: TableConfig, counters: Tensor, device: Device) -> None:
         self._config = config
         self._counters = counters
-        self._device = counters.device
+        self._owner = device
+        self._device = device.torch_device
 
     def ids(self, ids: Tensor, name: str = "ids") -> Tensor:
         """Return int64 of shape (n,), contiguous."""
@@ -100,4 +103,4 @@ class Inputs:
         )
 
     def _is_here(self, tensor: object) -> bool:
-        return isinstance(tensor, Tensor) and tensor.device == self._device
+        return isinstance(tensor, Tensor) and self._owner.holds(tensor)

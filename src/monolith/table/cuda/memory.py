@@ -7,7 +7,6 @@ the rest does not. Callers see to it that calls follow one another.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monolith.cuda.device import Device, DeviceStream
+from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import AcceleratorError
-from monolith.table.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.table.cuda.layout import DeviceRowLayout, index_source
 
 KEYS = 16
@@ -102,13 +102,16 @@ class DeviceMemory:
     Args:
         counters: int64, kept by the table over all the memories it has in its life.
         places: How many rows would fill it wholly; a multiple of KEYS.
+        device: The one of the counters.
         stream: The handle of the current stream, to which kernels go.
 
     Attributes:
         stream: Set anew whenever another is the current one.
     """
 
-    def __init__(self, layout: DeviceRowLayout, counters: Tensor, places: int, stream: int) -> None:
+    def __init__(
+        self, layout: DeviceRowLayout, counters: Tensor, places: int, *, device: Device, stream: int
+    ) -> None:
         if not KEYS <= places <= MAX_PLACES:
             raise AcceleratorError(
                 f"a table on a GPU can have {KEYS:,} to {MAX_PLACES:,} places, not {places:,}; spread larger "
@@ -118,18 +121,17 @@ class DeviceMemory:
         self.places = places
         self.stream = stream
         self.counters = counters
-        device = counters.device
-        self._device = device
+        self._owner = device
+        self._device = where = device.torch_device
         total = places + BESIDE
-        self._keys = torch.zeros(total, dtype=torch.int64, device=device)
-        self._times = torch.zeros(total, dtype=torch.int32, device=device)
-        self._values = torch.empty((total, layout.row_bytes // 4), dtype=torch.int32, device=device)
-        self._states = torch.empty((total, layout.state_dim), dtype=torch.float32, device=device)
-        self._index = _kernels(index_source(), "index", device)
-        self._rows = _kernels(layout.source, "rows", device)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._tiles = processors * _WARPS * 32 // layout.lanes
-        self._lookup_blocks = _LOOKUP_BLOCKS * processors
+        self._keys = torch.zeros(total, dtype=torch.int64, device=where)
+        self._times = torch.zeros(total, dtype=torch.int32, device=where)
+        self._values = torch.empty((total, layout.row_bytes // 4), dtype=torch.int32, device=where)
+        self._states = torch.empty((total, layout.state_dim), dtype=torch.float32, device=where)
+        self._index = device.kernels(index_source(), "index")
+        self._rows = device.kernels(layout.source, "rows")
+        self._tiles = device.processors * _WARPS * 32 // layout.lanes
+        self._lookup_blocks = _LOOKUP_BLOCKS * device.processors
 
     @property
     def bytes_index(self) -> int:
@@ -139,10 +141,10 @@ class DeviceMemory:
     def bytes_rows(self) -> int:
         return (self.layout.row_bytes + 4 * self.layout.state_dim) * (self.places + BESIDE)
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
+    def keep_for(self, stream: DeviceStream) -> None:
         """Have the memory outlive what was launched on another stream than it was taken on."""
         for array in (self._keys, self._times, self._values, self._states):
-            array.record_stream(stream)
+            stream.keep(array)
 
     # Reading
 
@@ -306,7 +308,7 @@ class DeviceMemory:
 
     def moved(self, places: int) -> DeviceMemory:
         """Return a memory of another size with the same rows, and without marks."""
-        new = DeviceMemory(self.layout, self.counters, places, self.stream)
+        new = DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
         self._launch(
             self._index,
             "move_rows",
@@ -365,9 +367,3 @@ def _i64(number: int) -> ctypes.c_int64:
 
 def _scalars(rates: Sequence[float], scales: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * (2 * len(rates)))(*rates, *scales)
-
-
-@functools.cache
-def _kernels(source: str, name: str, device: torch.device) -> Kernels:
-    """Return what was made of a source: once in a process, since tables of equal rows share it."""
-    return Kernels(source, name, device)

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +23,30 @@ from monolith.errors import AcceleratorError
 THREADS = 256
 """Threads of a block, where nothing speaks for another number."""
 
-_OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
+OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
+"""What every source is compiled with: no product is fused with a sum, so that bits are those of the host."""
+
+Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]
+Argument = Tensor | Plain | None
 
 
-class Kernels:
-    """The kernels of one source. Thread-safe.
+class Kernels(Protocol):
+    """The kernels of one source, made for one device. Thread-safe."""
+
+    def launch(
+        self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
+    ) -> None:
+        """Put a launch on a stream, by its handle; nothing is waited for.
+
+        Args:
+            blocks: How many; none launches nothing.
+            arguments: Tensors as pointers to their first element, None as a null pointer, numbers, arrays
+                and structures of ctypes as they are. Who calls answers for their types, as in C.
+        """
+
+
+class CudaKernels:
+    """`Kernels` of a CUDA device.
 
     Args:
         source: CUDA C++, with `extern "C"` kernels.
@@ -47,32 +67,26 @@ class Kernels:
     def launch(
         self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
     ) -> None:
-        """Put a launch on a stream, by its handle; nothing is waited for.
-
-        Args:
-            blocks: How many; none launches nothing.
-            arguments: Tensors as pointers to their first element, None as a null pointer, numbers, arrays
-                and structures of ctypes as they are. Who calls answers for their types, as in C.
-        """
         if blocks <= 0:
             return
         with self._lock:
             function = self._functions.get(kernel)
             if function is None:
                 function = self._functions[kernel] = self._driver.function(self._module, kernel)
-        packed = [_packed(one) for one in arguments]
-        pointers = (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
-        self._driver.launch(function, blocks, threads, ctypes.c_void_p(stream), pointers)
+        packed = [pack(one) for one in arguments]
+        self._driver.launch(function, blocks, threads, ctypes.c_void_p(stream), pointers_to(packed))
 
 
-Plain = ctypes._SimpleCData | ctypes.Structure | ctypes.Array  # type: ignore[type-arg]
-Argument = Tensor | Plain | None
-
-
-def _packed(argument: Argument) -> Plain:
+def pack(argument: Argument) -> Plain:
+    """Return an argument of a kernel as C has it."""
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
     return ctypes.c_void_p(None) if argument is None else argument
+
+
+def pointers_to(packed: Sequence[Plain]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return arguments as a launch takes them: by their addresses, good for as long as `packed` lives."""
+    return (ctypes.c_void_p * len(packed))(*(ctypes.addressof(one) for one in packed))
 
 
 def blocks_for(work: int, *, per_block: int = THREADS) -> int:
@@ -127,14 +141,14 @@ class _Driver:
 
 def _compiled(source: str, name: str, device: torch.device) -> bytes:
     major, minor = torch.cuda.get_device_capability(device)
-    options = (*_OPTIONS, f"--gpu-architecture=sm_{major}{minor}")
-    compiler = _Compiler()
-    about = "\0".join([source, *options, compiler.version])
+    architecture = f"sm_{major}{minor}"
+    compiler = KernelCompiler(_nvrtc())
+    about = "\0".join([source, *OPTIONS, architecture, compiler.version])
     kept = _cache_folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.cubin"
     try:
         return kept.read_bytes()
     except OSError:
-        image = compiler.compile(source, f"{name}.cu", options)
+        image = compiler.compile(source, f"{name}.cu", architecture)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         aside = kept.with_suffix(f".{os.getpid()}")
@@ -150,16 +164,26 @@ def _cache_folder() -> Path:
     return Path(base, "monolith", "kernels")
 
 
-class _Compiler:
-    """NVRTC, as torch brings it."""
+class KernelCompiler:
+    """NVRTC, which needs no GPU.
 
-    def __init__(self) -> None:
-        self._nvrtc = _load_nvrtc()
+    Args:
+        nvrtc: The library.
+    """
+
+    def __init__(self, nvrtc: ctypes.CDLL) -> None:
+        self._nvrtc = nvrtc
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = f"{major.value}.{minor.value}"
 
-    def compile(self, source: str, name: str, options: Sequence[str]) -> bytes:
+    def compile(self, source: str, name: str, architecture: str) -> bytes:
+        """Return the image of a source for an architecture, such as sm_90.
+
+        Raises:
+            AcceleratorError: It does not compile; says what the compiler says.
+        """
+        options = (*OPTIONS, f"--gpu-architecture={architecture}")
         program = ctypes.c_void_p()
         words = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
         self._check(
@@ -192,7 +216,7 @@ class _Compiler:
             raise AcceleratorError(f"NVRTC: {text.decode()} (error {status})")
 
 
-def _load_nvrtc() -> ctypes.CDLL:
+def _nvrtc() -> ctypes.CDLL:
     """Load the compiler that torch was built with: where torch's own packages have it, or the system."""
     if torch.version.cuda is None:
         raise AcceleratorError("this torch was built without CUDA; install a CUDA build of torch")

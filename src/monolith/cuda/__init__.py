@@ -1,0 +1,9 @@
+"""CUDA devices: their streams, events and memory, and kernels compiled for them when first used.
+
+Who computes on a GPU asks a `Device` for what it needs of CUDA, so that the same code runs on a device of
+another kind: tests have one that runs the kernels on the CPU.
+"""
+
+from monolith.front_door import open_when_asked
+
+__getattr__, __dir__ = open_when_asked(__name__)
