@@ -20,17 +20,17 @@ class EmulatedCudaTable(CudaTable):
 
 def table_classes() -> list[Any]:
     """Return every implementation of the table seam that works on this machine, the plain one first."""
-    return [*dumpable_table_classes(), *cuda_table_classes()]
+    return [*host_table_classes(), *cuda_table_classes()]
+
+
+def host_table_classes() -> list[Any]:
+    """Return those in the memory of the host."""
+    return [DictTable, NativeTable]
 
 
 def cuda_table_classes() -> list[Any]:
     """Return tables on the device there is, and on an emulated one wherever it can be compiled."""
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
-
-
-def dumpable_table_classes() -> list[Any]:
-    """Return those that can be cut, and so be dumped while they are trained."""
-    return [DictTable, NativeTable]
 
 
 def ids(*numbers: int) -> Tensor:

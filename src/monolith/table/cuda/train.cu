@@ -45,15 +45,6 @@ __device__ __forceinline__ float sum_in_order(const float (&x)[kMany], u32 tile)
   return sum;
 }
 
-__device__ __forceinline__ void put_step(float* at, i64 step) {
-  at[0] = float_with((u32)(u64)step);
-  at[1] = float_with((u32)((u64)step >> 32));
-}
-
-__device__ __forceinline__ i64 step_of(const float* at) {
-  return (i64)((u64)bits_of(at[0]) | (u64)bits_of(at[1]) << 32);
-}
-
 // Floats of state that there is one of for each value, and floats behind those.
 template <int kind>
 struct StateOf {
@@ -99,6 +90,19 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       x[k] = x[k] - over(rate, sqrtf(sum)) * grad;
     }
     if (kind == DYNAMIC_WD_ADAGRAD) put_step(rest, step);
+#if LAZY
+  } else if constexpr (kind == DYNAMIC_WD_ADAGRAD && S::kLazy) {
+    // Its counter is one more than the step of its last update: 0 is a row that has not had any.
+    const i64 seen = step_of(rest);
+    const i64 now = step + 1;
+    const float kept = kept_after(rate * S::kWeightDecay, seen == 0 ? 1 : now - seen);
+    EACH_COLUMN {
+      const float norm = state[0][k] + g[k] * g[k];
+      state[0][k] = norm;
+      x[k] = x[k] * kept - over(rate, sqrtf(norm)) * g[k];
+    }
+    put_step(rest, seen > now ? seen : now);
+#endif
   } else if constexpr (kind == DYNAMIC_WD_ADAGRAD) {
     const float decay = rate * S::kWeightDecay;
     EACH_COLUMN {
