@@ -21,7 +21,12 @@ class EmulatedCudaTable(CudaTable):
 
 def table_classes() -> list[Any]:
     """Return every implementation of the table seam that works on this machine, the plain one first."""
-    return [*dumpable_table_classes(), *cuda_table_classes()]
+    return [*host_table_classes(), *cuda_table_classes()]
+
+
+def host_table_classes() -> list[Any]:
+    """Return those in the memory of the host."""
+    return [DictTable, NativeTable]
 
 
 def cuda_table_classes() -> list[Any]:
@@ -35,11 +40,6 @@ def quick_table_classes() -> list[Any]:
         pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
         for cls in table_classes()
     ]
-
-
-def dumpable_table_classes() -> list[Any]:
-    """Return those that can be cut, and so be dumped while they are trained."""
-    return [DictTable, NativeTable]
 
 
 def ids(*numbers: int) -> Tensor:

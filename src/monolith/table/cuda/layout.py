@@ -14,6 +14,7 @@ import numpy as np
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
+from monolith.table.lazy_decay import decays_lazily
 
 MAX_LANES = 32
 """Threads of a warp: as many as can work on one row together."""
@@ -30,7 +31,7 @@ _SETTINGS = {
     "kL1": "l1",
     "kL2": "l2",
 }
-_CHOICES = {"kNesterov": "use_nesterov", "kDecouple": "decouple_weight_decay"}
+_CHOICES = {"kNesterov": "use_nesterov", "kDecouple": "decouple_weight_decay", "kLazy": "lazy_decay"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class DeviceRowLayout:
     row_bytes: int
     """Of the values alone, in whole words; state lies apart."""
     lanes: int
+    lazy: bool
+    """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
     source: str
 
     @property
@@ -53,6 +56,16 @@ class DeviceRowLayout:
 def index_source() -> str:
     """Return the source of what is done to an index, whatever the rows are."""
     return _text("places.cuh") + _text("index.cu")
+
+
+def fused_index_source() -> str:
+    """Return the source of what is done to the indices of many tables at once."""
+    return index_source() + _text("cells.cuh") + _text("fused_index.cu")
+
+
+def fused_row_source(layout: DeviceRowLayout) -> str:
+    """Return the source of what is done to the rows of many tables of a layout at once."""
+    return layout.source + _text("cells.cuh") + _text("fused_rows.cu")
 
 
 def row_layout(config: TableConfig) -> DeviceRowLayout:
@@ -68,12 +81,14 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     while lanes < min(MAX_LANES, config.dim):
         lanes *= 2
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
+    lazy = decays_lazily(config) and not config.serving
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
         "ROW_BYTES": row_bytes,
         "SERVING": int(config.serving),
-        "PLAIN": int(not config.serving and not viewed),
+        "LAZY": int(lazy),
+        "PLAIN": int(not config.serving and not viewed and not lazy),
         "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
         # On a multiprocessor at once, which bounds the registers of each: measured with Adagrad and Adam.
@@ -87,7 +102,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     source = _text("places.cuh") + _text("rows.cu").replace("\nLAYOUT\n", f"\n{layout}\n", 1)
     if not config.serving:
         source += _text("train.cu")
-    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, source)
+    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, source)
 
 
 def _segment_struct(number: int, segment: Segment, column: int, state: int, byte: int) -> str:
