@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_names
 from torch import Tensor
@@ -31,6 +32,14 @@ def host_table_classes() -> list[Any]:
 def cuda_table_classes() -> list[Any]:
     """Return tables on the device there is, and on an emulated one wherever it can be compiled."""
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
+
+
+def quick_table_classes() -> list[Any]:
+    """Return the same for tests of many layouts: compiling each for the emulated device makes them a soak."""
+    return [
+        pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
+        for cls in table_classes()
+    ]
 
 
 def ids(*numbers: int) -> Tensor:
