@@ -58,12 +58,14 @@ def sources() -> dict[str, str]:
     layouts = {
         name: row_layout(TableConfig(name="t", segments=segments)) for name, segments in TABLES.items()
     }
-    layouts["serving"] = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
+    serving = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
+    fused = {"plain": layouts["plain"], "all views": layouts["all views"], "serving": serving}
     return {
         "index": index_source(),
-        "index, fused": fused_index_source(),
         **{f"rows, {name}": layout.source for name, layout in layouts.items()},
-        **{f"rows, {name}, fused": fused_row_source(layout) for name, layout in layouts.items()},
+        "rows, serving": serving.source,
+        "indices of many tables": fused_index_source(),
+        **{f"rows of many tables, {name}": fused_row_source(layout) for name, layout in fused.items()},
     }
 
 
