@@ -54,6 +54,11 @@ def test_tables_are_sorted_by_name(store: Store) -> None:
     assert list(store.tables.items()) == [("a", 2), ("b", 1)]
 
 
+def test_rows_are_where_the_store_says(store: Store) -> None:
+    train(store, keys([1], []), [1, 2])
+    assert store.lookup(keys([1], [1])).device == store.device
+
+
 def test_ids_without_a_row_read_as_zeros_and_leave_none(store: Store) -> None:
     assert store.lookup(keys([1, 2], [1])).tolist() == [0, 0, 0, 0, 0]
     assert [stats.rows for stats in store.stats().values()] == [0, 0]
@@ -88,6 +93,32 @@ def test_gradients_of_several_batches_are_one_step_for_each_id(make: MakeStore) 
     train(store, two, [3.0, 1.0, 1.0])
     # One step of Adagrad from zero moves by the rate, whatever the gradient.
     assert_close(store.lookup(TableIds(torch.tensor([1, 2]), torch.tensor([2]))), torch.tensor([-1.0, -1.0]))
+
+
+def test_ids_that_repeat_within_a_batch_are_one_step_with_the_sum(make: MakeStore) -> None:
+    segment = Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=0.0), learning_rate=1.0)
+    store = make({name: TableConfig(name=name, segments=(segment,)) for name in ("a", "b")})
+    train(store, keys([1, 2, 1, 1], [1, 1], distinct=False), [3.0, 1.0, -1.0, 2.0, 5.0, -7.0])
+    # One step of Adagrad from zero moves by the rate, whatever the gradient: two steps would go further.
+    assert_close(store.lookup(keys([1, 2], [1])), torch.tensor([-1.0, -1.0, 1.0]))
+    assert store.lookup(keys([1, 1, 2], [1, 1], distinct=False)).tolist() == [-1, -1, -1, 1, 1]
+
+
+def test_ids_that_repeat_within_batches_and_over_them_are_one_step_each(make: MakeStore) -> None:
+    segment = Segment(dim=1, optimizer=Adagrad(initial_accumulator_value=0.0), learning_rate=1.0)
+    store = make({"a": TableConfig(name="a", segments=(segment,))})
+    two = TableIds(torch.tensor([1, 2, 1, 2, 2]), torch.tensor([3, 2]), batches=2, distinct=False)
+    train(store, two, [1.0, 1.0, 1.0, 1.0, 1.0], event_time=torch.tensor([3, 4, 5, 7, 6]))
+    assert_close(store.lookup(TableIds(torch.tensor([1, 2]), torch.tensor([2]))), torch.tensor([-1.0, -1.0]))
+    assert store.stats()["a"].max_event_time == 7
+
+
+def test_ids_that_repeat_are_sightings_each(make: MakeStore) -> None:
+    store = make(configs(), thresholds={"a": SlotThresholds(default=3)})
+    counts = torch.tensor([2, 2, 1, 1])
+    train(store, keys([1, 2, 1], [1], counts=counts, distinct=False), [0] * 7)
+    train(store, keys([1, 2], [], distinct=False), [0] * 4)
+    assert store.lookup(keys([1, 2], [1])).tolist() == [1, 1, 0, 0, 1]
 
 
 def test_ids_of_any_sign_and_size_come_back_in_their_order(make: MakeStore) -> None:

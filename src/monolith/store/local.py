@@ -93,6 +93,10 @@ class LocalStore:
         return self._dims
 
     @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def delay_compensated(self) -> bool:
         return self._multi.delay_compensated
 
@@ -124,7 +128,7 @@ class LocalStore:
             num_batches=ids.batches,
             step=step,
             event_time=event_time,
-            dedup=ids.batches > 1,
+            dedup=ids.batches > 1 or not ids.distinct,
             latest_values=latest_values,
             counts=ids.counts if self._counts_sightings else None,
         )

@@ -21,7 +21,7 @@ from monolith.errors import ClusterError, FeatureError, TableClosedError
 from monolith.store.collective import Collective
 from monolith.store.dense import check_held
 from monolith.store.rank_groups import RankGroups
-from monolith.store.rows import HEADER_BYTES, RowCall, RowHeader, RowRequest
+from monolith.store.rows import HEADER_BYTES, RowCall, RowFlags, RowHeader, RowRequest
 from monolith.store.spreading import Spread, Spreader
 from monolith.store.store import Store, TableIds
 from monolith.table import TableConfig
@@ -140,6 +140,10 @@ class RankStore:
     @property
     def tables(self) -> Mapping[str, int]:
         return self._pushes.spreader.dims
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     @property
     def delay_compensated(self) -> bool:
@@ -308,6 +312,7 @@ def joined_ids(came: Sequence[tuple[RowHeader, RowRequest]]) -> TableIds:
         torch.from_numpy(np.concatenate([request.sizes for _, request in came])),
         None if counts is None else torch.from_numpy(counts),
         batches=sum(header.batches for header, _ in came),
+        distinct=not any(header.flags & RowFlags.REPEATED for header, _ in came),
     )
 
 

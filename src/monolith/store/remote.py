@@ -56,6 +56,10 @@ class ParameterServerStore:
         return self._dims
 
     @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def delay_compensated(self) -> bool:
         return self._spreader.delay_compensated
 

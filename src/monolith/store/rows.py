@@ -42,6 +42,8 @@ class RowFlags(IntFlag):
     LATEST = 4
     HALF = 8
     """Rows as half floats; of a request, that the answer may have them so."""
+    REPEATED = 16
+    """Of a push: ids of one table may be equal within a batch."""
 
 
 def incarnation_bytes(name: str | None) -> bytes:
@@ -137,7 +139,7 @@ class RowHeader(NamedTuple):
 
 
 _CALLS = frozenset(int(call) for call in RowCall)
-_ALL_FLAGS = range(16)
+_ALL_FLAGS = range(32)
 
 
 def pack_answer(flags: RowFlags, floats: int) -> bytes:

@@ -380,7 +380,13 @@ class ParameterServer:
             flags=about.flags,
         )
         counts = None if request.counts is None else torch.from_numpy(request.counts)
-        ids = TableIds(torch.from_numpy(request.ids), torch.from_numpy(request.sizes), counts, about.batches)
+        ids = TableIds(
+            torch.from_numpy(request.ids),
+            torch.from_numpy(request.sizes),
+            counts,
+            about.batches,
+            distinct=not about.flags & RowFlags.REPEATED,
+        )
         if about.call == RowCall.LOOKUP:
             return _answer_rows(store.lookup(ids), half=bool(about.flags & RowFlags.HALF))
 

@@ -85,7 +85,7 @@ class Spreader:
         routes = self._routes(ids)
         num_ids = len(ids.ids)
         grads = arguments.float_array(gradients, (routes.floats,), "gradients")
-        flags, latest, counts = RowFlags.NONE, None, None
+        flags, latest, counts = RowFlags.NONE if ids.distinct else RowFlags.REPEATED, None, None
         if latest_values is not None:
             latest = arguments.float_array(latest_values, (routes.floats,), "latest_values")
             flags |= RowFlags.LATEST if self._delayed is not None else RowFlags.NONE

@@ -24,13 +24,15 @@ class TableIds:
 
     ids: Tensor
     """int64: batch after batch and, within a batch, table after table in the order of `Store.tables`.
-    Within one table of one batch they are distinct."""
+    Where the store is on a device they may lie there."""
     sizes: Tensor
-    """int64 of shape (batches * tables,): how many ids each table has in each batch."""
+    """int64 of shape (batches * tables,), on the CPU: how many ids each table has in each batch."""
     counts: Tensor | None = None
     """int64, one per id: how many sightings it stands for; None for one each."""
     batches: int = 1
     """Batches laid end to end: more than one where gradients were accumulated."""
+    distinct: bool = True
+    """Whether ids of one table in one batch differ. Where they may not, they stand as they occur."""
 
 
 def add_stats(found: Sequence[TableStats]) -> TableStats:
@@ -59,6 +61,10 @@ class Store(Protocol):
         """Table to the width of its rows, sorted by name."""
 
     @property
+    def device(self) -> torch.device:
+        """Where rows lie: gradients are taken from there, and ids that lie there are answered there."""
+
+    @property
     def delay_compensated(self) -> bool:
         """Whether gradients must come with the rows they were computed on."""
 
@@ -78,6 +84,8 @@ class Store(Protocol):
         latest_values: Tensor | None = None,
     ) -> None:
         """Take one optimizer step for every distinct id, with the sum of its gradients over the batches.
+
+        Where ids are not `distinct` that is the sum over all places at which an id stands.
 
         Args:
             gradients: float32, laid out as the rows of `lookup`.
