@@ -224,19 +224,26 @@ class MultiTable:
 
     # Fused calls
 
-    def fused_lookup(self, ids: Tensor, sizes: Tensor, *, num_batches: int) -> FusedRows:
+    def fused_lookup(
+        self, ids: Tensor, sizes: Tensor, *, num_batches: int, out: Tensor | None = None
+    ) -> FusedRows:
         """Look up the ids of K tables and N batches at once.
 
         Args:
             ids: int64, flat: batch after batch and, within a batch, table after table as in `tables`.
             sizes: int64 of shape (N * K,): how many ids there are at `batch * K + table`.
             num_batches: N, 1 or more.
+            out: float32, on the CPU: where to put the embeddings; new memory by default.
         """
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
-        embeddings = np.empty(int(emb_offsets[-1]), np.float32)
+        floats = int(emb_offsets[-1])
+        new = (
+            torch.from_numpy(np.empty(floats, np.float32)) if out is None else out
+        )  # in huge pages, unlike torch's
+        answer, embeddings = arguments.out_array(new, floats)
         self._group().lookup(keys, counts, num_batches, embeddings)
-        return FusedRows(*map(torch.from_numpy, (embeddings, recv_splits, id_offsets, emb_offsets)))
+        return FusedRows(answer, *map(torch.from_numpy, (recv_splits, id_offsets, emb_offsets)))
 
     def fused_apply_gradients(
         self,
