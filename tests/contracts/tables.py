@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from services.emulated_cuda import EmulatedDevice, device_names
 from torch import Tensor
 
-from monolith.table import CudaTable, DictTable, NativeTable
+from monolith.table import CudaTable, DictTable, NativeTable, TableConfig
+
+
+class EmulatedCudaTable(CudaTable):
+    """A `CudaTable` whose kernels run on the CPU."""
+
+    def __init__(self, config: TableConfig, **others: Any) -> None:
+        super().__init__(config, **{"device": EmulatedDevice(), **others})
 
 
 def table_classes() -> list[Any]:
     """Return every implementation of the table seam that works on this machine, the plain one first."""
-    return [*dumpable_table_classes(), *([CudaTable] if torch.cuda.is_available() else [])]
+    return [*dumpable_table_classes(), *cuda_table_classes()]
+
+
+def cuda_table_classes() -> list[Any]:
+    """Return tables on the device there is, and on an emulated one wherever it can be compiled."""
+    return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
 
 
 def dumpable_table_classes() -> list[Any]:

@@ -1,0 +1,198 @@
+"""The emulated device, and kernels as g++ makes them of their source."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from monolith.cuda.kernels import THREADS, Argument, pack, pointers_to
+
+HERE = Path(__file__).parent
+# Sources define the same names differently, so that none may be shared between what is made of them.
+ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+KERNELS = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+_streams = itertools.count(1)
+
+
+class EmulationError(AssertionError):
+    """A kernel does what it must not do on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedEvent:
+    """A moment, which has come."""
+
+    seconds: float = field(default_factory=time.perf_counter)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def milliseconds_since(self, earlier: EmulatedEvent) -> float:
+        return 1000 * (self.seconds - earlier.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedStream:
+    """A stream by its handle; all that is put there is done at once."""
+
+    handle: int = 0
+
+    def wait_for(self, other: EmulatedStream) -> None:
+        pass
+
+    def wait_for_event(self, event: EmulatedEvent) -> None:
+        pass
+
+    def record(self, *, timed: bool = False) -> EmulatedEvent:
+        del timed
+        return EmulatedEvent()
+
+    def keep(self, tensor: Tensor) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """A `Device` whose memory is the CPU's.
+
+    Args:
+        holds_all: Whether tensors of the CPU are taken for its own. By default they are the host's, so that
+            what comes from there is checked and copied as on a GPU.
+        seed: The order in which threads go on; 0 for the plain one, which is faster.
+        processors: Few, so that few threads do much work each.
+    """
+
+    holds_all: bool = False
+    seed: int = 0
+    processors: int = 2
+    torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _own: threading.local = field(default_factory=threading.local, compare=False, repr=False)
+    _pinned: set[int] = field(default_factory=set, compare=False, repr=False)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.holds_all and tensor.device == self.torch_device
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self) -> EmulatedStream:
+        return getattr(self._own, "stream", EmulatedStream())
+
+    def new_stream(self) -> EmulatedStream:
+        return EmulatedStream(next(_streams))
+
+    @contextmanager
+    def on(self, stream: EmulatedStream) -> Iterator[None]:
+        before = self.current_stream()
+        self._own.stream = stream
+        try:
+            yield
+        finally:
+            self._own.stream = before
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        self._pinned.add(made.untyped_storage().data_ptr())
+        return made
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def kernels(self, source: str, name: str) -> EmulatedKernels:
+        return EmulatedKernels(load(source, name), self.seed)
+
+
+class EmulatedKernels:
+    """The kernels of one source, run at once. Thread-safe."""
+
+    def __init__(self, library: ctypes.CDLL, seed: int) -> None:
+        self._library = library
+        self._seed = seed
+
+    def launch(
+        self, kernel: str, blocks: int, *arguments: Argument, stream: int, threads: int = THREADS
+    ) -> None:
+        assert isinstance(stream, int)
+        if blocks <= 0:
+            return
+        packed = [pack(one) for one in arguments]
+        self._check_sizes(kernel, [ctypes.sizeof(one) for one in packed])
+        call = getattr(self._library, f"emulated_launch_{kernel}")
+        call.restype = ctypes.c_char_p
+        seed = ctypes.c_uint64(self._seed)
+        said = call(pointers_to(packed), ctypes.c_uint(blocks), ctypes.c_uint(threads), seed)
+        if said is not None:
+            raise EmulationError(said.decode())
+
+    def _check_sizes(self, kernel: str, found: list[int]) -> None:
+        size_of = getattr(self._library, f"emulated_size_{kernel}")
+        expected = [size_of(number) for number in range(size_of(-1))]
+        if found != expected:
+            raise EmulationError(f"{kernel}: takes arguments of {expected} bytes, was given {found}")
+
+
+# Compiling
+
+
+@functools.cache
+def load(source: str, name: str) -> ctypes.CDLL:
+    """Return a source as a library; compiled once, whoever asks, until it or what it stands on changes."""
+    runtime = _runtime()
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    kernels = "\n".join(f"EMULATED_KERNEL({kernel})" for kernel in KERNELS.findall(source))
+    text = f'#include "cuda.h"\n#line 1 "{name}.cu"\n{source}\n#line 1 "launches"\n{kernels}\n'
+    return ctypes.CDLL(str(_compiled(text, name, ALONE)))
+
+
+@functools.cache
+def _runtime() -> Path:
+    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", [])
+
+
+def _compiled(text: str, name: str, more: list[str]) -> Path:
+    options = [*OPTIONS, *more]
+    headers = [(HERE / header).read_text("utf-8") for header in ("cuda.h", "runtime.h")]
+    about = "\0".join([text, *headers, *options])
+    made = _folder() / f"{name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}.so"
+    if made.exists():
+        return made
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():  # nobody else was faster
+            aside = made.with_suffix(f".{os.getpid()}")
+            command = ["g++", *options, f"-I{HERE}", "-x", "c++", "-", "-o", str(aside), "-lm"]
+            found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+            if found.returncode:
+                raise EmulationError(f"{name} does not compile:\n{found.stderr}")
+            aside.replace(made)
+    return made
+
+
+def _folder() -> Path:
+    folder = Path(tempfile.gettempdir(), f"monolith-emulated-cuda-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid(), f"{folder} belongs to somebody else"
+    return folder

@@ -1,0 +1,149 @@
+"""The emulated device runs kernels as a GPU would, and says what would go wrong there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from services.emulated_cuda import EmulatedDevice, EmulationError
+
+SOURCE = r"""
+// Sums of blocks, by shuffles within warps and shared memory between them.
+extern "C" __global__ void sum_blocks(const int* __restrict__ numbers, long long n, int* sums) {
+  __shared__ int of_warps[8];
+  const long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  int sum = i < n ? numbers[i] : 0;
+  for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  if ((threadIdx.x & 31) == 0) of_warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  sum = 0;
+  for (int warp = 0; warp < blockDim.x / 32; ++warp) sum += of_warps[warp];
+  sums[blockIdx.x] = sum;
+}
+
+// Tiles of 8 lanes that go their own ways: each sums what its first lanes say, as many as its number.
+extern "C" __global__ void sum_tiles(int* out) {
+  const int tile = threadIdx.x / 8;
+  const unsigned mask = 0xffu << (threadIdx.x & 24);
+  int sum = 0;
+  for (int j = 0; j <= tile; ++j) sum += __shfl_sync(mask, (int)threadIdx.x, j, 8);
+  const unsigned odd = __ballot_sync(mask, threadIdx.x & 1) & mask;
+  out[threadIdx.x] = 100 * sum + __popc(odd);
+}
+
+extern "C" __global__ void shift(int* out) {
+  const int lane = threadIdx.x & 31;
+  const int up = __shfl_up_sync(0xffffffffu, lane, 1, 4);
+  const int down = __shfl_down_sync(0xffffffffu, lane, 1, 4);
+  out[lane] = up * 100 + down;
+}
+
+extern "C" __global__ void votes(int* out) {
+  const int none = __syncthreads_or(threadIdx.x > 1000);
+  const int many = __syncthreads_count(threadIdx.x < 40);
+  const int all = __all_sync(0xffffffffu, threadIdx.x < 64);
+  const int any = __any_sync(0xffffffffu, threadIdx.x == 70);
+  out[threadIdx.x] = none * 1000 + many * 10 + all * 2 + any;
+}
+
+// A lane that has returned is not waited for.
+extern "C" __global__ void some_leave(int* out) {
+  if (threadIdx.x >= 20) return;
+  out[threadIdx.x] = (int)__ballot_sync(0xffffffffu, 1);
+  __syncthreads();
+}
+
+extern "C" __global__ void never_met(int* out) {
+  if (threadIdx.x < 16) __syncwarp();
+  else __syncthreads();
+}
+
+extern "C" __global__ void reads_an_absent_lane(int* out) {
+  if (threadIdx.x < 8) out[threadIdx.x] = __shfl_sync(0xffu, 1, 9);
+}
+
+// Wrong: reads and writes apart, so that others come between.
+extern "C" __global__ void count_badly(int* out) {
+  const int before = __ldcg(out);
+  atomicExch(out, before + 1);
+}
+
+extern "C" __global__ void count_well(int* out) { atomicAdd(out, 1); }
+"""
+
+
+def run(kernel: str, out: torch.Tensor, *, seed: int = 0, blocks: int = 1, threads: int = 32) -> list[int]:
+    EmulatedDevice(seed=seed).kernels(SOURCE, "examples").launch(
+        kernel, blocks, out, stream=0, threads=threads
+    )
+    return out.tolist()
+
+
+def zeros(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_blocks_warps_and_shared_memory_work_together(seed: int) -> None:
+    numbers, sums = torch.arange(600, dtype=torch.int32), zeros(3)
+    made = EmulatedDevice(seed=seed).kernels(SOURCE, "examples")
+    made.launch("sum_blocks", 3, numbers, ctypes.c_int64(600), sums, stream=0, threads=256)
+    assert sums.tolist() == [int(part.sum()) for part in numbers.split(256)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tiles_of_a_warp_go_their_own_ways(seed: int) -> None:
+    sums = [sum(8 * tile + j for j in range(tile + 1)) for tile in range(4)]
+    assert run("sum_tiles", zeros(32), seed=seed) == [100 * one + 4 for one in sums for _ in range(8)]
+
+
+def test_lanes_at_the_borders_of_a_width_keep_their_own() -> None:
+    ups = [max(lane - 1, lane // 4 * 4) for lane in range(32)]
+    downs = [min(lane + 1, lane // 4 * 4 + 3) for lane in range(32)]
+    assert run("shift", zeros(32)) == [100 * up + down for up, down in zip(ups, downs, strict=True)]
+
+
+def test_a_block_and_its_warps_vote() -> None:
+    assert run("votes", zeros(96), threads=96) == [402] * 64 + [401] * 32
+
+
+def test_who_has_returned_is_not_waited_for() -> None:
+    assert run("some_leave", zeros(20)) == [(1 << 20) - 1] * 20
+
+
+def test_threads_that_wait_in_vain_are_named_and_the_next_launch_works() -> None:
+    with pytest.raises(EmulationError, match=r"never_met: .*16 at __syncthreads in line .*16 at __syncwarp"):
+        run("never_met", zeros(1))
+    assert run("count_well", zeros(1)) == [32]
+
+
+def test_a_lane_that_takes_no_part_cannot_be_read() -> None:
+    with pytest.raises(EmulationError, match="reads_an_absent_lane: lane 0 reads lane 9"):
+        run("reads_an_absent_lane", zeros(8))
+
+
+def test_a_seed_shows_what_depends_on_the_order_of_threads() -> None:
+    assert run("count_badly", zeros(1)) == [32]
+    assert run("count_badly", zeros(1), seed=1) != [32]
+    assert run("count_well", zeros(1), seed=1) == [32]
+
+
+def test_arguments_of_another_size_are_refused() -> None:
+    made = EmulatedDevice().kernels(SOURCE, "examples")
+    with pytest.raises(EmulationError, match=r"sum_blocks: .*\[8, 8, 8\] bytes, was given \[8, 4, 8\]"):
+        made.launch("sum_blocks", 1, zeros(1), ctypes.c_int32(1), zeros(1), stream=0)
+
+
+def test_a_source_that_does_not_compile_says_where() -> None:
+    with pytest.raises(EmulationError, match=r"broken.cu:2"):
+        EmulatedDevice().kernels("\nint x = y;\n", "broken")
+
+
+def test_a_stream_is_the_current_one_while_it_is_on() -> None:
+    device = EmulatedDevice()
+    first, stream = device.current_stream(), device.new_stream()
+    with device.on(stream):
+        assert device.current_stream() == stream != first
+    assert device.current_stream() == first
