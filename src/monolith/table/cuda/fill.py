@@ -37,6 +37,7 @@ class Fill:
 
     Attributes:
         counters: int64 on the device.
+        written: How many ids batches have had so far.
     """
 
     def __init__(self, name: str, counters: Tensor, device: Device) -> None:
@@ -46,23 +47,36 @@ class Fill:
         self._device = device
         self._copy = device.pinned(tuple(counters.shape), counters.dtype)
         self._arrives: DeviceEvent | None = None
-        self._since = 0  # ids of batches that the copy on its way does not know
+        self._asked_at = 0  # what was written when the copy on its way was made
+        self._complained_at = -1
+        self.written = 0
 
     def bound(self) -> int:
         """Return a number of places that are not exceeded."""
         if self._arrives is not None and self._arrives.query():
             self._arrives = None
-            self._bound = min(self._bound, self._checked(self._copy.tolist()).counters[USED] + self._since)
+            self.learn(self._copy.tolist(), self._asked_at)
+        return self._bound
+
+    def learn(self, counters: list[int], written: int) -> None:
+        """Take note of the counters as they were when `written` was what is given here."""
+        if written > self._complained_at:  # what came before was complained of
+            self._checked(counters)
+        self._bound = min(self._bound, counters[USED] + self.written - written)
+
+    def wrote(self, ids: int) -> int:
+        """Take note of a batch that was written; return the bound after it."""
+        self._bound += ids
+        self.written += ids
         return self._bound
 
     def grew(self, ids: int, limit: int) -> None:
         """Take note of a batch that was written, and ask for the number where it comes to matter."""
-        self._bound += ids
-        self._since += ids
+        self.wrote(ids)
         if self._arrives is None and self._bound > _ASKED_FROM * limit:
             self._copy.copy_(self.counters, non_blocking=True)
             self._arrives = self._device.current_stream().record()
-            self._since = 0
+            self._asked_at = self.written
 
     def read(self) -> Counted:
         """Return the counters, waiting for the device."""
@@ -74,12 +88,13 @@ class Fill:
     def clear(self) -> None:
         """Take note that there are no rows any more, and what time it was is forgotten."""
         self.counters[USED] = self.counters[MARKS] = self.counters[NEWEST] = 0
-        self._bound = self._since = 0
+        self._bound = 0
         self._arrives = None
 
     def _checked(self, counters: list[int]) -> Counted:
         if wrong := counters[BAD_TIMES]:
             self.counters[BAD_TIMES] = 0
+            self._complained_at = self.written
             raise TableArgumentError(
                 f"table {self._name!r}: event_time: {wrong:,} on the device, handed over by an earlier call, "
                 f"were not Unix seconds from 0 to {MAX_EVENT_TIME}; those rows were written with time 0"

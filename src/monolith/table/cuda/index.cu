@@ -6,20 +6,16 @@ extern "C" __global__ void find_all(const u64* __restrict__ keys, u64 buckets, c
   if (i < n) places[i] = find(keys, buckets, mix((u64)ids[i]));
 }
 
-// Gives every id of a batch its place, tells which of equal ids made it, and moves the clock on.
-extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restrict__ ids, i64 n,
-                                     const u8* __restrict__ skip, const u32* __restrict__ times, u32 time,
-                                     int* __restrict__ places, u8* __restrict__ made, u64* counters) {
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  bool fresh = false;
+// Gives an id of a batch its place, tells whether it was made for it, and moves the clock on. Every thread of a
+// warp calls it, with the same table.
+__device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, bool there, i64 id, u8 why,
+                                         u32 time, bool& fresh) {
+  int place = NONE;
   u32 newest = 0;
-  if (i < n) {
-    const u8 why = skip != nullptr ? skip[i] : 0;
-    int place = NONE;
-    if (why == 0) place = claim(keys, buckets, mix((u64)ids[i]), fresh);
-    if ((why & (UNUSABLE | ELSEWHERE)) == 0) newest = times != nullptr ? times[i] : time;
-    places[i] = place;
-    made[i] = fresh;
+  fresh = false;
+  if (there) {
+    if (why == 0) place = claim(keys, buckets, mix((u64)id), fresh);
+    if ((why & (UNUSABLE | ELSEWHERE)) == 0) newest = time;
   }
   count(&counters[USED], fresh);
   count(&counters[INSERTED], fresh);
@@ -27,6 +23,23 @@ extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restri
     newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
   if ((threadIdx.x & 31) == 0 && newest > 0 && newest > counters[NEWEST])
     atomicMax(&counters[NEWEST], (u64)newest);
+  return place;
+}
+
+// Gives every id of a batch its place, and tells which of equal ids made it.
+extern "C" __global__ void claim_all(u64* keys, u64 buckets, const i64* __restrict__ ids, i64 n,
+                                     const u8* __restrict__ skip, const u32* __restrict__ times, u32 time,
+                                     int* __restrict__ places, u8* __restrict__ made, u64* counters) {
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  const bool there = i < n;
+  bool fresh;
+  const int place = claim_one(keys, buckets, counters, there, there ? ids[i] : 0,
+                              there && skip != nullptr ? skip[i] : 0,
+                              there && times != nullptr ? times[i] : time, fresh);
+  if (there) {
+    places[i] = place;
+    made[i] = fresh;
+  }
 }
 
 // The same for ids that differ and have no place, which may take marked places, too.

@@ -55,6 +55,16 @@ def index_source() -> str:
     return _text("places.cuh") + _text("index.cu")
 
 
+def fused_index_source() -> str:
+    """Return the source of what is done to the indices of many tables at once."""
+    return index_source() + _text("cells.cuh") + _text("fused_index.cu")
+
+
+def fused_row_source(layout: DeviceRowLayout) -> str:
+    """Return the source of what is done to the rows of many tables of a layout at once."""
+    return layout.source + _text("cells.cuh") + _text("fused_rows.cu")
+
+
 def row_layout(config: TableConfig) -> DeviceRowLayout:
     """Return the layout of a table's rows."""
     structs, column, state, byte = [], 0, 0, 0

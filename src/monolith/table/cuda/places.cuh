@@ -18,12 +18,23 @@ typedef long long i64;
 #define HELD 2ULL  // the key of a place behind the buckets that has a row
 #define NONE 0x7fffffff
 #define KEYS 16  // of a bucket
+#define BESIDE 2  // places behind the buckets
 
 // What a table counts on the device, in this order.
-enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND };
+enum Counter { USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES };
 
 // Why a position of a batch is passed over.
 enum Skip { UNUSABLE = 1, TURNED_AWAY = 2, ELSEWHERE = 4 };
+
+// The arrays of a table.
+struct Arrays {
+  u64* keys;
+  u64 buckets;
+  u32* times;
+  u8* values;
+  float* states;
+  u64* counters;
+};
 
 __device__ __forceinline__ u64 mix(u64 h) {
   h ^= h >> 32;

@@ -23,15 +23,7 @@ struct Scalars {
   float scale[SEGMENTS];
 };
 
-// The arrays of a table.
-struct Table {
-  u64* keys;
-  u64 buckets;
-  u32* times;
-  u8* values;
-  float* states;
-  u64* counters;
-
+struct Table : Arrays {
   __device__ u64 hash(int place) const { return hash_at(keys, buckets, (u64)place); }
   __device__ u8* row(int place) const { return values + (u64)place * ROW_BYTES; }
   __device__ float* state(int place) const { return states + (u64)place * STATE_DIM; }
@@ -214,63 +206,70 @@ __device__ __forceinline__ void start_state(float* state, int lane) {
 
 // ---- reading -------------------------------------------------------------------------------------
 
-// Finds and copies in one go. 16 threads look at a bucket at once; four ids are on their way together.
-extern "C" __global__ void lookup(Table table, const i64* __restrict__ ids, i64 n, Scalars scalars,
-                                  float* __restrict__ out) {
-  constexpr int kTogether = 4;
+#define TOGETHER 4  // ids that are on their way at once
+
+// Finds and copies in one go: the ids from `i` on, up to TOGETHER of them, by 16 threads, which look at a
+// bucket at once.
+__device__ __forceinline__ void look_up(const Table& table, const i64* __restrict__ ids, i64 i, i64 n,
+                                        const Scalars& scalars, float* __restrict__ out) {
   const u64* __restrict__ keys = table.keys;
-  const i64 tile = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / KEYS;
-  const i64 tiles = (i64)gridDim.x * blockDim.x / KEYS;
   const int lane = threadIdx.x & (KEYS - 1);
   const u32 mask = 0xffffu << (threadIdx.x & 16);
-  for (i64 i = tile * kTogether; i < n; i += tiles * kTogether) {
-    u64 hash[kTogether], key[kTogether], bucket[kTogether];
-    i64 place[kTogether];
+  u64 hash[TOGETHER], key[TOGETHER], bucket[TOGETHER];
+  i64 place[TOGETHER];
 #pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      hash[j] = mix((u64)ids[i + j < n ? i + j : n - 1]);
-      bucket[j] = __umul64hi(hash[j], table.buckets);
+  for (int j = 0; j < TOGETHER; ++j) {
+    hash[j] = mix((u64)ids[i + j < n ? i + j : n - 1]);
+    bucket[j] = __umul64hi(hash[j], table.buckets);
+    key[j] = keys[bucket[j] * KEYS + lane];
+  }
+#pragma unroll
+  for (int j = 0; j < TOGETHER; ++j) {
+    place[j] = -1;
+    if (hash[j] <= MARK) {
+      const u64 own = table.buckets * KEYS + hash[j];
+      if (keys[own] != FREE) place[j] = (i64)own;
+      continue;
+    }
+    for (u64 seen = 0; seen < table.buckets; ++seen) {
+      const u32 hit = __ballot_sync(mask, key[j] == hash[j]) & mask;
+      if (hit != 0) {
+        place[j] = (i64)(bucket[j] * KEYS + ((__ffs(hit) - 1) & (KEYS - 1)));
+        break;
+      }
+      if ((__ballot_sync(mask, key[j] == FREE) & mask) != 0) break;
+      if (++bucket[j] == table.buckets) bucket[j] = 0;
       key[j] = keys[bucket[j] * KEYS + lane];
     }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      place[j] = -1;
-      if (hash[j] <= MARK) {
-        const u64 own = table.buckets * KEYS + hash[j];
-        if (keys[own] != FREE) place[j] = (i64)own;
-        continue;
-      }
-      for (u64 seen = 0; seen < table.buckets; ++seen) {
-        const u32 hit = __ballot_sync(mask, key[j] == hash[j]) & mask;
-        if (hit != 0) {
-          place[j] = (i64)(bucket[j] * KEYS + ((__ffs(hit) - 1) & (KEYS - 1)));
-          break;
-        }
-        if ((__ballot_sync(mask, key[j] == FREE) & mask) != 0) break;
-        if (++bucket[j] == table.buckets) bucket[j] = 0;
-        key[j] = keys[bucket[j] * KEYS + lane];
-      }
-    }
+  }
 #if PLAIN && DIM % 4 == 0
+  if (((u64)out & 15) == 0) {  // beside rows of other widths an answer may lie anywhere
     constexpr int kFours = DIM / 4;
     const float4* __restrict__ rows = (const float4*)table.values;
     float4* __restrict__ to = (float4*)out;
     for (int v = lane; v < kFours; v += KEYS) {
-      float4 four[kTogether];
+      float4 four[TOGETHER];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j)
+      for (int j = 0; j < TOGETHER; ++j)
         four[j] = place[j] < 0 ? make_float4(0, 0, 0, 0) : rows[place[j] * kFours + v];
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j)
+      for (int j = 0; j < TOGETHER; ++j)
         if (i + j < n) __stcs(&to[(i + j) * kFours + v], four[j]);
     }
-#else
-    for (int j = 0; j < kTogether; ++j)
-      if (i + j < n)
-        for (int c = lane; c < DIM; c += KEYS)
-          out[(i + j) * DIM + c] = place[j] < 0 ? 0.0f : seen_value(table.row((int)place[j]), c, scalars);
-#endif
+    return;
   }
+#endif
+  for (int j = 0; j < TOGETHER; ++j)
+    if (i + j < n)
+      for (int c = lane; c < DIM; c += KEYS)
+        out[(i + j) * DIM + c] = place[j] < 0 ? 0.0f : seen_value(table.row((int)place[j]), c, scalars);
+}
+
+extern "C" __global__ void lookup(Table table, const i64* __restrict__ ids, i64 n, Scalars scalars,
+                                  float* __restrict__ out) {
+  const i64 tile = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / KEYS;
+  const i64 tiles = (i64)gridDim.x * blockDim.x / KEYS;
+  for (i64 i = tile * TOGETHER; i < n; i += tiles * TOGETHER) look_up(table, ids, i, n, scalars, out);
 }
 
 // Whole rows by their places, zeros where there is none.

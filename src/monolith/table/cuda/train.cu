@@ -4,10 +4,9 @@
 
 #define MAX_GRADIENT 1e15f
 
-// Which gradients nothing is trained by.
-extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i64 n, u8* __restrict__ skip,
-                                         u64* counters) {
-  const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+// Whether nothing is trained by a gradient. Every thread of a warp calls it, with the same table.
+__device__ __forceinline__ void look_at(const float* __restrict__ gradients, i64 i, i64 n,
+                                        u8* __restrict__ skip, u64* counters) {
   const int lane = threadIdx.x & (LANES - 1);
   bool usable = true;
   if (i < n)
@@ -16,6 +15,12 @@ extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i6
   const bool left_out = (bad & TILE_MASK) != 0;
   if (lane == 0 && i < n) skip[i] = left_out ? UNUSABLE : 0;
   count(&counters[NON_FINITE], lane == 0 && i < n && left_out);
+}
+
+// Which gradients nothing is trained by.
+extern "C" __global__ void find_unusable(const float* __restrict__ gradients, i64 n, u8* __restrict__ skip,
+                                         u64* counters) {
+  look_at(gradients, ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES, n, skip, counters);
 }
 
 __device__ __forceinline__ float over(float numerator, float denominator) {
@@ -306,16 +311,16 @@ struct LongRun {
   u32 newest;
 };
 
-// One block of STRETCH threads for each stretch.
-extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict__ gradients,
-                                         LongRun* __restrict__ runs, float* __restrict__ sums) {
+// Sums the run that has its first whole stretch here, if there is one and it is long. A block of STRETCH threads.
+__device__ __forceinline__ void sum_long_run(const Writes& writes, const float* __restrict__ gradients,
+                                             LongRun* __restrict__ runs, float* __restrict__ sums,
+                                             i64 stretch) {
   constexpr int kColumns = DIM <= 2048 ? DIM : 2048;
   constexpr int kRows = 8192 / kColumns < STRETCH ? 8192 / kColumns : STRETCH;
   constexpr int kFetched = (kRows * kColumns + STRETCH - 1) / STRETCH;
   constexpr int kSums = (kColumns + STRETCH - 1) / STRETCH;
   __shared__ float chunk[kRows * kColumns];
   __shared__ i64 rows[2][kRows];
-  const i64 stretch = blockIdx.x;
   const i64 begin = stretch * STRETCH;
   const int thread = threadIdx.x;
   if (begin + STRETCH > writes.n) return;
@@ -349,7 +354,7 @@ extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict_
   __syncthreads();
   if (thread == 0) runs[stretch] = {end - first, fresh, latest};
   // While a chunk of gradients is summed the next is on its way, and where the one after that is to be found.
-  const auto row_at = [&](i64 at) { return at < end ? writes.order[at] : 0; };
+  const auto row_at = [&](i64 at) { return writes.order[at < end ? at : first]; };
   for (int column = 0; column < DIM; column += kColumns) {
     const int wide = DIM <= kColumns || DIM - column > kColumns ? kColumns : DIM - column;
     float coming[kFetched];
@@ -394,6 +399,12 @@ extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict_
   }
 }
 
+// One block for each stretch.
+extern "C" __global__ void sum_long_runs(Writes writes, const float* __restrict__ gradients,
+                                         LongRun* __restrict__ runs, float* __restrict__ sums) {
+  sum_long_run(writes, gradients, runs, sums, blockIdx.x);
+}
+
 // One step for each row, by the sum of its gradients, or one for each gradient in order. A tile takes
 // `per_tile` positions, up to one for each lane: what is to be known of them is fetched together, because
 // waiting for it row by row takes longer than the steps.
@@ -401,8 +412,8 @@ template <bool CHECKED>
 __device__ __forceinline__ void train(const Table& table, const Writes& writes, const float* gradients,
                                       const float* latest, const Scalars& scalars, i64 step,
                                       const LongRun* long_runs, const float* long_sums, int summed,
-                                      int per_tile) {
-  const i64 base = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES * per_tile;
+                                      int per_tile, i64 tile_number) {
+  const i64 base = tile_number * per_tile;
   const int lane = threadIdx.x & (LANES - 1);
   const u32 tile = TILE_MASK;
   if (base >= writes.n) return;
@@ -468,12 +479,15 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
   }
 }
 
+#define TILE_NUMBER (((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES)
+
 extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
     train_rows(Table table, Writes writes, const float* __restrict__ gradients,
                const float* __restrict__ latest, Scalars scalars, i64 step,
                const LongRun* __restrict__ long_runs, const float* __restrict__ long_sums, int summed,
                int per_tile) {
-  train<false>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile);
+  train<false>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile,
+               TILE_NUMBER);
 }
 
 // For steps that could make a row that is not finite: computed, looked at, and taken if the row is fine.
@@ -481,5 +495,6 @@ extern "C" __global__ void train_rows_checked(Table table, Writes writes, const 
                                               const float* __restrict__ latest, Scalars scalars, i64 step,
                                               const LongRun* __restrict__ long_runs,
                                               const float* __restrict__ long_sums, int summed, int per_tile) {
-  train<true>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile);
+  train<true>(table, writes, gradients, latest, scalars, step, long_runs, long_sums, summed, per_tile,
+              TILE_NUMBER);
 }

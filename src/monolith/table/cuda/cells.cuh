@@ -1,0 +1,35 @@
+// Many tables in one launch: which of them a thread works for. `places.cuh` stands before it.
+//
+// A batch over many tables lies in one array, table after table: the ids of one are a cell. What a kernel has to
+// do is cut into units (a warp, a tile, a block, as it likes) such that none has work of two cells, and a cell is
+// found by the number of a unit. Everything comes with the launch, so nothing has to be copied for it first.
+
+#define CELLS 96  // of a launch: its parameters are 4 KB at most
+
+struct Cell {
+  i64 shift;  // what its floats begin at, or what is added to its places
+  int ids;    // what its ids begin at
+  int size;   // how many there are
+  int begin;  // its first unit
+  int table;  // negative where the cell is passed over
+};
+
+struct Cells {
+  int count;
+  int units;
+  Cell at[CELLS];
+
+  // The last cell that begins at a unit or before; those that have none are passed over.
+  __device__ int of(int unit) const {
+    int low = 0;
+    int high = count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (at[middle].begin <= unit)
+        low = middle;
+      else
+        high = middle;
+    }
+    return low;
+  }
+};
