@@ -155,6 +155,10 @@ class CudaTable:
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def owner(self) -> Device:
+        return self._owner
+
     def __len__(self) -> int:
         with self._open():
             return self._fill.read().rows
