@@ -16,7 +16,6 @@ from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionFilter,
-    DeviceTable,
     MultiTable,
     NativeTable,
     SlotThresholds,
@@ -52,7 +51,6 @@ class LocalStore:
         self._counts_sightings = counts_sightings
         self._memory = MemoryWatch() if memory is None else memory
         self._dims = {name: table.dim for name, table in self._multi.tables.items()}
-        self._cuda = _device_of(tables)
         self._optimizer: torch.optim.Optimizer | None = None
 
     @classmethod
@@ -97,12 +95,12 @@ class LocalStore:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if self._cuda is None else self._cuda.torch_device
+        return self._multi.device
 
     @property
     def cuda(self) -> Device | None:
         """The CUDA device that has all of its rows; None where they are in host memory."""
-        return self._cuda
+        return self._multi.cuda
 
     @property
     def delay_compensated(self) -> bool:
@@ -176,17 +174,3 @@ class LocalStore:
             f"{describe_bytes(total)} of tables, most of it in {largest!r} "
             f"({describe_bytes(stats[largest].bytes_total)}, {stats[largest].rows:,} rows)"
         )
-
-
-def _device_of(tables: Mapping[str, Table]) -> Device | None:
-    """Return the device of tables that are on one together.
-
-    Raises:
-        FeatureError: They are on several, or only some of them are on one.
-    """
-    owners = [table.owner if isinstance(table, DeviceTable) else None for table in tables.values()]
-    if not owners or all(owner is None for owner in owners):
-        return None
-    if any(owner != owners[0] for owner in owners):
-        raise FeatureError("the tables of one store are in the memory of one device, or all in host memory")
-    return owners[0]

@@ -92,7 +92,7 @@ from monolith.table.optimizers import (
 )
 from monolith.table.overlaid_tables import OverlaidTables, RowOverlay
 from monolith.table.shard_files import ShardInfo, inspect
-from monolith.table.table import DeviceTable, FollowedTable, Rows, Scan, Table, TableStats, iterate
+from monolith.table.table import FollowedTable, Rows, Scan, Table, TableStats, iterate
 from monolith.table.tfrecords import tfrecord
 from monolith.table.touched_keys import (
     TOUCHED_KEY_SET_CAPACITY,
@@ -122,7 +122,6 @@ __all__ = [
     "ConstantRate",
     "CudaTable",
     "DelayCompensated",
-    "DeviceTable",
     "DictTable",
     "DumpManifest",
     "DumpReport",

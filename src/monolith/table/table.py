@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from monolith.front_door import module_when_used
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from monolith.cuda import Device
     from monolith.table.config import TableConfig
     from monolith.table.touched_keys import TouchedKeySet
 else:
@@ -261,15 +260,6 @@ class FollowedTable(Table, Protocol):
         Returns:
             int64, one per bucket. Rows that change meanwhile count as before or as after.
         """
-
-
-@runtime_checkable
-class DeviceTable(Protocol):
-    """A table whose rows are in the memory of a CUDA device."""
-
-    @property
-    def owner(self) -> Device:
-        """The device, as kernels know it."""
 
 
 def iterate(table: Table, *, limit: int = 65536, shard: int = 0, num_shards: int = 1) -> Iterator[Rows]:
