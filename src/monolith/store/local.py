@@ -16,6 +16,7 @@ from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionFilter,
+    CudaTable,
     MultiTable,
     NativeTable,
     SlotThresholds,
@@ -27,7 +28,7 @@ from monolith.table import (
 
 
 class LocalStore:
-    """A `Store` over tables in this process' memory.
+    """A `Store` over tables in this process' memory, or in that of its GPU.
 
     Args:
         tables: Table to itself. The store closes them; nobody else may.
@@ -61,6 +62,7 @@ class LocalStore:
         thresholds: Mapping[str, SlotThresholds] | None = None,
         threads: int | None = None,
         make_table: Callable[..., Table] = NativeTable,
+        device: torch.device | Device | None = None,
     ) -> LocalStore:
         """Make the tables of a model.
 
@@ -68,6 +70,11 @@ class LocalStore:
             thresholds: By table: how often an id must have been seen before it has a row, and how
                 that is counted.
             threads: That share a batch, the caller counted; by default as many as torch uses.
+            device: A GPU that holds the rows: tables are made there, whatever `make_table` is. None holds
+                them in host memory.
+
+        Raises:
+            AcceleratorError: There is no such device.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         tables: dict[str, Table] = {}
@@ -82,7 +89,9 @@ class LocalStore:
                 split_num=counting.split_num,
                 equal=counting.equal,
             )
-            if make_table is NativeTable:
+            if device is not None:
+                tables[name] = CudaTable(config, admission=admission, device=device)
+            elif make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
                 tables[name] = make_table(config, admission=admission)
