@@ -73,6 +73,8 @@ class Gatherer:
 class GatheredBatch:
     """One batch: its distinct ids, and the way from their rows to the outputs and back."""
 
+    distinct = True
+
     def __init__(self, gatherer: Gatherer, core: native.LayoutBatch, occurrences: int) -> None:
         self._gatherer = gatherer
         self._core = core
@@ -126,11 +128,7 @@ class GatheredBatch:
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        plan = self._gatherer.plan
-        return {
-            name: [outputs[number] for number in numbers] if name in plan.lists else outputs[numbers[0]]
-            for name, numbers in plan.names.items()
-        }
+        return self._gatherer.plan.by_name(outputs)
 
     # By the core
 

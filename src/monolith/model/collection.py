@@ -36,12 +36,14 @@ from monolith.feature import (
     Gatherer,
     InputSpec,
     Layout,
+    LayoutPlan,
     LayoutSpec,
     SliceSpec,
     SlotTables,
     collect_tables,
     plan_layouts,
 )
+from monolith.feature.cuda import DeviceBatch, DeviceGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
 from monolith.tensors import RaggedTensor
 
@@ -54,7 +56,7 @@ Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
 class PreparedBatch:
     """A batch whose rows were looked up ahead of the step that uses them."""
 
-    gathered: GatheredBatch
+    gathered: GatheredBatch | DeviceBatch
     keys: TableIds
     rows: Tensor
     event_time: int
@@ -97,9 +99,8 @@ def _versions(ids: FeatureIds) -> tuple[int, ...]:
 class Watcher(Protocol):
     """Told of every batch of rows that training may give a gradient."""
 
-    def watch(
-        self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int
-    ) -> None: ...
+    def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
+        """Hear of rows, which stand in for those that were prepared."""
 
     def row_scale(self, examples: int) -> float:
         """Return by what backward multiplies the gradient of rows of so many examples."""
@@ -113,7 +114,8 @@ class EmbeddingCollection(nn.Module):
         store: Where rows live, with the tables the slots need. Without it, whoever runs the model says by
             `bind`; if nobody does, they live in a `LocalStore` from their first use on.
         device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
-            pinned memory and combined there.
+            pinned memory and combined there. With a store on a CUDA device they are where its rows are:
+            ids go up, rows and gradients never come down, and no call waits for the device.
         seed: For random initializers.
         threads: That share a batch, the caller counted; by default as many as torch uses.
     """
@@ -134,11 +136,13 @@ class EmbeddingCollection(nn.Module):
         self._features = _features(columns, self.slot_tables)
         self._layouts = _specs(layouts)
         self._workers = native.Workers(self._threads)
-        self._gatherer = self._make_gatherer({name: c.dim for name, c in self.slot_tables.configs.items()})
+        self._gatherer: Gatherer | DeviceGatherer = Gatherer(
+            self._plan({name: c.dim for name, c in self.slot_tables.configs.items()}), self._workers
+        )
         self._store: Store | None = None
+        self.device = torch.device(device)
         if store is not None:
             self._use(store)
-        self.device = torch.device(device)
         self._watchers: list[Watcher] = []
         self._held: _Held | None = None
         self._said_twice = False
@@ -166,11 +170,15 @@ class EmbeddingCollection(nn.Module):
 
     def _use(self, store: Store) -> None:
         _check_store(store, self.slot_tables)
-        self._gatherer = self._make_gatherer(dict(store.tables))  # it may have more tables than are needed
+        plan = self._plan(dict(store.tables))  # it may have more tables than are needed
+        cuda = store.cuda if isinstance(store, LocalStore) else None
+        self._gatherer = Gatherer(plan, self._workers) if cuda is None else DeviceGatherer(plan, cuda)
+        if cuda is not None:
+            self.device = cuda.torch_device
         self._store = store
 
-    def _make_gatherer(self, tables: dict[str, int]) -> Gatherer:
-        return Gatherer(plan_layouts(tables, self._features, self._layouts), self._workers)
+    def _plan(self, tables: dict[str, int]) -> LayoutPlan:
+        return plan_layouts(tables, self._features, self._layouts)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -203,8 +211,10 @@ class EmbeddingCollection(nn.Module):
         """
         ids, store = _ids(batch), self.store
         gathered = self._gatherer.read(ids)
-        keys = TableIds(gathered.ids, gathered.sizes, gathered.counts)
+        keys = TableIds(gathered.ids, gathered.sizes, gathered.counts, distinct=gathered.distinct)
         rows = store.lookup(keys)
+        if isinstance(gathered, DeviceBatch):
+            return PreparedBatch(gathered, keys, rows, ids.event_time)
         if self.device.type == "cuda":
             rows = rows.pin_memory().to(self.device, non_blocking=True)
         elif self.device.type != "cpu":
@@ -258,7 +268,7 @@ class EmbeddingCollection(nn.Module):
             rows = rows.detach().requires_grad_()
             if self.training:
                 for watcher in self._watchers:
-                    watcher.watch(self, rows, prepared.keys, prepared.event_time)
+                    watcher.watch(self, rows, prepared)
                     scale = partial(watcher.row_scale, gathered.batch_size)
         return gathered.layouts(gathered.outputs(rows, scale))
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from monolith.errors import FeatureError, RestoreError, UnknownTableError
-from monolith.model.collection import EmbeddingCollection
+from monolith.feature.cuda import DeviceBatch
+from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.nn.optimizers import EagerOptimizer
-from monolith.store import TableIds
+from monolith.store import Store, TableIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,8 @@ class _Pending:
     rows: Tensor
     keys: TableIds
     event_time: int
+    on_device: DeviceBatch | None = None
+    """Where rows stand as ids occur, on a device: what brings equal ids together."""
 
 
 class Received(Protocol):
@@ -85,9 +88,11 @@ class EmbeddingOptimizer(EagerOptimizer):
         for collection in collections:
             collection.attach(self)
 
-    def watch(self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int) -> None:
+    def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
         """Remember rows that a backward pass may give a gradient; called by the collection."""
-        self._pending[collection].append(_Pending(rows, keys, event_time))
+        gathered = prepared.gathered
+        on_device = gathered if isinstance(gathered, DeviceBatch) else None
+        self._pending[collection].append(_Pending(rows, prepared.keys, prepared.event_time, on_device))
         self._groups[collection]["params"].append(rows)
 
     def row_scale(self, examples: int) -> float:
@@ -158,6 +163,19 @@ class EmbeddingOptimizer(EagerOptimizer):
         return [stand_in for _, stand_in in self._received]
 
     @torch.no_grad()
+    def sum_equal(self) -> None:
+        """Bring the gradients of equal ids together, so that norms are those of what rows are trained by.
+
+        In host memory they are together already. On a device an id has a gradient for each place at which it
+        stands in a batch; afterwards the first of them has the sum, and the others are zeros. What `step`
+        does is the same; call it before clipping by hand. Nothing is waited for.
+        """
+        for pending in self._pending.values():
+            for one in pending:
+                if one.on_device is not None and one.rows.grad is not None:
+                    one.rows.grad = one.on_device.sum_equal(one.rows.grad)
+
+    @torch.no_grad()
     def zero_below(
         self, min_norms: Mapping[str, float], add_up: Callable[[Tensor], Tensor] | None = None
     ) -> None:
@@ -174,6 +192,7 @@ class EmbeddingOptimizer(EagerOptimizer):
                 raise UnknownTableError(f"min_norms: no collection has a table {name!r}")
         if not min_norms:
             return
+        self.sum_equal()
         for collection, keys, gradient in self._gradients():
             dims = collection.store.tables
             floats = [n * dim for n, dim in zip(keys.sizes.tolist(), dims.values(), strict=True)]
@@ -218,10 +237,12 @@ class EmbeddingOptimizer(EagerOptimizer):
             )
             trained = [_Pending(torch.zeros(0), no_ids, 0)]
             trained[0].rows.grad = torch.zeros(0)
-        latest = _end_to_end([_on_host(one.rows) for one in trained]) if store.delay_compensated else None
+        latest = (
+            _end_to_end([_brought(one.rows, store) for one in trained]) if store.delay_compensated else None
+        )
         return {
             "ids": _joined([one.keys for one in trained]),
-            "gradients": _end_to_end([_on_host(one.rows.grad) for one in trained]),
+            "gradients": _end_to_end([_brought(one.rows.grad, store) for one in trained]),
             "step": self.global_step,
             "event_time": _event_times(trained),
             "latest_values": latest,
@@ -234,9 +255,10 @@ class EmbeddingOptimizer(EagerOptimizer):
             self._groups[collection]["params"].clear()
 
 
-def _on_host(tensor: Tensor | None) -> Tensor:
+def _brought(tensor: Tensor | None, store: Store) -> Tensor:
+    """Return a tensor where the store takes it."""
     assert tensor is not None
-    return tensor.detach().to("cpu", torch.float32)
+    return tensor.detach().to(store.device, torch.float32)
 
 
 def _end_to_end(tensors: list[Tensor]) -> Tensor:
@@ -252,6 +274,7 @@ def _joined(keys: list[TableIds]) -> TableIds:
         torch.cat([one.sizes for one in keys]),
         torch.cat(counts) if len(counts) == len(keys) else None,
         batches=sum(one.batches for one in keys),
+        distinct=all(one.distinct for one in keys),
     )
 
 
@@ -259,4 +282,6 @@ def _event_times(trained: list[_Pending]) -> int | Tensor:
     times = {one.event_time for one in trained}
     if len(times) == 1:
         return times.pop()
-    return torch.cat([torch.full((len(one.keys.ids),), one.event_time) for one in trained])
+    return torch.cat(
+        [torch.full((len(one.keys.ids),), one.event_time, device=one.keys.ids.device) for one in trained]
+    )

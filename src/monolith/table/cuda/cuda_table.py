@@ -31,6 +31,7 @@ from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
     BESIDE,
+    COUNTERS,
     ELSEWHERE,
     INSERTED,
     KEYS,
@@ -48,12 +49,12 @@ from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
-_COUNTERS = 8
 _LEAST_PLACES = 256
 _FULL = 0.75  # of its places are in use when a table grows
 _AFTER_GROWTH = 0.375
 _BRIM = 0.9  # of the places of a table that may not grow
 _CLEANED = 0.95  # in use, marks included: then marks are cleared away
+_SPARE = 2  # batches that find room without a question
 _PART = 8  # of a full table comes and goes at once, as a share
 _LAST_HASH = (1 << 64) - 1
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -134,7 +135,7 @@ class CudaTable:
         with owner.active():
             self._stream = owner.current_stream()
             self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
-            counters = torch.zeros(_COUNTERS, dtype=torch.int64, device=self._device)
+            counters = torch.zeros(COUNTERS, dtype=torch.int64, device=self._device)
             self._fill = Fill(config.name, counters, owner)
             self._inputs = Inputs(config, counters, owner)
             self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
@@ -154,6 +155,11 @@ class CudaTable:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def owner(self) -> Device:
+        """The device, as those who launch kernels know it."""
+        return self._owner
 
     def __len__(self) -> int:
         with self._open():
@@ -442,6 +448,20 @@ class CudaTable:
         wanted = min(_places_for(seen.rows + coming, _AFTER_GROWTH), self._most_places or _LAST_HASH)
         self._move(max(wanted, self._held.places))
         return seen.rows + coming <= self._limit
+
+    def _reserve(self, ids: int) -> None:
+        """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
+        if self._fill.bound() + ids <= self._limit:
+            return
+        seen = self._fill.read()
+        if seen.counters[USED] + _SPARE * ids > self._limit:
+            wanted = _places_for(seen.rows + ids, _AFTER_GROWTH)
+            self._move(max(wanted, _places_for(seen.rows + 2 * _SPARE * ids, _FULL), self._held.places))
+
+    @property
+    def _writes_alone(self) -> bool:
+        """Whether what is written needs more than places, so that it cannot be written with other tables'."""
+        return self._admission is not None or self._touched is not None or self._most_places is not None
 
     @property
     def _limit(self) -> int:

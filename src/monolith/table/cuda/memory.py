@@ -33,8 +33,13 @@ USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
 """Why a position of a batch is passed over; an id elsewhere is written by another part of its batch."""
 
-_LOOKUP_BLOCKS = 8  # for each multiprocessor: measured
-_LONG_RUN, _STRETCH = 512, 256  # as in rows.cu
+COUNTERS = 8
+"""Of a table."""
+LOOKUP_BLOCKS = 8
+"""Of a launch that looks up, for each multiprocessor: measured."""
+LONG_RUN, STRETCH = 512, 256
+"""As in train.cu."""
+
 _MOST_PER_TILE = 8
 _WARPS = 64  # that a multiprocessor holds
 _UINT64 = (1 << 64) - 1
@@ -131,7 +136,7 @@ class DeviceMemory:
         self._index = device.kernels(index_source(), "index")
         self._rows = device.kernels(layout.source, "rows")
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
-        self._lookup_blocks = _LOOKUP_BLOCKS * device.processors
+        self._lookup_blocks = LOOKUP_BLOCKS * device.processors
 
     @property
     def bytes_index(self) -> int:
@@ -269,13 +274,13 @@ class DeviceMemory:
         """Take steps; `checked` looks at each row before it is written."""
         n, device = len(claimed.places), self._device
         runs = sums = None
-        if summed and n >= _LONG_RUN:
-            stretches = n // _STRETCH
+        if summed and n >= LONG_RUN:
+            stretches = n // STRETCH
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, self.layout.dim), dtype=torch.float32, device=device)
             arguments = claimed.writes(), gradients, runs, sums
-            self._launch(self._rows, "sum_long_runs", stretches, *arguments, threads=_STRETCH)
-        per_tile = max(1, min(self.layout.lanes, _MOST_PER_TILE, n // self._tiles))
+            self._launch(self._rows, "sum_long_runs", stretches, *arguments, threads=STRETCH)
+        per_tile = self.per_tile(n)
         self._launch(
             self._rows,
             "train_rows_checked" if checked else "train_rows",
@@ -291,6 +296,10 @@ class DeviceMemory:
             ctypes.c_int(summed),
             ctypes.c_int(per_tile),
         )
+
+    def per_tile(self, positions: int) -> int:
+        """Return how many positions of a batch a tile trains."""
+        return max(1, min(self.layout.lanes, _MOST_PER_TILE, positions // self._tiles))
 
     # Forgetting
 
@@ -338,15 +347,19 @@ class DeviceMemory:
     def _head(self) -> tuple[Tensor, ctypes.c_uint64]:
         return self._keys, ctypes.c_uint64(self.places // KEYS)
 
-    def _table(self) -> _Table:
-        return _Table(
+    def words(self) -> list[int]:
+        """Return what kernels are told of a table, in the order of `Arrays`."""
+        return [
             self._keys.data_ptr(),
             self.places // KEYS,
             self._times.data_ptr(),
             self._values.data_ptr(),
             self._states.data_ptr(),
             self.counters.data_ptr(),
-        )
+        ]
+
+    def _table(self) -> _Table:
+        return _Table(*self.words())
 
     def _blocks(self, rows: int) -> int:
         return blocks_for(rows * self.layout.lanes)
