@@ -42,6 +42,8 @@ class PinnedPool:
     def __init__(self, device: Device, under_way: int = _UNDER_WAY) -> None:
         self._device = device
         self._under_way = under_way
+        self.made = 0
+        """How often memory was taken that was not here before."""
         self._lock = threading.Lock()
         self._kept: list[tuple[Tensor, DeviceEvent | None]] = []  # guarded by the lock; the oldest first
 
@@ -60,6 +62,7 @@ class PinnedPool:
             if found is not None:
                 return self._kept.pop(found)[0]
             self._drop_one_too_small(size)
+            self.made += 1
         return self._device.pinned((_rounded(size * _SPARE),), torch.uint8)
 
     def give_back(self, memory: Tensor, after: DeviceEvent | None = None) -> None:
