@@ -137,6 +137,8 @@ def apply_gradients(
         if together is not None and (_limits_rows(config) or config.min_norms):
             # What is done to rows is done where they are, to the gradients of everybody.
             rows, add_up = sparse.exchange(), together.add_up
+        if _limits_rows(config) and not config.min_norms:
+            sparse.sum_equal()
         sparse.zero_below(config.min_norms, add_up)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:
