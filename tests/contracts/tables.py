@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_names
 from services.spilling_tables import (
@@ -47,6 +48,14 @@ def spilling_table_classes() -> list[Any]:
 def roomy_table_classes() -> list[Any]:
     """Return tables that could keep rows in host memory and, in small tests, do not."""
     return [{"gpu": RoomyCudaTable, "emulated": RoomyEmulatedTable}[name] for name in device_names()]
+
+
+def quick_table_classes() -> list[Any]:
+    """Return the same for tests of many layouts: compiling each for the emulated device makes them a soak."""
+    return [
+        pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
+        for cls in table_classes()
+    ]
 
 
 def ids(*numbers: int) -> Tensor:

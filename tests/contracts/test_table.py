@@ -231,6 +231,7 @@ def test_dedup_keeps_the_latest_event_time_wherever_it_stands(table: Table) -> N
     assert everything(table) == {1: (9, [-3, -3], [])}
 
 
+@pytest.mark.many_layouts
 @pytest.mark.parametrize("decay", [0.0, 0.25])
 @pytest.mark.parametrize("dim", [1, 3, 4, 7, 16, 17, 20, 33, 64, 70])
 def test_adagrad_is_the_same_to_the_bit_whatever_the_width(make: Make, dim: int, decay: float) -> None:
@@ -314,6 +315,7 @@ def test_delay_compensation_corrects_by_what_the_worker_saw(make: Make) -> None:
     assert table.lookup(ids(1)).tolist() == [[3 - (2 + 0.5 * 4 * 2)]]
 
 
+@pytest.mark.many_layouts
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_a_gradient_that_is_not_finite_leaves_its_row_and_is_counted(

@@ -48,3 +48,8 @@ def test_streams_wait_for_each_other_and_events_tell_when_and_how_long() -> None
         assert not device.holds(ones.cpu())
         assert device.pinned((3,), torch.int64).is_pinned()
         assert device.processors > 0
+        assert device.name
+        free = device.free_bytes
+        del ones, doubled
+        device.give_back()
+        assert device.free_bytes >= free > 0

@@ -63,8 +63,19 @@ class Device(Protocol):
         """Where torch puts tensors of this device."""
 
     @property
+    def name(self) -> str:
+        """What it calls itself, for people."""
+
+    @property
     def processors(self) -> int:
         """How many multiprocessors it has."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is to be had."""
+
+    def give_back(self) -> None:
+        """Give memory back that torch keeps for tensors to come."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of this device."""
@@ -160,6 +171,17 @@ class CudaDevice:
             )
         index = None if device is None else device.index
         return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+
+    @property
+    def name(self) -> str:
+        return str(torch.cuda.get_device_name(self.torch_device))
+
+    @property
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     @property
     def processors(self) -> int:

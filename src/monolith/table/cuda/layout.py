@@ -19,6 +19,8 @@ from monolith.table.lazy_decay import decays_lazily
 MAX_LANES = 32
 """Threads of a warp: as many as can work on one row together."""
 
+_LEAST_LANES = 8
+
 _SETTINGS = {
     "kInitialAccumulator": "initial_accumulator_value",
     "kWeightDecay": "weight_decay",
@@ -77,9 +79,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         state += segment.state_dim
         byte += segment.dim * segment.compressor.bytes_per_value
     row_bytes = -(-byte // 4) * 4 if config.serving else 4 * column
-    lanes = 1
-    while lanes < min(MAX_LANES, config.dim):
-        lanes *= 2
+    lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
     lazy = decays_lazily(config) and not config.serving
     numbers = {
@@ -91,8 +91,8 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "PLAIN": int(not config.serving and not viewed and not lazy),
         "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
-        # On a multiprocessor at once, which bounds the registers of each: measured with Adagrad and Adam.
-        "TRAIN_BLOCKS": 5 if config.dim <= 64 else 4 if config.dim <= 128 else 1,
+        # On a multiprocessor at once, which bounds the registers of each to what steps need without spilling.
+        "TRAIN_BLOCKS": 4 if config.dim <= 128 else 1,
         "SEGMENTS": len(config.segments),
         "SEED": f"{mix_one(config.seed):#x}ULL",
         "EACH_SEGMENT(X)": " ".join(f"X({number})" for number in range(len(config.segments))),
@@ -103,6 +103,15 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     if not config.serving:
         source += _text("train.cu")
     return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, source)
+
+
+def _lanes(dim: int) -> int:
+    """Return how many threads work on a row: so few that each has four values to fetch at once, but eight
+    that fetch a sector of memory. The fewer they are, the more rows are under way."""
+    lanes = 1
+    while lanes < min(MAX_LANES, dim) and (lanes < _LEAST_LANES or 4 * lanes < dim):
+        lanes *= 2
+    return lanes
 
 
 def _segment_struct(number: int, segment: Segment, column: int, state: int, byte: int) -> str:

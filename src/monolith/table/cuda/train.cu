@@ -9,8 +9,16 @@ __device__ __forceinline__ void look_at(const float* __restrict__ gradients, i64
                                         u8* __restrict__ skip, u64* counters) {
   const int lane = threadIdx.x & (LANES - 1);
   bool usable = true;
-  if (i < n)
+  if (i < n && DIM % 4 == 0 && ((u64)gradients & 15) == 0) {
+    const float4* const row = (const float4*)(gradients + i * DIM);
+    for (int v = lane; v < DIM / 4; v += LANES) {
+      const float4 four = row[v];
+      usable &= fabsf(four.x) <= MAX_GRADIENT && fabsf(four.y) <= MAX_GRADIENT &&
+                fabsf(four.z) <= MAX_GRADIENT && fabsf(four.w) <= MAX_GRADIENT;
+    }
+  } else if (i < n) {
     for (int c = lane; c < DIM; c += LANES) usable &= fabsf(gradients[i * DIM + c]) <= MAX_GRADIENT;
+  }
   const u32 bad = __ballot_sync(0xffffffffu, !usable);
   const bool left_out = (bad & TILE_MASK) != 0;
   if (lane == 0 && i < n) skip[i] = left_out ? UNUSABLE : 0;
@@ -27,24 +35,6 @@ __device__ __forceinline__ float over(float numerator, float denominator) {
   return denominator != 0 ? numerator / denominator : 0.0f;
 }
 
-#define EACH_COLUMN                                  \
-  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
-    if (const int c = lane + k * LANES; c < d)
-
-// The sum over the columns, in their order.
-template <int d, int kMany>
-__device__ __forceinline__ float sum_in_order(const float (&x)[kMany], u32 tile) {
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < kMany; ++k)
-#pragma unroll 1
-    for (int l = 0; l < LANES; ++l) {
-      const float one = __shfl_sync(tile, x[k], l, LANES);
-      if (k * LANES + l < d) sum += one;
-    }
-  return sum;
-}
-
 // Floats of state that there is one of for each value, and floats behind those.
 template <int kind>
 struct StateOf {
@@ -57,22 +47,99 @@ struct StateOf {
       : kind == GROUP_ADAGRAD ? 1 : 0;
 };
 
-// What a lane holds of a segment while it takes a step: its columns of values, gradient and state.
+// How wide floats may be fetched at once that begin at `offset` of rows of `width` floats.
+constexpr int wide_enough(int many, int offset, int width) {
+  return many % 4 == 0 && offset % 4 == 0 && width % 4 == 0   ? 4
+         : many % 2 == 0 && offset % 2 == 0 && width % 2 == 0 ? 2
+                                                              : 1;
+}
+
+// What a lane holds of a segment while it takes a step: its columns of values, gradient and state. Those are
+// as many that follow one another, where rows are of a width that lets them be fetched together; otherwise
+// lane, lane + LANES and so on.
 template <class S>
 struct Held {
   static constexpr int kMany = (S::kDim + LANES - 1) / LANES;
   static constexpr int kVectors = StateOf<S::kOptimizer>::kVectors;
   static constexpr int kRest = StateOf<S::kOptimizer>::kRest;
+  static constexpr int kWide = wide_enough(kMany, S::kColumn, DIM);
+  static constexpr int kStateWide = kVectors == 0 ? 4 : wide_enough(kMany, S::kState, STATE_DIM);
+  static constexpr bool kFollowing = kMany * LANES == S::kDim && kWide > 1 && kStateWide > 1;
   float x[kMany];
   float g[kMany];
   float state[kVectors > 0 ? kVectors : 1][kMany];
   float rest[2];  // the same in every lane
+
+  static __device__ __forceinline__ int column(int k, int lane) {
+    return kFollowing ? lane * kMany + k : lane + k * LANES;
+  }
 };
+
+#define EACH_COLUMN                                  \
+  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
+    if (const int c = Held<S>::column(k, lane); c < S::kDim)
+
+// A lane's columns of a segment's floats, fetched and put `WIDE` at once.
+template <class S, int WIDE>
+__device__ __forceinline__ void fetch(const float* from, float (&into)[Held<S>::kMany], int lane) {
+  constexpr int kMany = Held<S>::kMany;
+  if constexpr (Held<S>::kFollowing && WIDE == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4) {
+      const float4 four = *(const float4*)(from + lane * kMany + k);
+      into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
+    }
+  } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) {
+      const float2 two = *(const float2*)(from + lane * kMany + k);
+      into[k] = two.x, into[k + 1] = two.y;
+    }
+  } else {
+    EACH_COLUMN into[k] = from[c];
+  }
+}
+
+template <class S, int WIDE>
+__device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMany], int lane) {
+  constexpr int kMany = Held<S>::kMany;
+  if constexpr (Held<S>::kFollowing && WIDE == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4)
+      *(float4*)(to + lane * kMany + k) = make_float4(from[k], from[k + 1], from[k + 2], from[k + 3]);
+  } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) *(float2*)(to + lane * kMany + k) = make_float2(from[k], from[k + 1]);
+  } else {
+    EACH_COLUMN to[c] = from[k];
+  }
+}
+
+// The sum over the columns, in their order.
+template <class S>
+__device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], u32 tile) {
+  constexpr int kMany = Held<S>::kMany;
+  float sum = 0;
+  if constexpr (Held<S>::kFollowing) {
+#pragma unroll 1
+    for (int l = 0; l < LANES; ++l)
+#pragma unroll
+      for (int k = 0; k < kMany; ++k) sum += __shfl_sync(tile, x[k], l, LANES);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kMany; ++k)
+#pragma unroll 1
+      for (int l = 0; l < LANES; ++l) {
+        const float one = __shfl_sync(tile, x[k], l, LANES);
+        if (k * LANES + l < S::kDim) sum += one;
+      }
+  }
+  return sum;
+}
 
 // One step of a segment.
 template <class S>
 __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, int lane, u32 tile) {
-  constexpr int d = S::kDim;
   constexpr int kMany = Held<S>::kMany;
   constexpr int kind = S::kOptimizer;
   float (&x)[kMany] = held.x;
@@ -169,7 +236,7 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       state[0][k] = n;
       state[1][k] = z;
     }
-    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    const float length = sqrtf(sum_in_order<S>(squares, tile));
     if (length < S::kL1 || length == 0) {
       EACH_COLUMN x[k] = 0;
       return;
@@ -196,7 +263,7 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       const float z = g[k] + S::kWeightDecay * x[k] - x[k] / pace;
       squares[k] = z * z;
     }
-    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    const float length = sqrtf(sum_in_order<S>(squares, tile));
     if (length < S::kL2 || length == 0) {
       EACH_COLUMN x[k] = 0;
       return;
@@ -230,7 +297,17 @@ struct Gradients {
   const i64* order;
   i64 count;
   const float* latest;  // the values that the first was computed on, or null
+  bool aligned;         // whether floats may be fetched by four: others' may lie before them
 };
+
+template <class S>
+__device__ __forceinline__ void fetch_gradient(const Gradients& by, const float* from,
+                                               float (&into)[Held<S>::kMany], int lane) {
+  if (by.aligned)
+    fetch<S, Held<S>::kWide>(from + S::kColumn, into, lane);
+  else
+    fetch<S, 1>(from + S::kColumn, into, lane);
+}
 
 // Steps a segment; false where that would make a value that is not finite. Nothing is written unless STORE.
 template <class S, bool STORE>
@@ -243,18 +320,17 @@ __device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 h
   float* const state = state_row + S::kState;
   Held<S> held = {};
   // All that memory has to say is asked for before the first of it is looked at.
-  EACH_COLUMN {
-    held.x[k] = row[S::kColumn + c];
-    held.g[k] = by.first[S::kColumn + c];
+  fetch<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
+  fetch_gradient<S>(by, by.first, held.g, lane);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) held.state[v][k] = state[v * d + c];
-  }
+  for (int v = 0; v < kVectors; ++v) fetch<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
 #pragma unroll
   for (int r = 0; r < kRest; ++r) held.rest[r] = state[kVectors * d + r];
 #pragma unroll 2
   for (i64 q = 1; q < by.count; ++q) {
-    const float* const more = by.all + by.order[q] * DIM + S::kColumn;
-    EACH_COLUMN held.g[k] += more[c];
+    float more[kMany] = {};
+    fetch_gradient<S>(by, by.all + by.order[q] * DIM, more, lane);
+    EACH_COLUMN held.g[k] += more[k];
   }
   if constexpr (S::kCompressor == ONE_BIT) {
     EACH_COLUMN {
@@ -276,11 +352,11 @@ __device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 h
       held.x[k] = round_to_half(held.x[k], draw(salt + bits_of(held.x[k]), S::kColumn + c));
     }
     finite &= held.x[k] - held.x[k] == 0;
-    if (STORE) {
-      row[S::kColumn + c] = held.x[k];
+  }
+  if (STORE) {
+    put<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) state[v * d + c] = held.state[v][k];
-    }
+    for (int v = 0; v < kVectors; ++v) put<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
   }
   if (STORE && kRest > 0) {
     __syncwarp(tile);  // everyone has read it
@@ -421,6 +497,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
   const int lane = threadIdx.x & (LANES - 1);
   const u32 tile = TILE_MASK;
   if (base >= writes.n) return;
+  const bool aligned = ((u64)gradients & 15) == 0;
   const i64 own = base + lane;
   int place = NONE;
   int before = NONE;
@@ -442,7 +519,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
     if (run.place == NONE || __shfl_sync(tile, before, j, LANES) == run.place) continue;
     run.first = base + j;
     const i64 head = __shfl_sync(tile, position, j, LANES);
-    Gradients by{gradients + head * DIM, gradients, writes.order + run.first, 1, nullptr};
+    Gradients by{gradients + head * DIM, gradients, writes.order + run.first, 1, nullptr, aligned};
     if (__shfl_sync(tile, after, j, LANES) != run.place) {
       run.count = 1;
       run.fresh = __shfl_sync(tile, made, j, LANES) != 0;

@@ -157,9 +157,11 @@ class RowWatch:
             raise TableArgumentError("clear: a cut of this table is open; close it first")
         self.tell_touched()
         if self._touched:
-            # More than a set can hold would only empty it, time and again.
-            most = 1 + max(touched.capacity for touched in self._touched)
-            self._insert(_ids(memory.listed(min(rows, most))[0]))
+            # So many at most: the set is full then, loses them by the last, and says so.
+            most = 2 + max(touched.capacity for touched in self._touched)
+            ids = _ids(memory.listed(min(rows, most))[0])
+            self._insert(ids[:-1])
+            self._insert(ids[-1:])
         if self._gone is not None:
             self._gone = Gone(cleared=True)
 
