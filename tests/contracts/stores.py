@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from services.emulated_cuda import device_named, device_names
 from store.ranks import all_at_once, connect
 from torch import nn
 
@@ -236,6 +237,11 @@ def _served_ranks(size: int, servers: int) -> MakeStores:
     return bind
 
 
+def _on_devices() -> dict[str, MakeStores]:
+    """Return stores on the device there is, and on an emulated one wherever it can be compiled."""
+    return {f"rows on the {name} device": _local(device=device_named(name)) for name in device_names()}
+
+
 STORES: dict[str, MakeStores] = {
     "plain": _local(make_table=DictTable, threads=1),
     "local": _local(make_table=NativeTable, threads=1),
@@ -249,4 +255,5 @@ STORES: dict[str, MakeStores] = {
     "2 ranks": _ranks(2),
     "3 ranks": _ranks(3),
     "2 ranks on 2 servers": _served_ranks(2, 2),
+    **_on_devices(),
 }

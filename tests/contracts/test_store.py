@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,10 @@ def test_tables_are_sorted_by_name(store: Store) -> None:
 
 def test_rows_are_where_the_store_says(store: Store) -> None:
     train(store, keys([1], []), [1, 2])
-    assert store.lookup(keys([1], [1])).device == store.device
+    there = replace(keys([1], [1]), ids=torch.tensor([1, 1], device=store.device))
+    assert store.lookup(there).device == store.device
+    store.apply_gradients(there, torch.ones(3, device=store.device))
+    assert store.lookup(keys([1], [1])).tolist() == [-1, -2, 0.5]
 
 
 def test_ids_without_a_row_read_as_zeros_and_leave_none(store: Store) -> None:

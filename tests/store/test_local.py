@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from services.emulated_cuda import device_named, device_names
 
+from monolith.errors import AcceleratorError
 from monolith.observe import MemoryUse, MemoryWatch
 from monolith.store import LocalStore
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionConfig,
+    CudaTable,
     NativeTable,
     NoFilter,
     ProbabilisticFilter,
@@ -34,6 +37,26 @@ def test_whoever_trains_rows_is_warned_when_memory_runs_short(caplog: pytest.Log
     (message,) = caplog.messages
     for part in ("90 MiB of 100 MiB", "60 MiB of them by this process", "most of it in 'item'", "10 rows"):
         assert part in message
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_rows_are_on_a_device_when_asked_for(name: str) -> None:
+    device = device_named(name)
+    config = {"item": TableConfig(name="item", segments=(Segment(dim=1, learning_rate=1.0),))}
+    store = LocalStore.from_configs(config, device=device)
+    assert isinstance(store.table("item"), CudaTable)
+    assert store.device == device.torch_device
+    ids = TableIds(torch.tensor([1, 1, 2]).to(store.device), torch.tensor([3]), distinct=False)
+    store.apply_gradients(ids, torch.ones(3, device=store.device))
+    assert store.lookup(ids).tolist() == [-2, -2, -1]
+    assert store.lookup(ids).device == store.device
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_rows_cannot_be_there() -> None:
+    config = {"item": TableConfig(name="item", segments=(Segment(dim=1),))}
+    with pytest.raises(AcceleratorError, match="'item': no CUDA device"):
+        LocalStore.from_configs(config, device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith import native
+from monolith.cuda import Device
 from monolith.errors import FeatureError
 from monolith.observe import MemoryWatch
 from monolith.observe.progress import describe_bytes
@@ -15,6 +16,7 @@ from monolith.store.dense import check_held
 from monolith.store.store import TableIds
 from monolith.table import (
     AdmissionFilter,
+    CudaTable,
     MultiTable,
     NativeTable,
     SlotThresholds,
@@ -26,7 +28,7 @@ from monolith.table import (
 
 
 class LocalStore:
-    """A `Store` over tables in this process' memory.
+    """A `Store` over tables in this process' memory, or in that of its GPU.
 
     Args:
         tables: Table to itself. The store closes them; nobody else may.
@@ -60,6 +62,7 @@ class LocalStore:
         thresholds: Mapping[str, SlotThresholds] | None = None,
         threads: int | None = None,
         make_table: Callable[..., Table] = NativeTable,
+        device: torch.device | Device | None = None,
     ) -> LocalStore:
         """Make the tables of a model.
 
@@ -67,6 +70,11 @@ class LocalStore:
             thresholds: By table: how often an id must have been seen before it has a row, and how
                 that is counted.
             threads: That share a batch, the caller counted; by default as many as torch uses.
+            device: A GPU that holds the rows: tables are made there, whatever `make_table` is. None holds
+                them in host memory.
+
+        Raises:
+            AcceleratorError: There is no such device.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
         tables: dict[str, Table] = {}
@@ -81,7 +89,9 @@ class LocalStore:
                 split_num=counting.split_num,
                 equal=counting.equal,
             )
-            if make_table is NativeTable:
+            if device is not None:
+                tables[name] = CudaTable(config, admission=admission, device=device)
+            elif make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
                 tables[name] = make_table(config, admission=admission)
@@ -94,7 +104,7 @@ class LocalStore:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self._multi.device
 
     @property
     def delay_compensated(self) -> bool:

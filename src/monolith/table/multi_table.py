@@ -3,8 +3,8 @@
 A model has a table per slot, or per group of slots that are configured alike, and
 every step reads and trains all of them. Tables stand in the order of their names,
 whatever order they were given in: ids, sizes and learning rates of a fused call
-follow it. Over native tables a fused call is one call into the core; over any other
-`Table` it is a loop with the same outcome.
+follow it. Over native tables a fused call is one call into the core, over tables on
+one GPU it is a few launches; over any other `Table` it is a loop with the same outcome.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from monolith import native
 from monolith.errors import TableArgumentError, UnknownTableError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
+from monolith.table.cuda.fused import FusedBatch, FusedTables, common_device
 from monolith.table.merging import merge
 from monolith.table.native_table import NativeTable
 from monolith.table.table import Table, TableStats
@@ -78,6 +79,8 @@ class MultiTable:
         self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
         self._workers = workers
         self._kept: tuple[list[native.Table], _Group] | None = None
+        self._device = common_device(list(self._tables.values()))
+        self._kept_fused: FusedTables | None = None
         # Settled once, because fused calls are made every step.
         configs = [table.config for table in self._tables.values()]
         segments = [segment for config in configs for segment in config.segments]
@@ -121,6 +124,11 @@ class MultiTable:
     def tables(self) -> Mapping[str, Table]:
         """The tables in the order of fused calls. Scan and restore them one by one."""
         return MappingProxyType(self._tables)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows of all tables lie, and where fused calls may be given their tensors."""
+        return torch.device("cpu") if self._device is None else self._device.torch_device
 
     def __getitem__(self, slot: str) -> Table:
         """Return the table that a slot lives in."""
@@ -228,10 +236,16 @@ class MultiTable:
         """Look up the ids of K tables and N batches at once.
 
         Args:
-            ids: int64, flat: batch after batch and, within a batch, table after table as in `tables`.
-            sizes: int64 of shape (N * K,): how many ids there are at `batch * K + table`.
+            ids: int64, flat: batch after batch and, within a batch, table after table as in `tables`; on the
+                CPU or on the device of the tables, where embeddings are then.
+            sizes: int64 of shape (N * K,), on the CPU: how many ids there are at `batch * K + table`.
             num_batches: N, 1 or more.
         """
+        if (fused := self._fused()) is not None:
+            keys_there, cells = fused.inputs.ids(ids), arguments.id_array(sizes, "sizes")
+            offsets = self._offsets(cells, num_batches, len(keys_there))
+            found = fused.lookup(keys_there, cells, *offsets[1:]).to(ids.device)
+            return FusedRows(found, *map(torch.from_numpy, offsets))
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
         embeddings = np.empty(int(emb_offsets[-1]), np.float32)
@@ -273,13 +287,31 @@ class MultiTable:
             arguments.check_trainable(self._serving, "fused_apply_gradients")
         if self._delayed is not None and latest_values is None:
             arguments.latest_array(None, self._delayed, 0)
-        keys, cells = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
-        shape = (int(self._offsets(cells, num_batches, len(keys))[-1][-1]),)
+        cells = arguments.id_array(sizes, "sizes")
         rates = (
             self._rates(step)
             if learning_rates is None
             else arguments.float_array(learning_rates, (self._num_rates,), "learning_rates")
         )
+        if (fused := self._fused()) is not None:
+            there, keys_there = fused.inputs, fused.inputs.ids(ids)
+            shape = (int(self._offsets(cells, num_batches, len(keys_there))[-1][-1]),)
+            batch = FusedBatch.of(
+                keys_there,
+                cells,
+                self._dims,
+                gradients=there.floats(gradients, shape, "gradients"),
+                rates=rates,
+                step=step,
+                dedup=dedup,
+                event_time=there.seconds(event_time, len(keys_there)),
+                latest=None if latest_values is None else there.floats(latest_values, shape, "latest_values"),
+                counts=there.counts(counts, len(keys_there)),
+            )
+            fused.apply_gradients(batch)
+            return
+        keys = arguments.id_array(ids)
+        shape = (int(self._offsets(cells, num_batches, len(keys))[-1][-1]),)
         self._group().apply_gradients(
             keys,
             cells,
@@ -383,6 +415,12 @@ class MultiTable:
             raise TableArgumentError(
                 f"{cause} ({len(self._tables)} tables, {num_batches} batches, {num_ids} ids)"
             ) from cause
+
+    def _fused(self) -> FusedTables | None:
+        """Return the tables as their device has them, where all are on one."""
+        if self._kept_fused is None and self._device is not None:
+            self._kept_fused = FusedTables(list(self._tables.values()), self._device)
+        return self._kept_fused
 
     def _group(self) -> _Group:
         if self._exclusive and self._kept is not None:

@@ -30,6 +30,7 @@ from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
     BEFORE,
     BESIDE,
+    COUNTERS,
     ELSEWHERE,
     INSERTED,
     NEWEST,
@@ -54,8 +55,8 @@ from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
-_COUNTERS = 8
 _CLEANED = 0.95  # in use, marks included: then marks are cleared away
+_SPARE = 2  # batches that find room without a question
 _PART = 8  # of a full table comes and goes at once, as a share
 _AT_ONCE = 1 << 22  # rows that expire together
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
@@ -133,7 +134,7 @@ class CudaTable:
         with owner.active():
             self._stream = owner.current_stream()
             self._live_by_slot = None if by_slot is None else torch.from_numpy(by_slot).to(self._device)
-            counters = torch.zeros(_COUNTERS, dtype=torch.int64, device=self._device)
+            counters = torch.zeros(COUNTERS, dtype=torch.int64, device=self._device)
             self._fill = Fill(config.name, counters, owner)
             self._inputs = Inputs(config, counters, owner)
             self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
@@ -155,6 +156,11 @@ class CudaTable:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def owner(self) -> Device:
+        """The device, as those who launch kernels know it."""
+        return self._owner
 
     def __len__(self) -> int:
         with self._open():
@@ -538,6 +544,22 @@ class CudaTable:
             return False
         self._move(self._room.grown(self._held.places, seen.rows + coming), seen.rows)
         return seen.rows + coming <= self._limit
+
+    def _reserve(self, ids: int) -> None:
+        """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
+        if self._fill.bound() + ids <= self._limit:
+            return
+        seen = self._fill.read()
+        if seen.rows + _SPARE * ids <= self._limit < seen.counters[USED] + ids:
+            self._held.tidy()
+            seen = self._fill.read()
+        if seen.counters[USED] + _SPARE * ids > self._limit:
+            self._move(self._room.reserved(self._held.places, seen.rows, 2 * _SPARE * ids), seen.rows)
+
+    @property
+    def _writes_alone(self) -> bool:
+        """Whether what is written needs more than places, so that it cannot be written with other tables'."""
+        return self._admission is not None or not self._watch.idle or self._room.bounded
 
     @property
     def _limit(self) -> int:

@@ -70,11 +70,19 @@ class Inputs:
         if not self._is_here(event_time):
             seconds = arguments.event_second_array(event_time, n).view(np.int32)
             return Times(torch.from_numpy(seconds).to(self._device, non_blocking=True), 0)
-        if event_time.dtype is not torch.int64 or event_time.shape != (n,):
-            arguments.refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
-        wrong = (event_time < 0) | (event_time > MAX_EVENT_TIME)
+        there = self._seconds_here(event_time, n)
+        wrong = (there < 0) | (there > MAX_EVENT_TIME)
         self._counters[BAD_TIMES] += wrong.sum()
-        return Times(event_time.masked_fill(wrong, 0).to(torch.int32), 0)
+        return Times(there.masked_fill(wrong, 0).to(torch.int32), 0)
+
+    def seconds(self, event_time: int | Tensor, n: int) -> int | Tensor:
+        """Return event times, int64 where there are many; nobody looks at those on the device yet."""
+        if not isinstance(event_time, Tensor):
+            return arguments.event_second(event_time)
+        if not self._is_here(event_time):
+            seconds = arguments.event_time_array(event_time, n)
+            return torch.from_numpy(seconds).to(self._device, non_blocking=True)
+        return self._seconds_here(event_time, n)
 
     def counts(self, counts: Tensor | None, n: int) -> Tensor | None:
         """Return how many sightings each id stands for, int64 on the CPU."""
@@ -101,6 +109,11 @@ class Inputs:
             torch.from_numpy(values).to(self._device),
             None if state is None else torch.from_numpy(state).to(self._device),
         )
+
+    def _seconds_here(self, event_time: Tensor, n: int) -> Tensor:
+        if event_time.dtype is not torch.int64 or event_time.shape != (n,):
+            arguments.refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
+        return event_time.contiguous()
 
     def _is_here(self, tensor: object) -> bool:
         return isinstance(tensor, Tensor) and self._owner.holds(tensor)

@@ -38,8 +38,13 @@ TAKEN, CHANGED, BEFORE = 1, 2, 4
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
 """Why a position of a batch is passed over; an id elsewhere is written by another part of its batch."""
 
-_LOOKUP_BLOCKS = 8  # for each multiprocessor: measured
-_LONG_RUN, _STRETCH = 512, 256  # as in rows.cu
+COUNTERS = 8
+"""Of a table."""
+LOOKUP_BLOCKS = 8
+"""Of a launch that looks up, for each multiprocessor: measured."""
+LONG_RUN, STRETCH = 512, 256
+"""As in train.cu."""
+
 _MOST_PER_TILE = 8
 _WARPS = 64  # that a multiprocessor holds
 _UINT64 = (1 << 64) - 1
@@ -194,7 +199,7 @@ class DeviceMemory:
         self._index = device.kernels(index_source(), "index")
         self._rows = device.kernels(layout.source, "rows")
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
-        self._lookup_blocks = _LOOKUP_BLOCKS * device.processors
+        self._lookup_blocks = LOOKUP_BLOCKS * device.processors
         self.recency: Recency | None = None
 
     @property
@@ -392,13 +397,13 @@ class DeviceMemory:
         """Take steps; `checked` looks at each row before it is written."""
         n, device = len(claimed.places), self._device
         runs = sums = None
-        if summed and n >= _LONG_RUN:
-            stretches = n // _STRETCH
+        if summed and n >= LONG_RUN:
+            stretches = n // STRETCH
             runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
             sums = torch.empty((stretches, self.layout.dim), dtype=torch.float32, device=device)
             arguments = claimed.writes(), gradients, runs, sums
-            self._launch(self._rows, "sum_long_runs", stretches, *arguments, threads=_STRETCH)
-        per_tile = max(1, min(self.layout.lanes, _MOST_PER_TILE, n // self._tiles))
+            self._launch(self._rows, "sum_long_runs", stretches, *arguments, threads=STRETCH)
+        per_tile = self.per_tile(n)
         self._launch(
             self._rows,
             "train_rows_checked" if checked else "train_rows",
@@ -414,6 +419,10 @@ class DeviceMemory:
             ctypes.c_int(summed),
             ctypes.c_int(per_tile),
         )
+
+    def per_tile(self, positions: int) -> int:
+        """Return how many positions of a batch a tile trains."""
+        return max(1, min(self.layout.lanes, _MOST_PER_TILE, positions // self._tiles))
 
     # Keeping track
 
@@ -521,16 +530,24 @@ class DeviceMemory:
     def _widths(self) -> _Widths:
         return _Widths(self.layout.row_bytes // 4, self.layout.state_dim)
 
-    def _table(self, at: RowArrays | None = None) -> _Table:
+    def words(self, at: RowArrays | None = None) -> list[int]:
+        """Return what kernels are told of a table, in the order of `Arrays`.
+
+        Args:
+            at: Rows that lie elsewhere, by number.
+        """
         rows = self._at if at is None else at
-        return _Table(
+        return [
             self._keys.data_ptr(),
             self.places // KEYS,
             rows.times.data_ptr(),
             rows.values.data_ptr(),
             rows.states.data_ptr(),
             self.counters.data_ptr(),
-        )
+        ]
+
+    def _table(self, at: RowArrays | None = None) -> _Table:
+        return _Table(*self.words(at))
 
     def _blocks(self, rows: int) -> int:
         return blocks_for(rows * self.layout.lanes)

@@ -58,6 +58,15 @@ class Room:
             return max(wanted, places)
         return (self._most - places - BESIDE) // KEYS * KEYS
 
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a budget."""
+        return self._most is not None
+
+    def reserved(self, places: int, rows: int, more: int) -> int:
+        """Return the size after this one that has room for so many rows more; without a budget."""
+        return max(self.grown(places, rows), _places_for(rows + more, FULL))
+
     def shrunk(self, places: int, rows: int) -> int | None:
         """Return a smaller size that is worth moving to, never below the first; None where there is none."""
         wanted = max(self._first, _places_for(rows, _AFTER_GROWTH))

@@ -1,0 +1,552 @@
+"""FusedTables: many tables on one device, read and trained by a few launches.
+
+A model has dozens of tables, and a launch costs the host more than the device needs for one table's share of
+a batch. So tables whose rows are alike are worked on together: a launch is told where the ids of each table
+lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
+many launches there are does not depend on how many tables there are, up to MOST_CELLS.
+
+What needs more than that (a filter, a set of touched ids, a byte budget) a table does by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.cuda.device import Device, DeviceEvent, DeviceStream
+from monolith.cuda.kernels import THREADS, Kernels, blocks_for
+from monolith.errors import TableArgumentError
+from monolith.table.compressors import OneBit
+from monolith.table.cuda.cells import MOST_CELLS, Ints, Spans
+from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.inputs import Inputs
+from monolith.table.cuda.layout import DeviceRowLayout, fused_index_source, fused_row_source
+from monolith.table.cuda.memory import (
+    BESIDE,
+    COUNTERS,
+    KEYS,
+    LONG_RUN,
+    LOOKUP_BLOCKS,
+    STRETCH,
+    Claimed,
+    DeviceMemory,
+    Times,
+)
+from monolith.table.table import Table
+
+_PACE_BYTES = 1024  # of a launch's parameters, for rates and scales: as in fused_rows.cu
+_TOGETHER = 4  # ids that a tile looks up at once: as in rows.cu
+_WARP = 32
+_ASKED_AFTER = 0.25  # of the room that there was when the counters came last
+_INT32_MAX = (1 << 31) - 1
+
+Floats = NDArray[np.float32]
+
+
+@runtime_checkable
+class DeviceTable(Protocol):
+    """What a table on a device says beside what a `Table` does."""
+
+    @property
+    def owner(self) -> Device:
+        """The device, as those who launch kernels know it."""
+
+
+def common_device(tables: Sequence[Table]) -> Device | None:
+    """Return the device that all tables are on; None where one is elsewhere."""
+    owners = [table.owner if isinstance(table, DeviceTable) else None for table in tables]
+    return owners[0] if owners and all(one == owners[0] for one in owners) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedBatch:
+    """Gradients for all tables, on their device: table after table."""
+
+    ids: Tensor
+    sizes: Ints
+    """By table."""
+    gradients: Tensor
+    """float32, flat."""
+    rates: Floats
+    """By segment, table after table."""
+    step: int
+    dedup: bool
+    event_time: int | Tensor = 0
+    """One for all, or int64 by id: nobody has looked at those that came from the device."""
+    latest: Tensor | None = None
+    """As the gradients."""
+    counts: Tensor | None = None
+    """int64 by id, on the CPU."""
+
+    @classmethod
+    def of(
+        cls,
+        ids: Tensor,
+        sizes: Ints,
+        widths: Ints,
+        *,
+        gradients: Tensor,
+        rates: Floats,
+        step: int,
+        dedup: bool,
+        event_time: int | Tensor,
+        latest: Tensor | None,
+        counts: Tensor | None,
+    ) -> FusedBatch:
+        """Return one batch of several that lie end to end, each table after table.
+
+        Args:
+            sizes: By batch and, within a batch, by table.
+            widths: Floats of an id, by table.
+        """
+        tables = len(widths)
+        by_batch = sizes.reshape(-1, tables)
+
+        def by_id(column: Tensor) -> Tensor:
+            return _by_table(column, sizes, tables)
+
+        def by_float(column: Tensor) -> Tensor:
+            return _by_table(column, (by_batch * widths).ravel(), tables)
+
+        return cls(
+            ids=by_id(ids),
+            sizes=by_batch.sum(0),
+            gradients=by_float(gradients),
+            rates=rates,
+            step=step,
+            dedup=dedup,
+            event_time=by_id(event_time) if isinstance(event_time, Tensor) else event_time,
+            latest=None if latest is None else by_float(latest),
+            counts=None if counts is None else by_id(counts),
+        )
+
+
+def _by_table(column: Tensor, lengths: Ints, tables: int) -> Tensor:
+    """Bring what lies batch after batch, and within a batch table after table, into the order of tables."""
+    if len(lengths) == tables:
+        return column
+    cells = column.split_with_sizes(lengths.tolist())
+    return torch.cat([cell for number in range(tables) for cell in cells[number::tables]])
+
+
+class _Alike:
+    """Tables of one layout.
+
+    Args:
+        numbers: Which they are.
+        rates_at: Where the rates of each begin.
+    """
+
+    def __init__(
+        self, tables: Sequence[CudaTable], numbers: Sequence[int], rates_at: Ints, device: Device
+    ) -> None:
+        segments = tables[0].config.segments
+        self.layout: DeviceRowLayout = tables[0]._layout
+        self.numbers = np.array(numbers, np.int64)
+        self.paced = self.layout.lazy or any(isinstance(one.compressor, OneBit) for one in segments)
+        """Whether rows are seen otherwise from step to step."""
+        self.most = most_cells(tables[0])
+        self.kernels: Kernels = device.kernels(fused_row_source(self.layout), "fused_rows")
+        self.tables = tables
+        self.rates_at = rates_at[:, None] + np.arange(len(segments))
+        self._scalar_bytes = ctypes.sizeof(tables[0]._paces.scalars())
+
+    def paces(self, tables: Ints, rates: Floats | None) -> ctypes.Array[ctypes.c_char]:
+        """Return rates, where they matter, and scales as a launch takes them.
+
+        Args:
+            tables: By cell, the number of its table.
+            rates: Of all segments of all tables.
+        """
+        which = np.searchsorted(self.numbers, tables)
+        own = None if rates is None else rates[self.rates_at[which]]
+        size = self._scalar_bytes
+        made = (ctypes.c_char * (self.most * size))()
+        data = memoryview(made).cast("B")
+        if self.paced:
+            for cell, number in enumerate(which.tolist()):
+                told = self.tables[number]._paces.scalars(None if own is None else own[cell].tolist())
+                data[cell * size : (cell + 1) * size] = bytes(told)
+        elif own is not None:
+            filled = np.frombuffer(data, np.float32).reshape(self.most, -1)
+            filled[: len(which), : own.shape[1]] = own
+        return made
+
+
+def most_cells(table: CudaTable) -> int:
+    """Return how many such tables go into a launch, by their rates and scales; perhaps none."""
+    return min(MOST_CELLS, _PACE_BYTES // ctypes.sizeof(table._paces.scalars()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What holds of the memories of all tables until one of them grows."""
+
+    memories: list[weakref.ref[DeviceMemory] | None]
+    arrays: Tensor
+    """Of each table its `Arrays`."""
+    places: Ints
+    limits: list[int]
+    stream: int
+    """That the arrays were made on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A call in progress: the locks of all tables are held."""
+
+    stream: DeviceStream
+    known: _Known
+
+
+class FusedTables:
+    """Tables of one device, read and trained together. Thread-safe, as they are.
+
+    Nothing is waited for, except as `CudaTable` says, and one that has less room than a batch has ids grows
+    rather than ask how many of those are new: a batch may have many more ids than distinct ones.
+
+    Args:
+        tables: In the order of calls. Those that are no `CudaTable` are called one by one.
+        device: The one of all.
+        most_narrow: Places that are numbered by 32 bits: with more of them the sort takes twice as long.
+    """
+
+    def __init__(self, tables: Sequence[Table], device: Device, *, most_narrow: int = _INT32_MAX) -> None:
+        self.device = device
+        self._most_narrow = most_narrow
+        self.inputs = Inputs(tables[0].config, torch.zeros(COUNTERS, dtype=torch.int64), device)
+        """Brings arguments to the device."""
+        self._tables = list(tables)
+        self._widths = np.array([table.dim for table in tables], np.int64)
+        segments = np.array([len(table.config.segments) for table in tables], np.int64)
+        self._rate_ends = np.cumsum(segments)
+        fused = [table if isinstance(table, CudaTable) and most_cells(table) else None for table in tables]
+        self._fused = fused
+        self._twice = [sum(one is other for other in tables) > 1 for one in tables]
+        # Whoever takes several locks takes them in this order.
+        self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
+        by_source: dict[str, list[int]] = {}
+        for number, table in enumerate(fused):
+            if table is not None:
+                by_source.setdefault(table._layout.source, []).append(number)
+        self._groups = [
+            _Alike(
+                [table for number in numbers if (table := fused[number]) is not None],
+                numbers,
+                (self._rate_ends - segments)[numbers],
+                device,
+            )
+            for numbers in by_source.values()
+        ]
+        self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
+        # All below is guarded by the locks of the tables.
+        self._known: _Known | None = None
+        self._finite: tuple[bytes, list[bool]] = b"", []
+        self._asked: tuple[DeviceEvent, list[int]] | None = None
+        self._answer = device.pinned((len(fused), COUNTERS), torch.int64)
+        self._ask_from = [0.0] * len(fused)
+
+    # Reading
+
+    def lookup(self, ids: Tensor, sizes: Ints, id_offsets: Ints, emb_offsets: Ints) -> Tensor:
+        """Return the embeddings of ids on the device: flat, cell after cell.
+
+        Args:
+            sizes: By batch and, within a batch, by table.
+            id_offsets, emb_offsets: Where the ids and the floats of each cell begin, then their number.
+        """
+        count = len(self._tables)
+        out = torch.empty(int(emb_offsets[-1]), dtype=torch.float32, device=self.device.torch_device)
+        numbers = np.arange(len(sizes)) % count
+        spans = Spans(numbers, id_offsets[:-1], sizes, emb_offsets[:-1])
+        together = len(ids) <= _INT32_MAX
+        with self._entered() as work:
+            for alike in self._groups if together else ():
+                batches = np.arange(0, len(sizes), count)[:, None]
+                self._look_up(work, alike, spans.some((batches + alike.numbers).ravel()), ids, out)
+        others = [number for number, one in enumerate(self._fused) if one is None or not together]
+        for cell in np.flatnonzero(np.isin(numbers, others) & (sizes > 0)).tolist() if others else ():
+            table, at, to = self._tables[cell % count], slice(*id_offsets[cell : cell + 2]), emb_offsets[cell]
+            out[to : emb_offsets[cell + 1]] = table.lookup(ids[at]).flatten()
+        return out
+
+    def _look_up(self, work: _Work, alike: _Alike, spans: Spans, ids: Tensor, out: Tensor) -> None:
+        most_blocks = LOOKUP_BLOCKS * self.device.processors
+        for part in spans.parts(alike.most):
+            own = spans.some(part)
+            cells = own.cells(-(-own.sizes // _TOGETHER), own.floats)
+            blocks = min(most_blocks, blocks_for(cells.units, per_block=THREADS // KEYS))
+            told = work.known.arrays, cells, alike.paces(own.tables, None)
+            alike.kernels.launch("lookup_tables", blocks, *told, ids, out, stream=work.stream.handle)
+
+    # Writing
+
+    def apply_gradients(self, batch: FusedBatch) -> None:
+        """Train all tables, each as its own `apply_gradients` does."""
+        with self._entered(writing=True) as work:
+            together = len(batch.ids) <= _INT32_MAX
+            alone = [not together or self._is_alone(number) for number in range(len(self._tables))]
+            self._learn()
+            for alike in (one for one in self._groups if one.paced):
+                for number, table, at in zip(alike.numbers, alike.tables, alike.rates_at, strict=True):
+                    if not alone[number]:
+                        table._paces.begin(batch.step, batch.rates[at].tolist())
+            self._train(work, batch, np.array(alone, np.bool_))
+        for number, by_itself in enumerate(alone):
+            if by_itself:
+                self._train_alone(number, batch)
+
+    def _is_alone(self, number: int) -> bool:
+        table = self._fused[number]
+        return table is None or self._twice[number] or table._writes_alone
+
+    def _train_alone(self, number: int, batch: FusedBatch) -> None:
+        table, spans = self._tables[number], Spans.of(batch.sizes, self._widths)
+        at, size, dim = int(spans.ids[number]), int(batch.sizes[number]), table.dim
+        ids, floats = slice(at, at + size), slice(first := int(spans.floats[number]), first + size * dim)
+        last = int(self._rate_ends[number])
+        rates = batch.rates[last - len(table.config.segments) : last]
+        table.apply_gradients(
+            batch.ids[ids],
+            batch.gradients[floats].view(size, dim),
+            step=batch.step,
+            event_time=batch.event_time[ids] if isinstance(batch.event_time, Tensor) else batch.event_time,
+            learning_rates=torch.from_numpy(rates.copy()),
+            dedup=batch.dedup,
+            latest_values=None if batch.latest is None else batch.latest[floats].view(size, dim),
+            counts=None if batch.counts is None else batch.counts[ids],
+        )
+
+    def _train(self, work: _Work, batch: FusedBatch, alone: NDArray[np.bool_]) -> None:
+        sizes = np.where(alone, 0, batch.sizes)
+        if not sizes.any():
+            return
+        spans = Spans.of(batch.sizes, self._widths)
+        skip = torch.empty(len(batch.ids), dtype=torch.uint8, device=self.device.torch_device)
+        groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
+        groups = [(alike, numbers) for alike, numbers in groups if len(numbers)]
+        for alike, numbers in groups:
+            self._find_unusable(work, alike, spans.some(numbers), batch.gradients, skip)
+        work = self._with_room(work, sizes.tolist())
+        claimed = self._claim(work, batch, spans, alone, skip)
+        finite = self._stay_finite(batch.rates)
+        for alike, numbers in groups:
+            checked = not all(finite[number] for number in numbers)
+            self._step(work, alike, spans.some(numbers), batch, claimed, checked=checked)
+        self._count(work, sizes.tolist())
+
+    def _find_unusable(
+        self, work: _Work, alike: _Alike, spans: Spans, gradients: Tensor, skip: Tensor
+    ) -> None:
+        rows = _WARP // alike.layout.lanes
+        for part in spans.parts(MOST_CELLS):
+            own = spans.some(part)
+            cells = own.cells(-(-own.sizes // rows), own.floats)
+            told = work.known.arrays, cells, gradients, skip
+            blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
+            alike.kernels.launch("find_unusable_tables", blocks, *told, stream=work.stream.handle)
+
+    def _with_room(self, work: _Work, sizes: Sequence[int]) -> _Work:
+        """Have every table grow that may not have room for all ids of a batch."""
+        grown = False
+        for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
+            if size and table is not None and table._fill.bound() + size > limit:
+                table._reserve(size)
+                grown = True
+        return _Work(work.stream, self._look_at(work.stream)) if grown else work
+
+    def _claim(
+        self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_], skip: Tensor
+    ) -> Claimed:
+        """Give every id its place, and bring all tables into one order."""
+        n, device = len(batch.ids), self.device.torch_device
+        keys = np.where(alone, 1, work.known.places + BESIDE + 1)
+        ends = np.cumsum(keys)
+        wide = ends[-1] > self._most_narrow
+        order = torch.empty(n, dtype=torch.int64 if wide else torch.int32, device=device)
+        made = torch.empty(n, dtype=torch.uint8, device=device)
+        places = torch.empty(n, dtype=torch.int32, device=device)
+        seconds, second, times = None, batch.event_time, None
+        if isinstance(second, Tensor):
+            seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
+        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        parts = []
+        for part in told.parts(MOST_CELLS):
+            own = told.some(part)
+            cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
+            parts.append((cells, blocks_for(cells.units, per_block=THREADS // _WARP)))
+        arrays, stream = work.known.arrays, work.stream.handle
+        width = "_wide" if wide else ""
+        for cells, blocks in parts:
+            given = arrays, cells, batch.ids, skip, seconds, ctypes.c_uint32(second), order, made, times
+            self._index.launch(f"claim_tables{width}", blocks, *given, stream=stream)
+        ordered, positions = torch.sort(order, stable=True)
+        for cells, blocks in parts:
+            settled = arrays, cells, ordered, places
+            self._index.launch(f"settle_tables{width}", blocks, *settled, stream=stream)
+        return Claimed(places, places, positions, made, Times(times, second))
+
+    def _step(
+        self,
+        work: _Work,
+        alike: _Alike,
+        spans: Spans,
+        batch: FusedBatch,
+        claimed: Claimed,
+        *,
+        checked: bool,
+    ) -> None:
+        n, dim, device = len(batch.ids), alike.layout.dim, self.device.torch_device
+        writes, stream = claimed.writes(), work.stream.handle
+        per_tile = alike.tables[0]._held.per_tile(int(spans.sizes.sum()))
+        runs = sums = None
+        if batch.dedup and spans.sizes.max() >= LONG_RUN:
+            runs = torch.empty((n // STRETCH + 1, 2), dtype=torch.int64, device=device)
+            sums = torch.empty((n // STRETCH + 1, dim), dtype=torch.float32, device=device)
+        for part in spans.parts(alike.most):
+            own = spans.some(part)
+            shifts = own.floats - own.ids * dim
+            if runs is not None:
+                cells = own.cells(own.sizes // STRETCH, shifts)
+                told = cells, writes, batch.gradients, runs, sums
+                alike.kernels.launch(
+                    "sum_long_runs_of_tables", cells.units, *told, stream=stream, threads=STRETCH
+                )
+            cells = own.cells(-(-own.sizes // per_tile), shifts)
+            alike.kernels.launch(
+                "train_tables_checked" if checked else "train_tables",
+                blocks_for(cells.units * alike.layout.lanes),
+                work.known.arrays,
+                cells,
+                alike.paces(own.tables, batch.rates),
+                writes,
+                batch.gradients,
+                batch.latest,
+                ctypes.c_int64(batch.step),
+                runs,
+                sums,
+                ctypes.c_int(batch.dedup),
+                ctypes.c_int(per_tile),
+                stream=stream,
+            )
+
+    def _stay_finite(self, rates: Floats) -> list[bool]:
+        """Return of each table whether steps of such rates leave every row finite."""
+        data = rates.tobytes()
+        if data != self._finite[0]:
+            of_tables = np.split(rates, self._rate_ends[:-1])
+            found = [
+                table is not None and table._paces.stay_finite(own.tolist())
+                for table, own in zip(self._fused, of_tables, strict=True)
+            ]
+            self._finite = data, found
+        return self._finite[1]
+
+    # How full the tables are
+
+    def _count(self, work: _Work, sizes: Sequence[int]) -> None:
+        """Take note of what was written, and ask for the counters of all where one comes near its limit."""
+        near = False
+        for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
+            if size and table is not None:
+                near |= table._fill.wrote(size) > ask_from
+        if not near or self._asked is not None:
+            return
+        many = len(self._fused) * COUNTERS
+        counters = torch.empty(self._answer.shape, dtype=torch.int64, device=self.device.torch_device)
+        sizes_of = ctypes.c_int(len(self._fused)), ctypes.c_int(COUNTERS)
+        given = work.known.arrays, *sizes_of, counters
+        self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
+        self._answer.copy_(counters, non_blocking=True)
+        written = [0 if table is None else table._fill.written for table in self._fused]
+        self._asked = work.stream.record(), written
+
+    def _learn(self) -> None:
+        """Take note of the counters, once they have come."""
+        if self._asked is None or not self._asked[0].query():
+            return
+        written, self._asked = self._asked[1], None
+        complaint: TableArgumentError | None = None
+        for number, (table, counters) in enumerate(zip(self._fused, self._answer.tolist(), strict=True)):
+            if table is None:
+                continue
+            try:
+                table._fill.learn(counters, written[number])
+                self._ask_later(number, table._fill.bound(), table._limit)
+            except TableArgumentError as error:
+                complaint = error
+        if complaint is not None:
+            raise complaint
+
+    def _ask_later(self, number: int, bound: int, limit: int) -> None:
+        self._ask_from[number] = max(limit / 2, bound + _ASKED_AFTER * (limit - bound))
+
+    # Inside
+
+    @contextmanager
+    def _entered(self, *, writing: bool = False) -> Iterator[_Work]:
+        """Take the locks of all tables, and have what follows on this stream begin after all before it.
+
+        Raises:
+            TableClosedError: One of them was closed.
+        """
+        with self.device.active(), ExitStack() as held:
+            self._lock(held, writing=writing)
+            stream = self.device.current_stream()
+            handle, waited = stream.handle, set[int]()
+            for table in self._locked:
+                table._held.stream = handle
+                before = table._stream.handle
+                if before != handle:
+                    if before not in waited:
+                        stream.wait_for(table._stream)
+                        waited.add(before)
+                    table._stream = stream
+            yield _Work(stream, self._look_at(stream))
+
+    def _lock(self, held: ExitStack, *, writing: bool) -> None:
+        while True:
+            for table in self._locked:
+                held.enter_context(table._lock)
+            frozen = next((table for table in self._locked if table._frozen), None) if writing else None
+            if frozen is None:
+                return
+            held.pop_all().close()  # whoever froze it may want another
+            with frozen._lock:
+                frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
+
+    def _look_at(self, stream: DeviceStream) -> _Known:
+        """Return what is known of the memories, looked at anew where one is another than before."""
+        memories = [None if table is None else table._held for table in self._fused]
+        known = self._known
+        if known is not None and all(
+            (ref is None or ref() is memory) for ref, memory in zip(known.memories, memories, strict=True)
+        ):
+            if known.stream != stream.handle:
+                stream.keep(known.arrays)
+            return known
+        words = [[0] * 6 if memory is None else memory.words() for memory in memories]
+        up = self.device.pinned((len(words), 6), torch.int64)
+        up.copy_(torch.tensor(words, dtype=torch.int64))
+        arrays = torch.empty_like(up, device=self.device.torch_device)
+        arrays.copy_(up, non_blocking=True)
+        self._known = known = _Known(
+            [None if memory is None else weakref.ref(memory) for memory in memories],
+            arrays,
+            np.array([0 if memory is None else memory.places for memory in memories], np.int64),
+            [0 if table is None else table._limit for table in self._fused],
+            stream.handle,
+        )
+        for number, table in enumerate(self._fused):
+            if table is not None:
+                self._ask_later(number, table._fill.bound(), table._limit)
+        return known
