@@ -168,6 +168,35 @@ def test_gradients_of_an_id_that_is_everywhere_are_summed_in_order(
     assert_same_bits(host, table)
 
 
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("dims", [(16,), (8, 3)])
+@pytest.mark.parametrize("rate", [0.5, 3.0])  # with the decay, by the second a row need not stay finite
+def test_gradients_that_are_not_usable_are_left_out_wherever_they_stand(
+    device: Device, dims: tuple[int, ...], dedup: bool, rate: float
+) -> None:
+    optimizer = Adagrad(weight_decay=0.5)
+    segments = tuple(Segment(dim=dim, optimizer=optimizer, learning_rate=rate) for dim in dims)
+    config = TableConfig(name="item", segments=segments)
+    host, table = NativeTable(config), CudaTable(config, device=device)
+    random = torch.Generator().manual_seed(1)
+    for step in range(3):
+        often = torch.full((600,), 7), torch.full((520,), 8 + step), torch.full((700,), 1000 + step)
+        ids = torch.cat([*often, torch.randint(0, 400, (900,), generator=random)])
+        ids = ids[torch.randperm(len(ids), generator=random)]
+        gradients = torch.randn(len(ids), config.dim, generator=random)
+        bad = (torch.rand(len(ids), generator=random) < 0.2) | (ids >= 1000) | (ids < 20)
+        column = torch.randint(config.dim, (len(ids),), generator=random)
+        gradients[bad, column[bad]] = torch.tensor([float("nan"), float("inf"), -1e16])[step]
+        times = torch.randint(1000, (len(ids),), generator=random) + 5000 * bad
+        for one in (host, table):
+            one.apply_gradients(ids, gradients, step=step, event_time=times, dedup=dedup)
+    assert_same_bits(host, table)
+    expected, found = host.stats(), table.stats()
+    for name in ("rows", "inserted", "non_finite", "max_event_time", "refused"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.non_finite > 2100
+
+
 def test_it_grows_as_often_as_it_must_and_forgets_nothing(device: Device) -> None:
     config = TableConfig(name="item", segments=(SEGMENT,))
     host, table = NativeTable(config), CudaTable(config, device=device)

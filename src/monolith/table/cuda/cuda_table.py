@@ -72,6 +72,9 @@ class _Batch:
     times: Times
     work: Work
     dedup: bool = False
+    unusable: Callable[[], Tensor] | None = None
+    """Finds positions that nothing is trained by, where the work itself would leave them out: only who must
+    know before asks."""
 
 
 class CudaTable:
@@ -271,8 +274,11 @@ class CudaTable:
                     checked=not self._paces.stay_finite(paces),
                 )
 
-            batch = _Batch(keys, times, train, dedup)
-            self._write(batch, self._turned_away(batch, memory.unusable(by), sightings))
+            if self._admission is None and self._watch.idle:
+                self._write(_Batch(keys, times, train, dedup, lambda: self._held.unusable(by)), None)
+            else:
+                batch = _Batch(keys, times, train, dedup)
+                self._write(batch, self._turned_away(batch, memory.unusable(by), sightings))
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
         """Reset rows; -1 for an id that had no row and found no room for one."""
@@ -484,6 +490,8 @@ class CudaTable:
         if self._makes_room(batch, skip):
             self._write_now(batch, skip, None)
             return
+        if batch.unusable is not None:
+            skip = batch.unusable()
         if self._config.when_full == "refuse":
             self._write_full(batch, skip)
             return
@@ -494,7 +502,8 @@ class CudaTable:
 
     def _write_now(self, batch: _Batch, skip: Tensor | None, born: Tensor | None) -> None:
         """Write, given room for all. Rows at the places `born` are new, though claimed before."""
-        claimed = self._held.claim(batch.ids, batch.times, skip)
+        looked_at = batch.unusable is None or skip is not None
+        claimed = self._held.claim(batch.ids, batch.times, skip, clock=looked_at)
         if born is not None:
             claimed.made.copy_(torch.isin(claimed.places, born))
         self._watch.writing(self._held, claimed)

@@ -81,26 +81,6 @@ extern "C" __global__ void claim_absent(u64* keys, u64 buckets, const i64* __res
   if ((threadIdx.x & 31) == 0 && marks != 0) atomicAdd(&counters[MARKS], (u64)0 - (u64)__popc(marks));
 }
 
-// Takes the row from a place; false when another thread has.
-__device__ __forceinline__ bool drop(u64* keys, u64 buckets, u64 place, u64* counters) {
-  if (place >= buckets * KEYS) {
-    if (atomicCAS(&keys[place], HELD, FREE) != HELD) return false;
-    atomicAdd(&counters[USED], (u64)0 - 1ULL);
-    return true;
-  }
-  const u64 hash = __ldcg(&keys[place]);
-  if (hash <= MARK) return false;
-  const u64 first = place / KEYS * KEYS;
-  bool open = false;
-  for (int j = 0; j < KEYS; ++j) open |= __ldcg(&keys[first + j]) == FREE;
-  if (atomicCAS(&keys[place], hash, open ? FREE : MARK) != hash) return false;
-  if (open)
-    atomicAdd(&counters[USED], (u64)0 - 1ULL);
-  else
-    atomicAdd(&counters[MARKS], 1ULL);
-  return true;
-}
-
 extern "C" __global__ void drop_places(u64* keys, u64 buckets, const i64* __restrict__ places, i64 n,
                                        u64* counters) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;

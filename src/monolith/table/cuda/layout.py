@@ -92,7 +92,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
         # On a multiprocessor at once, which bounds the registers of each to what steps need without spilling.
-        "TRAIN_BLOCKS": 4 if config.dim <= 128 else 1,
+        "TRAIN_BLOCKS": 1 if config.dim > 128 else 3 if config.state_dim > config.dim else 4,
         "SEGMENTS": len(config.segments),
         "SEED": f"{mix_one(config.seed):#x}ULL",
         "EACH_SEGMENT(X)": " ".join(f"X({number})" for number in range(len(config.segments))),

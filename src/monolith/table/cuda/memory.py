@@ -332,8 +332,12 @@ class DeviceMemory:
         self._launch(self._rows, "find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
         return skip
 
-    def claim(self, ids: Tensor, times: Times, skip: Tensor | None) -> Claimed:
-        """Give a place to every id that is not passed over. There must be room for all."""
+    def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
+        """Give a place to every id that is not passed over. There must be room for all.
+
+        Args:
+            clock: Whether the times of the batch move the table's clock on; training does that by itself.
+        """
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         made = torch.empty(n, dtype=torch.uint8, device=self._device)
@@ -345,8 +349,8 @@ class DeviceMemory:
             ids,
             _i64(n),
             skip,
-            times.each,
-            ctypes.c_uint32(times.all),
+            times.each if clock else None,
+            ctypes.c_uint32(times.all if clock else 0),
             places,
             made,
             self.counters,
@@ -394,7 +398,10 @@ class DeviceMemory:
         summed: bool,
         checked: bool,
     ) -> None:
-        """Take steps; `checked` looks at each row before it is written."""
+        """Take steps; `checked` looks at each row before it is written.
+
+        A gradient that is not usable is left out and counted, and a row that was made for it goes again.
+        """
         n, device = len(claimed.places), self._device
         runs = sums = None
         if summed and n >= LONG_RUN:
