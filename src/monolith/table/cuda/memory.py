@@ -185,6 +185,7 @@ class DeviceMemory:
         self.counters = counters
         self._owner = device
         self._device = where = device.torch_device
+        self.recency: Recency | None = None
         total = places + BESIDE
         try:
             self._keys = torch.zeros(total, dtype=torch.int64, device=where)
@@ -200,7 +201,6 @@ class DeviceMemory:
         self._rows = device.kernels(layout.source, "rows")
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
-        self.recency: Recency | None = None
 
     @property
     def bytes_index(self) -> int:
