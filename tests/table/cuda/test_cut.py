@@ -105,19 +105,6 @@ def test_a_table_that_serves_codes_is_cut_as_what_they_say(device: Device) -> No
     assert content(scanned(cut, limit=7)) == before
 
 
-def test_a_watched_table_says_so_and_an_unwatched_one_keeps_no_flags(device: Device) -> None:
-    table = CudaTable(CONFIG, device=device)
-    assert not table.watched
-    cut = table.cut()
-    assert table.watched
-    cut.close(saved=True)
-    assert not table.watched
-    table.track_changes()
-    assert table.watched
-    table.track_changes(False)
-    assert not table.watched
-
-
 def test_what_is_scanned_is_on_the_host(device: Device) -> None:
     table = CudaTable(CONFIG, device=device)
     train(table, range(5))

@@ -103,6 +103,15 @@ class Times:
     each: Tensor | None
     all: int
 
+    def latest(self, skip: Tensor | None) -> int:
+        """Return the newest of those that are not passed over, waiting for the device."""
+        if self.each is None:
+            return self.all
+        seconds = self.each.to(torch.int64) & 0xFFFF_FFFF
+        if skip is not None:
+            seconds = seconds[skip == 0]
+        return int(seconds.max()) if len(seconds) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
