@@ -266,10 +266,11 @@ class CudaTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True) as memory:
-            ages = self._ages(self._fill.read().counters[NEWEST] if now is None else now)
+            seen = self._fill.read()
+            ages = self._ages(seen.counters[NEWEST] if now is None else now)
             evicted, more = 0, True
             while more:
-                _, places, found = memory.listed(_AT_ONCE, ages=ages)
+                _, places, found = memory.listed(min(_AT_ONCE, seen.rows), ages=ages, ordered=False)
                 evicted += self._drop(places)
                 more = found > len(places)
             self._evicted += evicted
