@@ -89,9 +89,9 @@ class CudaTable:
     ids gradients are summed in the order of the batch.
 
     It may be followed (`touch`, `digests`) and cut. While a cut is open, and while changes are tracked, a
-    place costs one byte more; a cut has up to 256 MB on the device for rows that changed since, and host
-    memory for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a
-    table grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
+    place costs one byte more; a cut has up to 2 GB on the device for rows that changed since, and host memory
+    for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a table
+    grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -301,10 +301,11 @@ class CudaTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True) as memory:
-            ages = self._ages(self._fill.read().counters[NEWEST] if now is None else now)
+            seen = self._fill.read()
+            ages = self._ages(seen.counters[NEWEST] if now is None else now)
             evicted, more = 0, True
             while more:
-                _, places, found = memory.listed(_AT_ONCE, ages=ages)
+                _, places, found = memory.listed(min(_AT_ONCE, seen.rows), ages=ages, ordered=False)
                 evicted += self._drop(places)
                 more = found > len(places)
             self._evicted += evicted
@@ -359,7 +360,7 @@ class CudaTable:
             aside = self._watch.aside
             assert aside is not None
             moment = CutMoment(seen.rows, list(self._paces.scales), seen.counters[NEWEST], gone)
-            return CudaTableCut(self, self._config, self._owner, moment, lambda: aside.captured_bytes)
+            return CudaTableCut(self, self._config, self._owner, moment, aside)
 
     def read_cut(self, first: int, last: int, limit: int, *, changed_only: bool) -> CutChunk:
         """Return a chunk of the open cut, not waited for. Called by the cut."""
@@ -367,7 +368,7 @@ class CudaTable:
             aside = self._watch.aside
             if aside is None:
                 raise TableArgumentError("scan: the cut was closed")
-            aside.empty(memory)
+            aside.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._fill.read().rows
             rows, following = first_rows(
                 memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN

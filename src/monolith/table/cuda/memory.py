@@ -269,6 +269,7 @@ class DeviceMemory:
         ages: Ages | None = None,
         flags: int = 0,
         no_flags: int = 0,
+        ordered: bool = True,
     ) -> tuple[Tensor, Tensor, int]:
         """Return hashes and places, int64, of rows in the order of their hashes, and how many there are.
 
@@ -278,6 +279,7 @@ class DeviceMemory:
             latest: Only rows that are not newer.
             ages: Only rows that have expired.
             flags, no_flags: Only rows that have these flags, and none of those.
+            ordered: False for any order.
         """
         hashes = torch.empty(room, dtype=torch.int64, device=self._device)
         places = torch.empty(room, dtype=torch.int64, device=self._device)
@@ -298,6 +300,8 @@ class DeviceMemory:
             ctypes.c_uint64(room),
         )
         taken = min(found, room)
+        if not ordered:
+            return hashes[:taken], places[:taken], found
         # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
