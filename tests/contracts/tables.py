@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_names
+from services.spilling_tables import (
+    RoomyCudaTable,
+    RoomyEmulatedTable,
+    SpillingCudaTable,
+    SpillingEmulatedTable,
+)
 from torch import Tensor
 
 from monolith.table import CudaTable, DictTable, NativeTable, TableConfig
@@ -20,7 +27,12 @@ class EmulatedCudaTable(CudaTable):
 
 def table_classes() -> list[Any]:
     """Return every implementation of the table seam that works on this machine, the plain one first."""
-    return [*dumpable_table_classes(), *cuda_table_classes()]
+    return [*host_table_classes(), *cuda_table_classes()]
+
+
+def host_table_classes() -> list[Any]:
+    """Return those in the memory of the host."""
+    return [DictTable, NativeTable]
 
 
 def cuda_table_classes() -> list[Any]:
@@ -28,9 +40,22 @@ def cuda_table_classes() -> list[Any]:
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
 
 
-def dumpable_table_classes() -> list[Any]:
-    """Return those that can be cut, and so be dumped while they are trained."""
-    return [DictTable, NativeTable]
+def spilling_table_classes() -> list[Any]:
+    """Return tables with room for twelve rows on the same devices, which keep the others in host memory."""
+    return [{"gpu": SpillingCudaTable, "emulated": SpillingEmulatedTable}[name] for name in device_names()]
+
+
+def roomy_table_classes() -> list[Any]:
+    """Return tables that could keep rows in host memory and, in small tests, do not."""
+    return [{"gpu": RoomyCudaTable, "emulated": RoomyEmulatedTable}[name] for name in device_names()]
+
+
+def quick_table_classes() -> list[Any]:
+    """Return the same for tests of many layouts: compiling each for the emulated device makes them a soak."""
+    return [
+        pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
+        for cls in table_classes()
+    ]
 
 
 def ids(*numbers: int) -> Tensor:
