@@ -47,6 +47,12 @@ class LayoutBatch {
   std::span<const std::int64_t> counts() const { return counts_; }  // how often each was met
   std::size_t batch_size() const { return batch_size_; }
   std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
+  // Whether every cell that is read has exactly one id.
+  bool one_each() const {
+    for (const Cells& cells : cells_)
+      if (cells.count != 0 && !cells.one_each) return false;
+    return true;
+  }
 
  private:
   friend class Layouts;
