@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint.small_runs import USER, SmallRun, flip, rows_of
 from checkpoint.small_servers import Servers, chain, local, restored, server_of
-from contracts.tables import ids
+from contracts.tables import EmulatedCudaTable, ids, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -33,6 +33,7 @@ from monolith.checkpoint.folder.manifest import read_manifest, write_manifest
 from monolith.checkpoint.part import RestoreOptions, SavedPart
 from monolith.errors import ConfigError, CorruptFileError, RestoreError, SaveError
 from monolith.table import (
+    Adagrad,
     DictTable,
     Expiry,
     NativeTable,
@@ -53,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 # Any table
 
 
-@pytest.mark.parametrize("kind", [DictTable, NativeTable])
+@pytest.mark.parametrize("kind", table_classes())
 def test_a_save_writes_all_rows_and_counts_by_slot_those_it_wrote(folder: Path, kind: Any) -> None:
     """Whether rows have expired is for who evicts them to say: saving takes none."""
     table = kind(TableConfig(name="item", segments=(Segment(dim=2),), expiry=Expiry.days(1)))
@@ -62,6 +63,35 @@ def test_a_save_writes_all_rows_and_counts_by_slot_those_it_wrote(folder: Path, 
     entry = cut.write(str(folder / "model.ckpt-1"), full=True)
     cut.close(saved=True)
     assert (entry["tables"]["item"]["rows"], entry["slots"]) == (3, {"0": 2, "1": 1})
+
+
+@pytest.mark.parametrize("made, other", [(EmulatedCudaTable, NativeTable), (NativeTable, EmulatedCudaTable)])
+def test_checkpoints_move_between_tables_of_host_and_device(folder: Path, made: Any, other: Any) -> None:
+    """A full one and an increment, written from either and read into the other, are the same rows."""
+    config = TableConfig(name="item", segments=(Segment(dim=3, optimizer=Adagrad(), learning_rate=0.5),))
+    table, restored_table = made(config), other(config)
+    part = TablesPart({"item": table}, incremental=True)
+
+    def train(first: int, last: int, time: int) -> None:
+        keys = torch.arange(first, last)
+        table.apply_gradients(keys, torch.ones(len(keys), 3), event_time=time)
+
+    def write(step: int) -> SavedPart:
+        cut = part.cut(step)
+        train(0, 500, 99)  # which the checkpoint knows nothing of
+        prefix = str(folder / f"model.ckpt-{step}")
+        entry = cut.write(prefix, full=step == 1)
+        cut.close(saved=True)
+        return SavedPart(prefix, entry)
+
+    train(-100, 200, 1)
+    saved = [write(1)]
+    table.remove(torch.arange(-100, 0))
+    train(400, 700, 100)
+    expected = rows_of(table)
+    saved.append(write(2))
+    TablesPart({"item": restored_table}).restore(saved, RestoreOptions())
+    assert rows_of(restored_table) == expected
 
 
 # Any number of servers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_names
 from torch import Tensor
@@ -20,7 +21,12 @@ class EmulatedCudaTable(CudaTable):
 
 def table_classes() -> list[Any]:
     """Return every implementation of the table seam that works on this machine, the plain one first."""
-    return [*dumpable_table_classes(), *cuda_table_classes()]
+    return [*host_table_classes(), *cuda_table_classes()]
+
+
+def host_table_classes() -> list[Any]:
+    """Return those in the memory of the host."""
+    return [DictTable, NativeTable]
 
 
 def cuda_table_classes() -> list[Any]:
@@ -28,9 +34,12 @@ def cuda_table_classes() -> list[Any]:
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
 
 
-def dumpable_table_classes() -> list[Any]:
-    """Return those that can be cut, and so be dumped while they are trained."""
-    return [DictTable, NativeTable]
+def quick_table_classes() -> list[Any]:
+    """Return the same for tests of many layouts: compiling each for the emulated device makes them a soak."""
+    return [
+        pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
+        for cls in table_classes()
+    ]
 
 
 def ids(*numbers: int) -> Tensor:

@@ -231,6 +231,7 @@ def test_dedup_keeps_the_latest_event_time_wherever_it_stands(table: Table) -> N
     assert everything(table) == {1: (9, [-3, -3], [])}
 
 
+@pytest.mark.many_layouts
 @pytest.mark.parametrize("decay", [0.0, 0.25])
 @pytest.mark.parametrize("dim", [1, 3, 4, 7, 16, 17, 20, 33, 64, 70])
 def test_adagrad_is_the_same_to_the_bit_whatever_the_width(make: Make, dim: int, decay: float) -> None:
@@ -314,6 +315,7 @@ def test_delay_compensation_corrects_by_what_the_worker_saw(make: Make) -> None:
     assert table.lookup(ids(1)).tolist() == [[3 - (2 + 0.5 * 4 * 2)]]
 
 
+@pytest.mark.many_layouts
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
 @pytest.mark.parametrize("dedup", [False, True])
 def test_a_gradient_that_is_not_finite_leaves_its_row_and_is_counted(
@@ -551,13 +553,6 @@ def after_sightings() -> Callable[[int], SlidingFilter]:
 
 
 @pytest.fixture
-def followable(table_class: Any) -> None:
-    """Skips tables that cannot say what changes in them by and by."""
-    if not hasattr(table_class, "digests"):
-        pytest.skip(f"a {table_class.__name__} cannot be followed yet")
-
-
-@pytest.fixture
 def touched() -> TouchedKeySet:
     return TouchedKeySet(1000, 1)
 
@@ -633,7 +628,6 @@ def test_restored_and_reinitialized_rows_pass_the_filter(
     assert sorted(everything(table)) == [1, 2]
 
 
-@pytest.mark.usefixtures("followable")
 def test_every_write_touches_its_ids(make: Make, touched: Any) -> None:
     table = make(touched=touched)
     table.assign(ids(1), rows([1, 1]))
@@ -644,7 +638,6 @@ def test_every_write_touches_its_ids(make: Make, touched: Any) -> None:
     assert sorted(touched.steal().tolist()) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.usefixtures("followable")
 def test_ids_that_lose_their_rows_are_touched(make: Make, touched: Any) -> None:
     table = make(touched=touched, expiry=Expiry(default=timedelta(days=1)))
     table.assign(ids(1, 2, 3), torch.ones(3, 2), event_time=ids(0, 0, 2 * DAY))
@@ -657,7 +650,6 @@ def test_ids_that_lose_their_rows_are_touched(make: Make, touched: Any) -> None:
     assert touched.steal().tolist() == [3]
 
 
-@pytest.mark.usefixtures("followable")
 def test_rows_pushed_out_and_zero_assignments_are_touched(make: Make, touched: Any) -> None:
     serving = make(touched=touched, serving=True, skip_zero=True)
     serving.assign(ids(1, 2), torch.ones(2, 2))
@@ -667,7 +659,6 @@ def test_rows_pushed_out_and_zero_assignments_are_touched(make: Make, touched: A
     assert sorted(touched.steal().tolist()) == [1, 2]
 
 
-@pytest.mark.usefixtures("followable")
 def test_touching_begins_and_ends_while_the_table_is_used(make: Make, touched: Any) -> None:
     table: Any = make(touched=touched)
     other = TouchedKeySet(1000)
@@ -680,7 +671,6 @@ def test_touching_begins_and_ends_while_the_table_is_used(make: Make, touched: A
     assert sorted(touched.steal().tolist()) == [1, 2, 3]
 
 
-@pytest.mark.usefixtures("followable")
 def test_digests_tell_rows_apart_by_id_and_by_every_bit(make: Make) -> None:
     table, same, other = cast("list[FollowedTable]", [make() for _ in range(3)])
     every = torch.arange(BUCKETS)
@@ -708,7 +698,6 @@ def test_rows_are_iterated_bucket_by_bucket(make: Make, count: int) -> None:
     assert list(iterate_buckets(table, ids())) == []
 
 
-@pytest.mark.usefixtures("followable")
 def test_digests_are_those_of_the_rows_given_one_by_one(make: Make) -> None:
     table = cast(FollowedTable, make())
     keys = torch.arange(-50, 50)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.tables import dumpable_table_classes, ids, rows
+from contracts.tables import ids, rows, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -36,7 +36,7 @@ CONFIG = TableConfig(
 Content = dict[int, tuple[int, list[float], list[float]]]
 
 
-@pytest.fixture(params=dumpable_table_classes(), ids=lambda cls: cls.__name__)
+@pytest.fixture(params=table_classes(), ids=lambda cls: cls.__name__)
 def make(request: pytest.FixtureRequest) -> Any:
     return lambda config=CONFIG: request.param(config)
 
@@ -200,7 +200,7 @@ def test_base_and_changes_make_the_table_whatever_happened(data: st.DataObject) 
             max_size=25,
         )
     )
-    for cls in dumpable_table_classes():
+    for cls in table_classes():
         table = cls(CONFIG)
         table.track_changes()
         copy: Content = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.tables import dumpable_table_classes, ids
+from contracts.tables import ids, table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import warm
@@ -47,7 +47,7 @@ from monolith.table import (
 CONFIG = TableConfig(name="item", segments=(Segment(dim=2, optimizer=Adagrad(), learning_rate=1.0),))
 
 
-@pytest.fixture(params=dumpable_table_classes())
+@pytest.fixture(params=table_classes())
 def cls(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -116,7 +116,7 @@ def test_many_blocks_in_one_shard(cls: Any, base: str) -> None:
 def test_any_number_of_shards_loads_into_any_number_of_tables(
     keys: set[int], num_shards: int, num_tables: int
 ) -> None:
-    cls = dumpable_table_classes()[-1]
+    cls = table_classes()[-1]
     table = cls(CONFIG)
     table.assign_add(ids(*keys), torch.rand(len(keys), 2), event_time=7)
     parts = [cls(CONFIG) for _ in range(num_tables)]
@@ -424,7 +424,7 @@ for value in range(1000):
 
 @pytest.mark.parametrize("pause", [0.0, 0.03])
 def test_a_kill_at_any_moment_leaves_one_whole_dump(base: str, pause: float) -> None:
-    cls = dumpable_table_classes()[-1]
+    cls = table_classes()[-1]
     command = ["-c", CHILD.format(module=cls.__module__, name=cls.__name__), base]
     with warm.Popen(command, stdout=warm.PIPE) as child:
         assert child.stdout is not None

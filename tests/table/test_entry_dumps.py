@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.tables import dumpable_table_classes, ids, rows
+from contracts.tables import host_table_classes, ids, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,7 +41,7 @@ RECORD = bytes.fromhex(
 WITHOUT_STATE = bytes.fromhex("0906000000000000001500002040150000803f")
 
 
-@pytest.fixture(params=dumpable_table_classes())
+@pytest.fixture(params=host_table_classes())
 def cls(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -218,7 +218,7 @@ def test_the_files_must_be_one_complete_set(cls: Any, base: str) -> None:
 def test_no_single_byte_can_change_unnoticed(base: str) -> None:
     path = write(base, WITHOUT_STATE, RECORD)
     data = bytearray(path.read_bytes())
-    table = filled(dumpable_table_classes()[-1], 3)
+    table = filled(host_table_classes()[-1], 3)
     for position in range(len(data)):
         data[position] ^= 1 << position % 8
         path.write_bytes(data)
@@ -239,7 +239,7 @@ def test_a_file_that_ends_inside_a_record_is_refused(base: str) -> None:
         if length == whole:  # cut between two records; this format cannot tell
             continue
         with pytest.raises(CorruptFileError, match="truncated"):
-            import_entry_dumps(dumpable_table_classes()[-1](CONFIG), base)
+            import_entry_dumps(host_table_classes()[-1](CONFIG), base)
 
 
 @pytest.mark.parametrize(

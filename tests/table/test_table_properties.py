@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.tables import table_classes
+from contracts.tables import quick_table_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -43,7 +43,7 @@ from monolith.table import (
 from monolith.table.compressors import Compressor, Fp32
 from monolith.table.update_rules import state_views
 
-OTHERS = [cls for cls in table_classes() if cls is not DictTable]
+OTHERS = quick_table_classes()[1:]  # all but the plain one
 
 # Thresholds are odd fractions and gradients are eighths, so that no comparison is decided by rounding.
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contracts.tables import table_classes
+from contracts.tables import EmulatedCudaTable, table_classes
 from vectors.case import SHIPPED, Case, differences, load
 from vectors.runner import NOT_YET, OPS, run
 from vectors.table_ops import TABLE_OPS
@@ -27,7 +27,8 @@ def cases() -> Iterator[Any]:
         classes = table_classes() if vector["op"] in TABLE_OPS else table_classes()[:1]
         for cls in classes:
             suffix = f"-{cls.__name__}" if vector["op"] in TABLE_OPS else ""
-            yield pytest.param(Case(vector, cls), id=vector["name"] + suffix)
+            slow = [pytest.mark.soak] if cls is EmulatedCudaTable else []  # each has a layout of its own
+            yield pytest.param(Case(vector, cls), id=vector["name"] + suffix, marks=slow)
 
 
 @pytest.mark.parametrize("case", list(cases()))

@@ -5,33 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from monolith.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchTableOptions:
     """Measure the table beside the machine's random-access limit and torch's sparse embedding."""
 
-    rows: int = 10_000_000
-    """The number of ids in the table."""
-    dim: int = 16
-    """Floats per embedding."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the rows are: in the memory of this machine, or of its NVIDIA GPU."""
+    rows: int | None = None
+    """The number of ids in the table; by default 10 million, and 50 million on a GPU."""
+    dim: int | None = None
+    """Floats per embedding; by default 16, and 64 on a GPU."""
     also_dims: tuple[int, ...] = (64, 128)
     """Further widths to measure, each with fewer rows: about as many bytes."""
     threads: tuple[int, ...] = (1, 2)
     """The numbers of threads to measure, at most the machine's cores."""
-    batch: int = 65536
-    """The number of ids in a call."""
+    batch: int | None = None
+    """The number of ids in a call; by default 65,536, and 1,050,000 on a GPU."""
     repeats: int = 12
-    """The number of rounds, after one to warm up; the best counts."""
+    """The number of rounds, after one to warm up; the best counts, and on a GPU the median."""
     scaling: bool = False
-    """Measure also the cost of a row from 1 to 50 million rows."""
+    """Measure also the cost of a row from 1 to 50 million rows; not on a GPU."""
     busy: bool = False
-    """Measure also with one core kept busy by another process."""
+    """Measure also with one core kept busy by another process; not on a GPU."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False
     """Print one JSON object on standard output; progress goes to standard error."""
     seed: int = 0
     """The same seed gives the same ids."""
+
+
+def refuse_nothing(options: BenchTableOptions, names: tuple[str, ...]) -> None:
+    """Raise ConfigError where one of these counts is less than 1."""
+    for name in names:
+        given = getattr(options, name)
+        counts = () if given is None else given if isinstance(given, tuple) else (given,)
+        if any(count < 1 for count in counts):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"bench table: --{flag} must be at least 1, got {given}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +60,15 @@ class BenchTrainOptions:
     """Floats per vector, beside a bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
-    batch: int = 2048
-    """The number of examples in a batch."""
-    threads: int = 2
-    """The number of threads, at most the machine's cores."""
-    repeats: int = 8
-    """The number of rounds, after one to warm up; the best counts."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model computes. With cuda our rows lie once on the GPU and once in host memory, beside one
+    nn.EmbeddingBag for all features on the GPU."""
+    batch: tuple[int, ...] = ()
+    """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
+    threads: int | None = None
+    """The number of threads, at most the machine's cores; by default 2, and with cuda all cores."""
+    repeats: int | None = None
+    """The number of rounds, after one to warm up; the best counts. By default 8, and with cuda 3."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False

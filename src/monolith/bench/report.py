@@ -68,6 +68,9 @@ class Report:
 
     A line per phase, with no live bar: the thread that redraws one would compete
     with what is measured.
+
+    Attributes:
+        about: What the numbers depend on beyond the machine.
     """
 
     def __init__(self, bench: str) -> None:
@@ -77,6 +80,7 @@ class Report:
         self._elsewhere = cpu_seconds_elsewhere()
         self._shown = 0
         self.results: list[Result] = []
+        self.about: dict[str, object] = {}
 
     def say(self, phase: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._began:4.0f} s[/]  {phase}", highlight=False)
@@ -137,7 +141,7 @@ class Report:
     def print_json(self) -> None:
         report = {
             "bench": self._bench,
-            "machine": machine() | {"busy_elsewhere": self.busy_elsewhere()},
+            "machine": machine() | self.about | {"busy_elsewhere": self.busy_elsewhere()},
             "results": [result.to_json() for result in self.results],
         }
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
@@ -175,7 +179,10 @@ def readable(value: float, unit: str) -> str:
     """Return a number for people: 12,345,678 rows/s -> "12.3 M/s"."""
     if unit == "share":
         return f"{value:.1%}"
-    number = f"{value / 1e6:.3g} M" if value >= 1e5 else f"{value:,.4g} "
+    if value >= 1e9:
+        number = f"{value / 1e9:.3g} G"
+    else:
+        number = f"{value / 1e6:.3g} M" if value >= 1e5 else f"{value:,.4g} "
     return number + unit.replace("rows/s", "/s")
 
 

@@ -34,7 +34,7 @@ from monolith.bench.contenders import (
     table_contenders,
 )
 from monolith.bench.ids import DISTRIBUTIONS, IdBatches, id_of
-from monolith.bench.options import BenchTableOptions
+from monolith.bench.options import BenchTableOptions, refuse_nothing
 from monolith.bench.report import Report, cores, memory
 from monolith.bench.rivals import FbgemmEmbedding, Rival, TorchEmbedding, why_no_fbgemm
 from monolith.bench.timing import Timing, race
@@ -70,18 +70,16 @@ class TablePlan:
 
     @classmethod
     def settle(cls, options: BenchTableOptions) -> TablePlan:
-        for name in ("rows", "dim", "also_dims", "threads", "batch", "repeats"):
-            if np.min(getattr(options, name), initial=1) < 1:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"bench table: --{flag} must be at least 1, got {getattr(options, name)}")
-        if options.rows > 1 << 32:
+        refuse_nothing(options, ("rows", "dim", "also_dims", "threads", "batch", "repeats"))
+        rows, dim, batch = options.rows or 10_000_000, options.dim or 16, options.batch or 65536
+        if rows > 1 << 32:
             raise ConfigError("bench table: --rows goes up to 2^32: raw rows have 32-bit positions")
         quick = options.quick
         return cls(
-            rows=min(options.rows, 50_000) if quick else options.rows,
-            dims=(options.dim, *(dim for dim in options.also_dims if dim != options.dim)),
+            rows=min(rows, 50_000) if quick else rows,
+            dims=(dim, *(other for other in options.also_dims if other != dim)),
             threads=tuple(sorted({min(threads, cores()) for threads in options.threads})) or (1,),
-            batch=min(options.batch, 4096) if quick else options.batch,
+            batch=min(batch, 4096) if quick else batch,
             timing=Timing(repeats=1, window=0.002) if quick else Timing(repeats=options.repeats, window=0.05),
             scale_unit=1000 if quick else 1_000_000,
             seed=options.seed,
@@ -97,6 +95,10 @@ class TablePlan:
 
 def run(options: BenchTableOptions) -> int:
     """Measure, draw tables on standard error, and print JSON on request."""
+    if options.device == "cuda":
+        from monolith.bench import device_table
+
+        return device_table.run(options)
     plan = TablePlan.settle(options)
     report = Report("table")
     torch_threads = torch.get_num_threads()

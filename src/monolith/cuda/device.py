@@ -63,8 +63,19 @@ class Device(Protocol):
         """Where torch puts tensors of this device."""
 
     @property
+    def name(self) -> str:
+        """What it calls itself, for people."""
+
+    @property
     def processors(self) -> int:
         """How many multiprocessors it has."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is to be had."""
+
+    def give_back(self) -> None:
+        """Give memory back that torch keeps for tensors to come."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of this device."""
@@ -154,12 +165,29 @@ class CudaDevice:
         Raises:
             AcceleratorError: There is none.
         """
+        if device is not None and device.type != "cuda":
+            raise AcceleratorError(f"{device} is no CUDA device; name one as torch does, cuda:0")
         if not torch.cuda.is_available():
             raise AcceleratorError(
                 "no CUDA device is there; it needs a machine with an NVIDIA GPU and a CUDA build of torch"
             )
         index = None if device is None else device.index
-        return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+        if index is None:
+            index = torch.cuda.current_device()
+        if index >= torch.cuda.device_count():
+            raise AcceleratorError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()}")
+        return cls(torch.device("cuda", index))
+
+    @property
+    def name(self) -> str:
+        return str(torch.cuda.get_device_name(self.torch_device))
+
+    @property
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     @property
     def processors(self) -> int:

@@ -216,6 +216,17 @@ class KernelCompiler:
             raise AcceleratorError(f"NVRTC: {text.decode()} (error {status})")
 
 
+def load_nvrtc(library: Path) -> ctypes.CDLL:
+    """Load the compiler, with the part of itself that it would look for where the system has libraries.
+
+    Raises:
+        OSError: It is not there, or not for this machine.
+    """
+    for part in library.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(library))
+
+
 def _nvrtc() -> ctypes.CDLL:
     """Load the compiler that torch was built with: where torch's own packages have it, or the system."""
     if torch.version.cuda is None:
@@ -225,7 +236,7 @@ def _nvrtc() -> ctypes.CDLL:
     places = [*packages.glob(f"nvidia/*/lib/{file}"), Path(torch.__file__).parent / "lib" / file, Path(file)]
     for place in places:
         try:
-            return ctypes.CDLL(str(place))
+            return load_nvrtc(place)
         except OSError:
             continue
     raise AcceleratorError(

@@ -61,7 +61,7 @@ class Gatherer:
             )
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
-        return GatheredBatch(self, core)
+        return GatheredBatch(self, core, len(batch.ids))
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -75,9 +75,10 @@ class GatheredBatch:
 
     distinct = True
 
-    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch) -> None:
+    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch, occurrences: int) -> None:
         self._gatherer = gatherer
         self._core = core
+        self._occurrences = occurrences
 
     @property
     def batch_size(self) -> int:
@@ -102,6 +103,12 @@ class GatheredBatch:
     def floats(self) -> int:
         """Of the distinct ids' rows, one after another."""
         return self._core.floats
+
+    def numbers(self) -> Tensor:
+        """Return int64, for each id of the batch: its number among `ids`, or 0 where no feature reads it."""
+        found = torch.empty(self._occurrences, dtype=torch.int64)
+        self._gatherer.core.number(self._core, found.numpy())
+        return found
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.

@@ -17,6 +17,7 @@ them; `EmbeddingOptimizer` does.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith import native
+from monolith.cuda import Device, Transfers, device_of
 from monolith.errors import FeatureError
 from monolith.feature import (
     Batch,
@@ -44,6 +46,7 @@ from monolith.feature import (
     plan_layouts,
 )
 from monolith.feature.cuda import DeviceBatch, DeviceGatherer
+from monolith.feature.cuda.host_rows import HostRowBatch, HostRowGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
 from monolith.tensors import RaggedTensor
 
@@ -56,9 +59,10 @@ Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
 class PreparedBatch:
     """A batch whose rows were looked up ahead of the step that uses them."""
 
-    gathered: GatheredBatch | DeviceBatch
+    gathered: GatheredBatch | DeviceBatch | HostRowBatch
     keys: TableIds
-    rows: Tensor
+    rows: Tensor | None
+    """None where they are on their way to a device: `HostRowBatch.rows` waits for them."""
     event_time: int
 
 
@@ -113,9 +117,10 @@ class EmbeddingCollection(nn.Module):
         layouts: The tensors to make, over slices of features.
         store: Where rows live, with the tables the slots need. Without it, whoever runs the model says by
             `bind`; if nobody does, they live in a `LocalStore` from their first use on.
-        device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
-            pinned memory and combined there. With a store on a CUDA device they are where its rows are:
-            ids go up, rows and gradients never come down, and no call waits for the device.
+        device: Where the outputs are wanted. On a CUDA device the distinct rows are looked up into pinned
+            memory, copied there beside what it computes, and combined there; see `HostRowGatherer`. With a
+            store on a CUDA device they are where its rows are: ids go up, rows and gradients never come down,
+            and no call waits for the device.
         seed: For random initializers.
         threads: That share a batch, the caller counted; by default as many as torch uses.
     """
@@ -136,9 +141,11 @@ class EmbeddingCollection(nn.Module):
         self._features = _features(columns, self.slot_tables)
         self._layouts = _specs(layouts)
         self._workers = native.Workers(self._threads)
-        self._gatherer: Gatherer | DeviceGatherer = Gatherer(
+        self._gatherer: Gatherer | DeviceGatherer | HostRowGatherer = Gatherer(
             self._plan({name: c.dim for name, c in self.slot_tables.configs.items()}), self._workers
         )
+        self._changing = threading.Lock()  # held while who reads a batch changes `_gatherer`
+        self._there: Device | None = None
         self._store: Store | None = None
         self.device = torch.device(device)
         if store is not None:
@@ -177,6 +184,37 @@ class EmbeddingCollection(nn.Module):
             self.device = cuda.torch_device
         self._store = store
 
+    def compute_on(self, device: Device) -> None:
+        """Have outputs come to a device; the store stays where it is."""
+        self._there = device
+        self.device = device.torch_device
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """What brings rows of host memory to a device and gradients back; None where neither goes there."""
+        return self._gatherer.transfers if isinstance(self._gatherer, HostRowGatherer) else None
+
+    def _reader(self) -> Gatherer | DeviceGatherer | HostRowGatherer:
+        """Return what reads batches, for the device that is wanted now."""
+        found = self._gatherer
+        if isinstance(found, DeviceGatherer):
+            return found
+        wanted: Device | None = None
+        if self._there is not None and self._there.torch_device == self.device:
+            wanted = self._there
+        elif self.device.type == "cuda":
+            wanted = device_of(self.device)
+        if wanted == (found.device if isinstance(found, HostRowGatherer) else None):
+            return found
+        with self._changing:
+            if self._gatherer is found:
+                self._gatherer = (
+                    Gatherer(found.plan, self._workers)
+                    if wanted is None
+                    else HostRowGatherer(found.plan, self._workers, wanted)
+                )
+            return self._gatherer
+
     def _plan(self, tables: dict[str, int]) -> LayoutPlan:
         return plan_layouts(tables, self._features, self._layouts)
 
@@ -210,14 +248,13 @@ class EmbeddingCollection(nn.Module):
         `forward` takes the result in place of the batch. Rows that change in between are not seen.
         """
         ids, store = _ids(batch), self.store
-        gathered = self._gatherer.read(ids)
+        gathered = self._reader().read(ids)
         keys = TableIds(gathered.ids, gathered.sizes, gathered.counts, distinct=gathered.distinct)
+        if isinstance(gathered, HostRowBatch):
+            gathered.send(partial(_look_up_into, store, keys))
+            return PreparedBatch(gathered, keys, None, ids.event_time)
         rows = store.lookup(keys)
-        if isinstance(gathered, DeviceBatch):
-            return PreparedBatch(gathered, keys, rows, ids.event_time)
-        if self.device.type == "cuda":
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        elif self.device.type != "cpu":
+        if not isinstance(gathered, DeviceBatch) and self.device.type != "cpu":
             rows = rows.to(self.device)
         return PreparedBatch(gathered, keys, rows, ids.event_time)
 
@@ -262,7 +299,9 @@ class EmbeddingCollection(nn.Module):
 
     def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
-        rows, gathered = prepared.rows, prepared.gathered
+        gathered = prepared.gathered
+        rows = gathered.rows() if isinstance(gathered, HostRowBatch) else prepared.rows
+        assert rows is not None, "they are here, or on their way"
         scale: Callable[[], float] | None = None
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
@@ -308,6 +347,13 @@ def _ids(batch: Input) -> FeatureIds:
     if isinstance(batch, Batch):
         return batch.ids
     return batch if isinstance(batch, FeatureIds) else FeatureIds.pack(batch)
+
+
+def _look_up_into(store: Store, keys: TableIds, out: Tensor) -> None:
+    if isinstance(store, LocalStore):
+        store.lookup_into(keys, out)
+    else:
+        out.copy_(store.lookup(keys))
 
 
 def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:

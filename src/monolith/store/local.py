@@ -127,6 +127,10 @@ class LocalStore:
     def lookup(self, ids: TableIds) -> Tensor:
         return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
 
+    def lookup_into(self, ids: TableIds, out: Tensor) -> None:
+        """Put what `lookup` returns into memory of the caller, float32 on the CPU: pinned memory, say."""
+        self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches, out=out)
+
     def apply_gradients(
         self,
         ids: TableIds,

@@ -30,11 +30,21 @@ def bucket_of(ids: Tensor) -> Tensor:
     return torch.from_numpy((mix(arguments.id_array(ids)) >> _SHIFT).astype(np.int64))
 
 
-def in_share(ids: Tensor, share: tuple[int, int]) -> Tensor:
-    """Return a bool per id: whether it is, as an unsigned number, k modulo n, where the share is (k, n)."""
+def check_share(share: tuple[int, int]) -> None:
+    """Refuse a share that is not one of several.
+
+    Raises:
+        TableArgumentError: It is not (k, n) with k from 0 to n - 1.
+    """
     number, total = share
     if not 0 <= number < total:
         raise TableArgumentError(f"a share must be (k, n) with k from 0 to n - 1, got {share}")
+
+
+def in_share(ids: Tensor, share: tuple[int, int]) -> Tensor:
+    """Return a bool per id: whether it is, as an unsigned number, k modulo n, where the share is (k, n)."""
+    check_share(share)
+    number, total = share
     if total == 1:
         return torch.ones(len(ids), dtype=torch.bool)
     return torch.from_numpy(arguments.id_array(ids).view(np.uint64) % np.uint64(total) == number)

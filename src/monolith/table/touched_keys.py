@@ -7,6 +7,8 @@ much that was, since a sender that far behind does better to start over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class TouchedKeySet:
             )
         self.name = f"MonolithTouchedKeySet{name_suffix}"
         self._core = native.TouchedKeySet(capacity)
+        self._asked: list[Callable[[], None]] = []
 
     @property
     def core(self) -> native.TouchedKeySet:
@@ -56,14 +59,28 @@ class TouchedKeySet:
         """Add int64 ids of any shape, in order; return how many keys were dropped to make room."""
         return int(self._core.insert(arguments.id_array(ids.reshape(-1))))
 
+    def ask_before(self, tell: Callable[[], None]) -> None:
+        """Call `tell` whenever the set is looked into: it inserts what somebody has not told yet."""
+        self._asked = [*self._asked, tell]
+
+    def ask_no_more(self, tell: Callable[[], None]) -> None:
+        self._asked = [other for other in self._asked if other != tell]
+
     def steal(self) -> Tensor:
         """Take all keys, int64 in no order, and leave the set empty, in one step."""
+        self._ask()
         return torch.from_numpy(self._core.steal())
 
     @property
     def lost(self) -> int:
         """Keys dropped since the set was made. Where it grows, changes were missed: start over."""
+        self._ask()
         return int(self._core.lost)
 
     def __len__(self) -> int:
+        self._ask()
         return len(self._core)
+
+    def _ask(self) -> None:
+        for tell in self._asked:
+            tell()

@@ -26,7 +26,7 @@ from monolith.cuda.kernels import THREADS, Argument, pack, pointers_to
 HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
 ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-OPTIONS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+OPTIONS = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 KERNELS = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 _streams = itertools.count(1)
 
@@ -91,6 +91,17 @@ class EmulatedDevice:
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _own: threading.local = field(default_factory=threading.local, compare=False, repr=False)
     _pinned: set[int] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return "an emulated device"
+
+    @property
+    def free_bytes(self) -> int:
+        return 1 << 34
+
+    def give_back(self) -> None:
+        pass
 
     def holds(self, tensor: Tensor) -> bool:
         return self.holds_all and tensor.device == self.torch_device
@@ -169,7 +180,7 @@ def load(source: str, name: str) -> ctypes.CDLL:
 
 @functools.cache
 def _runtime() -> Path:
-    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", [])
+    return _compiled((HERE / "runtime.cc").read_text("utf-8"), "runtime", ["-O2"])
 
 
 def _compiled(text: str, name: str, more: list[str]) -> Path:

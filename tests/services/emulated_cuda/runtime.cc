@@ -1,6 +1,7 @@
-// Runs kernels on the CPU: blocks one after another, each thread of a block on a stack of its own.
+// Runs kernels on the CPU: blocks one after another, threads of a block by turns.
 //
-// A thread runs until it has to wait for others, at a barrier or an intrinsic of its warp, and goes on once all
+// A thread that waits keeps its stack, and who has its turn next goes on at once; a stack whose thread has ended
+// is there for the next to begin. So threads that never wait are run like calls in a loop. A thread runs until it has to wait for others, at a barrier or an intrinsic of its warp, and goes on once all
 // have come that must: the threads of the mask, or of the block, that have not ended. Where nobody can go on
 // the launch fails and says who waits where. With a seed threads go on in an order drawn from it, and let others
 // go first at atomics and at loads past the cache, so that what depends on the order comes out differently.
@@ -54,11 +55,15 @@ struct Arrival {
   }
 };
 
-struct Fiber {
+struct Stack {
   jmp_buf at;
   ucontext_t context;
-  char* stack = nullptr;
+  char* memory = nullptr;
   bool is_begun = false;
+};
+
+struct Thread {
+  Stack* stack = nullptr;  // none before it begins
   bool is_over = false;
   bool waits = false;
   Arrival arrival;
@@ -66,7 +71,10 @@ struct Fiber {
 };
 
 std::mutex running;  // one launch at a time; guards all below
-std::vector<Fiber*> fibers;
+std::vector<Stack*> stacks;
+std::vector<Stack*> idle;
+Stack* entered;  // for the first time
+std::vector<Thread> threads;
 std::vector<int> ready;
 size_t next_ready;
 jmp_buf scheduler;
@@ -89,11 +97,6 @@ u64 draw() {
   return random_state;
 }
 
-// Goes back to the scheduler, and on from here when it is this thread's turn again.
-void leave() {
-  if (_setjmp(fibers[current]->at) == 0) _longjmp(scheduler, 1);
-}
-
 void fail(const std::string& what) {
   if (failure.empty()) failure = kernel_name + ": " + what;
 }
@@ -101,49 +104,95 @@ void fail(const std::string& what) {
 void meet_others(int warp, int lane);
 void meet_block(int thread);
 
+// Returns who has its turn next, the first that came or any; -1 when nobody can go on.
+int next_turn() {
+  if (next_ready == ready.size() || !failure.empty()) return -1;
+  if (emulated_is_shuffled)
+    std::swap(ready[next_ready], ready[next_ready + draw() % (ready.size() - next_ready)]);
+  return ready[next_ready++];
+}
+
+void become(int thread) {
+  current = thread;
+  emulated_thread_idx = {(u32)thread, 0, 0};
+}
+
+void end_thread() {
+  const int warp = current / kWarp;
+  threads[current].is_over = true;
+  ++ended;
+  alive[warp] &= ~(1u << current % kWarp);
+  // Those who wait may have waited for this one only.
+  for (u32 left = waiting[warp]; left != 0; left &= waiting[warp] & (left - 1))
+    meet_others(warp, __builtin_ctz(left));
+  for (int t = 0; at_barrier > 0 && at_barrier == threads_there - ended && t < threads_there; ++t)
+    if (threads[t].waits && threads[t].arrival.meeting < SYNCWARP) {
+      meet_block(t);
+      break;
+    }
+}
+
+// What a stack does: runs a thread, and then the next that has not begun, or lets another stack go on.
 void run_threads() {
+  Stack* const own = entered;
   for (;;) {
+    threads[current].stack = own;
     body(body_arguments);
-    const int warp = current / kWarp;
-    fibers[current]->is_over = true;
-    ++ended;
-    alive[warp] &= ~(1u << current % kWarp);
-    // Those who wait may have waited for this one only.
-    for (u32 left = waiting[warp]; left != 0; left &= waiting[warp] & (left - 1))
-      meet_others(warp, __builtin_ctz(left));
-    for (int t = 0; at_barrier > 0 && t < threads_there; ++t)
-      if (fibers[t]->waits && fibers[t]->arrival.meeting < SYNCWARP) {
-        meet_block(t);
-        break;
-      }
-    leave();
+    end_thread();
+    const int next = next_turn();
+    if (next >= 0) become(next);
+    if (next >= 0 && threads[next].stack == nullptr) continue;
+    idle.push_back(own);
+    if (_setjmp(own->at) == 0) _longjmp(next < 0 ? scheduler : threads[next].stack->at, 1);
   }
 }
 
-void enter(int thread) {
-  current = thread;
-  Fiber& fiber = *fibers[thread];
-  emulated_thread_idx = {(u32)thread, 0, 0};
-  if (_setjmp(scheduler) != 0) return;
-  if (fiber.is_begun) _longjmp(fiber.at, 1);
-  fiber.is_begun = true;
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack + kGuard;
-  fiber.context.uc_stack.ss_size = kStack;
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, run_threads, 0);
-  setcontext(&fiber.context);
+// Goes on with another thread, where it was or at its beginning.
+[[noreturn]] void enter(int thread) {
+  become(thread);
+  Stack* stack = threads[thread].stack;
+  if (stack == nullptr) {
+    if (idle.empty()) {
+      stack = new Stack;
+      stack->memory = (char*)mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE,
+                                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      mprotect(stack->memory, kGuard, PROT_NONE);
+      stacks.push_back(stack);
+    } else {
+      stack = idle.back();
+      idle.pop_back();
+    }
+  }
+  if (stack->is_begun) _longjmp(stack->at, 1);
+  stack->is_begun = true;
+  getcontext(&stack->context);
+  stack->context.uc_stack.ss_sp = stack->memory + kGuard;
+  stack->context.uc_stack.ss_size = kStack;
+  stack->context.uc_link = nullptr;
+  makecontext(&stack->context, run_threads, 0);
+  entered = stack;
+  setcontext(&stack->context);
+  __builtin_unreachable();
+}
+
+// Lets another thread go on; returns when it is this one's turn again.
+void leave() {
+  const int next = next_turn();
+  if (next == current) return;
+  if (_setjmp(threads[current].stack->at) != 0) return;
+  if (next < 0) _longjmp(scheduler, 1);
+  enter(next);
 }
 
 void go_on(int thread, u64 result) {
-  Fiber& fiber = *fibers[thread];
-  fiber.result = result;
-  fiber.waits = false;
-  if (thread != current || fiber.is_over) ready.push_back(thread);
+  Thread& own = threads[thread];
+  own.result = result;
+  own.waits = false;
+  if (thread != current || own.is_over) ready.push_back(thread);
 }
 
 u64 shuffled(int warp, int lane, u32 there) {
-  const Arrival& own = fibers[warp * kWarp + lane]->arrival;
+  const Arrival& own = threads[warp * kWarp + lane].arrival;
   const int first = lane & ~(own.width - 1);
   int from = lane;
   if (own.meeting == SHFL) from = first | (own.aim & (own.width - 1));
@@ -156,19 +205,19 @@ u64 shuffled(int warp, int lane, u32 there) {
          kNames[own.meeting] + " in line " + std::to_string(own.line) + ", which does not take part");
     return 0;
   }
-  return fibers[warp * kWarp + from]->arrival.value;
+  return threads[warp * kWarp + from].arrival.value;
 }
 
 // Lets the lanes of a mask go on, if all of it are there.
 void meet_others(int warp, int lane) {
-  const Arrival own = fibers[warp * kWarp + lane]->arrival;
+  const Arrival own = threads[warp * kWarp + lane].arrival;
   const u32 there = own.mask & alive[warp];
   if ((there & ~waiting[warp]) != 0) return;
   u64 all = own.meeting == ALL || own.meeting == REDUCE_AND ? ~0ull : own.meeting == REDUCE_MIN ? ~0u : 0;
   u64 results[kWarp] = {};
   for (u32 left = there; left != 0; left &= left - 1) {
     const int l = __builtin_ctz(left);
-    const Arrival& one = fibers[warp * kWarp + l]->arrival;
+    const Arrival& one = threads[warp * kWarp + l].arrival;
     if (!one.is_same(own)) return;
     switch (own.meeting) {
       case BALLOT: all |= one.value << l; break;
@@ -190,7 +239,7 @@ void meet_others(int warp, int lane) {
     if (own.meeting == MATCH_ANY)
       for (u32 others = there; others != 0; others &= others - 1) {
         const int o = __builtin_ctz(others);
-        const auto value_of = [&](int of) { return fibers[warp * kWarp + of]->arrival.value; };
+        const auto value_of = [&](int of) { return threads[warp * kWarp + of].arrival.value; };
         if (value_of(o) == value_of(l)) results[l] |= 1u << o;
       }
   }
@@ -204,25 +253,25 @@ void meet_others(int warp, int lane) {
 // Lets the block go on, if all of it are there.
 void meet_block(int thread) {
   if (at_barrier < threads_there - ended) return;
-  const Arrival own = fibers[thread]->arrival;
+  const Arrival own = threads[thread].arrival;
   u64 count = 0;
   for (int t = 0; t < threads_there; ++t) {
-    if (fibers[t]->is_over) continue;
-    if (!fibers[t]->arrival.is_same(own)) return;
-    count += fibers[t]->arrival.value;
+    if (threads[t].is_over) continue;
+    if (!threads[t].arrival.is_same(own)) return;
+    count += threads[t].arrival.value;
   }
   const u64 many = threads_there - ended;
   const u64 result = own.meeting == SYNCTHREADS_OR ? count != 0 : own.meeting == SYNCTHREADS_AND ? count == many : count;
   at_barrier = 0;
   for (int t = 0; t < threads_there; ++t)
-    if (!fibers[t]->is_over) go_on(t, result);
+    if (!threads[t].is_over) go_on(t, result);
 }
 
 std::string who_waits() {
   std::map<std::string, int> many;
   for (int t = 0; t < threads_there; ++t)
-    if (fibers[t]->waits) {
-      const Arrival& at = fibers[t]->arrival;
+    if (threads[t].waits) {
+      const Arrival& at = threads[t].arrival;
       char where[96];
       std::snprintf(where, sizeof where, "%s in line %d", kNames[at.meeting], at.line);
       if (at.meeting >= SYNCWARP)
@@ -235,13 +284,6 @@ std::string who_waits() {
   return all;
 }
 
-// A thread that has its turn next: the first that came, or any.
-int next_turn() {
-  if (!emulated_is_shuffled) return ready[next_ready++];
-  std::swap(ready[next_ready], ready[next_ready + draw() % (ready.size() - next_ready)]);
-  return ready[next_ready++];
-}
-
 void run_block() {
   ready.clear();
   next_ready = 0;
@@ -250,11 +292,9 @@ void run_block() {
   alive.assign(warps, ~0u);
   if (threads_there % kWarp != 0) alive.back() = (1u << threads_there % kWarp) - 1;
   waiting.assign(warps, 0);
-  for (int t = 0; t < threads_there; ++t) {
-    fibers[t]->is_over = fibers[t]->waits = false;
-    ready.push_back(t);
-  }
-  while (next_ready < ready.size() && failure.empty()) enter(next_turn());
+  threads.assign(threads_there, {});
+  for (int t = 0; t < threads_there; ++t) ready.push_back(t);
+  if (_setjmp(scheduler) == 0) enter(next_turn());
   if (failure.empty() && ended < threads_there) fail("threads wait for one another: " + who_waits());
 }
 
@@ -264,9 +304,9 @@ extern "C" {
 
 u64 emulated::emulated_meet(int meeting, u32 mask, u64 value, int aim, int width, int line) {
   const int thread = current;
-  Fiber& fiber = *fibers[thread];
-  fiber.arrival = {meeting, mask, line, aim, width, value};
-  fiber.waits = true;
+  Thread& own = threads[thread];
+  own.arrival = {meeting, mask, line, aim, width, value};
+  own.waits = true;
   if (meeting < SYNCWARP) {
     ++at_barrier;
     meet_block(thread);
@@ -276,8 +316,8 @@ u64 emulated::emulated_meet(int meeting, u32 mask, u64 value, int aim, int width
     waiting[thread / kWarp] |= 1u << thread % kWarp;
     meet_others(thread / kWarp, thread % kWarp);
   }
-  if (fiber.waits || !failure.empty()) leave();
-  return fiber.result;
+  if (own.waits || !failure.empty()) leave();
+  return own.result;
 }
 
 void emulated::emulated_let_others() {
@@ -292,7 +332,7 @@ void emulated::emulated_trap(int line) {
   __builtin_unreachable();
 }
 
-const char* emulated::emulated_launch(void (*call)(void**), void** arguments, u32 blocks, u32 threads, u64 seed,
+const char* emulated::emulated_launch(void (*call)(void**), void** arguments, u32 blocks, u32 many, u64 seed,
                                       const char* kernel) {
   static thread_local std::string said;
   const std::lock_guard lock(running);
@@ -302,22 +342,16 @@ const char* emulated::emulated_launch(void (*call)(void**), void** arguments, u3
   failure.clear();
   emulated_is_shuffled = seed != 0;
   random_state = seed * 0x9e3779b97f4a7c15ull | 1;
-  emulated_block_dim = {threads, 1, 1};
+  emulated_block_dim = {many, 1, 1};
   emulated_grid_dim = {blocks, 1, 1};
-  threads_there = (int)threads;
-  while (fibers.size() < threads) {
-    Fiber* const fiber = new Fiber;
-    fiber->stack = (char*)mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    mprotect(fiber->stack, kGuard, PROT_NONE);
-    fibers.push_back(fiber);
-  }
+  threads_there = (int)many;
   for (u32 block = 0; block < blocks && failure.empty(); ++block) {
     emulated_block_idx = {block, 0, 0};
     run_block();
   }
   if (failure.empty()) return nullptr;
-  for (Fiber* const fiber : fibers) fiber->is_begun = false;  // in the middle of something: begun anew
+  idle = stacks;
+  for (Stack* const stack : stacks) stack->is_begun = false;  // in the middle of something: begun anew
   said = failure;
   return said.c_str();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,20 @@ from monolith.table import (
     OPTIMIZERS,
     Adagrad,
     CudaTable,
+    Expiry,
+    FixedR8,
+    Fp16,
     NativeTable,
     RandomUniform,
     Rows,
     Segment,
     TableConfig,
+    TouchedKeySet,
     dump,
     iterate,
     load,
 )
+from monolith.table.cuda.memory import DeviceMemory
 
 SEGMENT = Segment(dim=8, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
 CONFIG = TableConfig(name="item", segments=(SEGMENT,), initial_rows=4096)
@@ -115,6 +121,30 @@ def test_every_optimizer_gives_the_bits_of_the_host(device: Device, kind: str, d
 
 
 @pytest.mark.parametrize(
+    "device, kind, dim",
+    on_devices(
+        [(kind, dim) for dim in (16, 32, 64, 128, 256) for kind in OPTIMIZERS if kind != "batch_softmax"],
+        plain=[("adagrad", 16), ("adagrad", 32), ("adam", 64), ("group_ftrl", 32), ("group_adagrad", 16)],
+    ),
+    indirect=["device"],
+)
+def test_rows_that_are_fetched_by_several_floats_have_the_same_bits(
+    device: Device, kind: str, dim: int
+) -> None:
+    segment = Segment(dim=dim, optimizer=OPTIMIZERS[kind](), initializer=RandomUniform(), learning_rate=0.125)
+    config = TableConfig(name="item", segments=(segment,))
+    host, table = NativeTable(config), CudaTable(config, device=device)
+    random = torch.Generator().manual_seed(dim)
+    for step in range(3):
+        ids = torch.randint(-100, 100, (300,), generator=random)
+        gradients = torch.randn(301 * dim, generator=random)
+        by = gradients[step : step + 300 * dim].reshape(300, dim)  # wherever it lies
+        for one in (host, table):
+            one.apply_gradients(ids, by, step=step, dedup=step < 2)
+    assert_same_bits(host, table)
+
+
+@pytest.mark.parametrize(
     "device, dim, repeats",
     on_devices(
         [(dim, many) for dim in (1, 16, 100, 600, 3000) for many in (511, 512, 513, 767, 768, 1500)],
@@ -138,11 +168,40 @@ def test_gradients_of_an_id_that_is_everywhere_are_summed_in_order(
     assert_same_bits(host, table)
 
 
+@pytest.mark.parametrize("dedup", [False, True])
+@pytest.mark.parametrize("dims", [(16,), (8, 3)])
+@pytest.mark.parametrize("rate", [0.5, 3.0])  # with the decay, by the second a row need not stay finite
+def test_gradients_that_are_not_usable_are_left_out_wherever_they_stand(
+    device: Device, dims: tuple[int, ...], dedup: bool, rate: float
+) -> None:
+    optimizer = Adagrad(weight_decay=0.5)
+    segments = tuple(Segment(dim=dim, optimizer=optimizer, learning_rate=rate) for dim in dims)
+    config = TableConfig(name="item", segments=segments)
+    host, table = NativeTable(config), CudaTable(config, device=device)
+    random = torch.Generator().manual_seed(1)
+    for step in range(3):
+        often = torch.full((600,), 7), torch.full((520,), 8 + step), torch.full((700,), 1000 + step)
+        ids = torch.cat([*often, torch.randint(0, 400, (900,), generator=random)])
+        ids = ids[torch.randperm(len(ids), generator=random)]
+        gradients = torch.randn(len(ids), config.dim, generator=random)
+        bad = (torch.rand(len(ids), generator=random) < 0.2) | (ids >= 1000) | (ids < 20)
+        column = torch.randint(config.dim, (len(ids),), generator=random)
+        gradients[bad, column[bad]] = torch.tensor([float("nan"), float("inf"), -1e16])[step]
+        times = torch.randint(1000, (len(ids),), generator=random) + 5000 * bad
+        for one in (host, table):
+            one.apply_gradients(ids, gradients, step=step, event_time=times, dedup=dedup)
+    assert_same_bits(host, table)
+    expected, found = host.stats(), table.stats()
+    for name in ("rows", "inserted", "non_finite", "max_event_time", "refused"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.non_finite > 2100
+
+
 def test_it_grows_as_often_as_it_must_and_forgets_nothing(device: Device) -> None:
     config = TableConfig(name="item", segments=(SEGMENT,))
     host, table = NativeTable(config), CudaTable(config, device=device)
     random = torch.Generator().manual_seed(0)
-    for step in range(20):
+    for step in range(8):
         ids = torch.randint(-(2**62), 2**62, (5000,), generator=random)
         for one in (host, table):
             one.apply_gradients(ids, torch.ones(5000, 8), event_time=step)
@@ -179,6 +238,85 @@ def test_rows_move_between_host_and_device_in_the_files_of_any_table(device: Dev
 def test_a_budget_below_the_smallest_table_is_refused(device: Device) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes"):
         CudaTable(TableConfig(name="item", segments=(SEGMENT,), capacity_bytes=100), device=device)
+
+
+def test_rows_that_come_and_go_in_a_full_table_are_found_and_never_two_memories_are_taken(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks of those that went are cleared away where the rows lie."""
+    taken: list[int] = []
+    first = DeviceMemory.__init__
+
+    def count(memory: DeviceMemory, *arguments: Any, **more: Any) -> None:
+        first(memory, *arguments, **more)
+        taken.append(memory.bytes_index + memory.bytes_rows)
+
+    monkeypatch.setattr(DeviceMemory, "__init__", count)
+    capacity = 1 << 18
+    config = TableConfig(name="item", segments=(SEGMENT,), capacity_bytes=capacity, when_full="expire_oldest")
+    table = CudaTable(config, device=device)
+    for step in range(12):
+        many = torch.arange(step * 700, step * 700 + 2000)
+        values = many.float()[:, None].expand(2000, 8).contiguous()
+        table.assign(many, values, event_time=step + 1)
+        held = table.contains(many)
+        assert torch.equal(table.lookup(many), values * held[:, None])
+        assert int(held.sum()) > 1500
+    rows = content(table)
+    assert torch.equal(rows.values[:, 0], rows.ids.float())
+    assert len(rows.ids.unique()) == len(rows) == len(table)
+    assert all(old + new <= capacity for old, new in pairwise(taken))
+    assert taken[-1] > 0.9 * capacity
+
+
+def test_evicting_gives_memory_back(device: Device) -> None:
+    config = TableConfig(name="item", segments=(SEGMENT,), expiry=Expiry.days(1))
+    table = CudaTable(config, device=device)
+    first = table.stats().bytes_total
+    ids = torch.arange(5000)
+    table.assign(ids, torch.ones(5000, 8), event_time=ids)
+    table.assign(ids[:40], 2 * torch.ones(40, 8), event_time=10**9)
+    full = table.stats().bytes_total
+    assert table.evict(now=10**9) == 4960
+    assert table.stats().bytes_total <= full / 4
+    assert table.lookup(ids).sum(1).unique(return_counts=True)[1].tolist() == [4960, 40]
+    table.clear()
+    assert table.stats().bytes_total == first
+
+
+def test_a_touched_set_is_told_when_it_is_looked_into_and_no_step_waits(device: Device) -> None:
+    touched = TouchedKeySet(1000)
+    table = CudaTable(CONFIG, touched=touched, device=device)
+    with device.torch_device:
+        ids, gradients = torch.arange(100), torch.ones(100, 8)
+    with nothing_waits(device):
+        table.apply_gradients(ids, gradients, dedup=True)
+        ids.fill_(-1)  # the caller's own again
+    assert sorted(touched.steal().tolist()) == list(range(100))
+    table.apply_gradients(ids[:1], gradients[:1])
+    table.close()
+    assert touched.steal().tolist() == [-1]
+
+
+def test_a_set_that_is_far_too_small_for_a_table_that_is_cleared_says_what_it_lost(device: Device) -> None:
+    touched = TouchedKeySet(10)
+    table = CudaTable(CONFIG, device=device)
+    table.assign(torch.arange(1000), torch.ones(1000, 8))
+    table.touch(touched)
+    table.clear()
+    assert touched.lost > 0
+
+
+def test_digests_of_codes_are_those_of_what_they_say(device: Device) -> None:
+    segments = Segment(dim=3, compressor=Fp16()), Segment(dim=2, compressor=FixedR8(5.0))
+    config = TableConfig(name="item", segments=segments, serving=True)
+    tables = CudaTable(config, device=device), NativeTable(config)
+    values, buckets = torch.randn(300, 5), torch.arange(0, 4096, 3)
+    for one in tables:
+        one.assign(torch.arange(-100, 200), values)
+    found, expected = (one.digests(buckets, share=(1, 2)) for one in tables)
+    assert torch.equal(found, expected)
+    assert int((found != 0).sum()) > 10
 
 
 @pytest.mark.parametrize("dedup", [False, True])

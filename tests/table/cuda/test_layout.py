@@ -17,15 +17,10 @@ def test_values_and_state_lie_apart_and_a_serving_row_is_its_codes_in_whole_word
     assert (served.row_bytes, served.state_dim, served.bytes_per_place) == (8, 0, 12 + 8)
 
 
-def test_as_many_threads_work_on_a_row_as_it_has_values_up_to_a_warp() -> None:
-    assert [row_layout(config(Segment(dim=dim))).lanes for dim in (1, 2, 3, 16, 17, 200)] == [
-        1,
-        2,
-        4,
-        16,
-        32,
-        32,
-    ]
+def test_so_few_threads_work_on_a_row_that_each_fetches_four_values_at_once() -> None:
+    dims = (1, 2, 3, 8, 16, 17, 32, 33, 64, 128, 200)
+    lanes = [row_layout(config(Segment(dim=dim))).lanes for dim in dims]
+    assert lanes == [1, 2, 4, 8, 8, 8, 8, 16, 16, 32, 32]
 
 
 def test_tables_of_equal_rows_share_their_kernels() -> None:

@@ -7,12 +7,10 @@ lets it overflow: only when the bound comes near is the true number asked for, a
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,43 +18,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith.cuda.device import Device, device_of
-from monolith.errors import AcceleratorError, ConfigError, TableArgumentError, TableClosedError
+from monolith.errors import AcceleratorError, TableArgumentError, TableClosedError
 from monolith.table import arguments
 from monolith.table.admission import AdmissionFilter
-from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
 from monolith.table.cuda import newcomers
+from monolith.table.cuda.cut import CudaTableCut, CutChunk, CutMoment
 from monolith.table.cuda.fill import Fill
 from monolith.table.cuda.inputs import Inputs
 from monolith.table.cuda.layout import row_layout
 from monolith.table.cuda.memory import (
+    BEFORE,
     BESIDE,
     COUNTERS,
     ELSEWHERE,
     INSERTED,
-    KEYS,
     NEWEST,
     NON_FINITE,
     NONE,
+    TAKEN,
     TURNED_AWAY,
     USED,
+    Ages,
     Claimed,
     DeviceMemory,
     Times,
 )
-from monolith.table.hashing import unmix
+from monolith.table.cuda.paces import Paces
+from monolith.table.cuda.room import Room
+from monolith.table.cuda.scans import LAST_HASH, first_rows, joined
+from monolith.table.cuda.watch import Gone, RowWatch
+from monolith.table.digests import BUCKETS, check_share
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
 
-_LEAST_PLACES = 256
-_FULL = 0.75  # of its places are in use when a table grows
-_AFTER_GROWTH = 0.375
-_BRIM = 0.9  # of the places of a table that may not grow
 _CLEANED = 0.95  # in use, marks included: then marks are cleared away
 _SPARE = 2  # batches that find room without a question
 _PART = 8  # of a full table comes and goes at once, as a share
-_LAST_HASH = (1 << 64) - 1
+_AT_ONCE = 1 << 22  # rows that expire together
 _SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 Work = Callable[[Claimed], None]
@@ -70,7 +70,9 @@ class _Batch:
     times: Times
     work: Work
     dedup: bool = False
-    touches: bool = False
+    unusable: Callable[[], Tensor] | None = None
+    """Finds positions that nothing is trained by, where the work itself would leave them out: only who must
+    know before asks."""
 
 
 class CudaTable:
@@ -84,18 +86,19 @@ class CudaTable:
     Results are those of `NativeTable` to the bit, except where a one_bit segment asks for a tanh. Of equal
     ids gradients are summed in the order of the batch.
 
-    Not here yet: cuts, so that a dump holds training up (`frozen`); rows that decay by steps they are not in
-    (`lazy_decay`); giving memory back after `evict`; and a budget that holds while a table grows: for a
-    moment there are old and new rows.
+    It may be followed (`touch`, `digests`) and cut. While a cut is open, and while changes are tracked, a
+    place costs one byte more; a cut has up to 256 MB on the device for rows that changed since, and host
+    memory for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a
+    table grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
-        touched: Told the ids that gradients or `reinitialize` changed.
+        touched: Told the ids that got another row, or lost theirs; see `touch`.
         device: One of torch's, or one that stands for it; the current CUDA device by default.
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
-        ConfigError: `capacity_bytes` is less than the smallest table needs, or an optimizer decays lazily.
+        ConfigError: `capacity_bytes` is less than the smallest table needs.
     """
 
     def __init__(
@@ -110,27 +113,21 @@ class CudaTable:
             owner = device_of(device)
         except AcceleratorError as cause:
             raise AcceleratorError(f"table {config.name!r}: {cause}; or use a NativeTable") from cause
-        if any(getattr(segment.optimizer.rule, "lazy_decay", False) for segment in config.segments):
-            raise ConfigError(
-                f"table {config.name!r}: rows on a GPU do not decay by steps they are not in yet; use a "
-                "NativeTable, or lazy_decay=False"
-            )
         self._config = config
         self._owner = owner
         self._device = owner.torch_device
         self._admission = None if admission is None or admission.core is None else admission
-        self._touched = touched
         self._layout = row_layout(config)
-        self._most_places = _most_places(config, self._layout.bytes_per_place)
+        self._room = Room(config, self._layout.bytes_per_place)
         self._fixed_rates = arguments.fixed_rates(config.segments)
-        self._alike = _trained_alike(config)
         self._refusals = Refusals(config)
         by_slot = config.expiry.seconds_by_slot() if config.expiry.per_slot else None
         self._lock = threading.Lock()
         self._thawed = threading.Condition(self._lock)
         # All below is guarded by the lock.
         self._frozen = 0
-        self._scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
+        self._paces = Paces(config, lazy=self._layout.lazy)
+        self._watch = RowWatch(owner, self._tell_touched)
         self._filtered = self._refused = self._evicted = self._removed = 0
         with owner.active():
             self._stream = owner.current_stream()
@@ -139,6 +136,8 @@ class CudaTable:
             self._fill = Fill(config.name, counters, owner)
             self._inputs = Inputs(config, counters, owner)
             self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
+        if touched is not None:
+            self.touch(touched)
 
     @property
     def config(self) -> TableConfig:
@@ -171,7 +170,7 @@ class CudaTable:
         with self._open() as memory:
             keys = self._inputs.ids(ids)
             answer, values = self._inputs.out(out, ids, (len(keys), self.dim))
-            memory.lookup(keys, self._scales, values)
+            memory.lookup(keys, self._paces.scalars(), values)
             return answer if answer is values else answer.copy_(values)
 
     def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
@@ -200,7 +199,7 @@ class CudaTable:
             keys = self._inputs.ids(ids)
             added = self._inputs.floats(values, (len(keys), self.dim), "values")
             times = self._inputs.times(event_time, len(keys))
-            batch = _Batch(keys, times, lambda claimed: self._held.add(claimed, added))
+            batch = _Batch(keys, times, lambda claimed: self._held.add(claimed, added, self._paces.scalars()))
             self._write(batch, self._turned_away(batch, None, None))
 
     def apply_gradients(
@@ -226,23 +225,25 @@ class CudaTable:
             by = self._inputs.floats(gradients, (len(keys), self.dim), "gradients")
             sightings = self._inputs.counts(counts, len(keys))
             times = self._inputs.times(event_time, len(keys))
-            self._begin_step(step)
             paces = rates.tolist()
+            self._paces.begin(step, paces)
 
             def train(claimed: Claimed) -> None:
                 self._held.train(
                     claimed,
                     by,
                     latest,
-                    rates=paces,
-                    scales=self._scales,
+                    scalars=self._paces.scalars(paces),
                     step=step,
                     summed=dedup,
-                    checked=not self._stays_finite(paces),
+                    checked=not self._paces.stay_finite(paces),
                 )
 
-            batch = _Batch(keys, times, train, dedup, touches=True)
-            self._write(batch, self._turned_away(batch, memory.unusable(by), sightings))
+            if self._admission is None and self._watch.idle:
+                self._write(_Batch(keys, times, train, dedup, lambda: self._held.unusable(by)), None)
+            else:
+                batch = _Batch(keys, times, train, dedup)
+                self._write(batch, self._turned_away(batch, memory.unusable(by), sightings))
 
     def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
         """Reset rows; -1 for an id that had no row and found no room for one."""
@@ -251,7 +252,7 @@ class CudaTable:
             keys = self._inputs.ids(ids)
             times = Times(None, arguments.event_second(now, "now"))
             status = torch.full((len(keys),), -1, dtype=torch.int8, device=self._device)
-            batch = _Batch(keys, times, lambda claimed: self._held.reset(claimed, status), touches=True)
+            batch = _Batch(keys, times, lambda claimed: self._held.reset(claimed, status))
             self._write(batch, None)
             return status.to(ids.device)
 
@@ -260,13 +261,19 @@ class CudaTable:
             return self._remove(self._inputs.ids(ids))
 
     def count_expired(self, now: int) -> int:
-        with self._open():
-            return self._expire(now, dropping=False)
+        with self._open() as memory:
+            return memory.listed(0, ages=self._ages(now))[2]
 
     def evict(self, now: int | None = None) -> int:
-        with self._open(writing=True):
-            evicted = self._expire(self._fill.read().counters[NEWEST] if now is None else now, dropping=True)
+        with self._open(writing=True) as memory:
+            ages = self._ages(self._fill.read().counters[NEWEST] if now is None else now)
+            evicted, more = 0, True
+            while more:
+                _, places, found = memory.listed(_AT_ONCE, ages=ages)
+                evicted += self._drop(places)
+                more = found > len(places)
             self._evicted += evicted
+            self._shrink()
             return evicted
 
     # Whole tables
@@ -277,21 +284,25 @@ class CudaTable:
         """Return rows in the order of their hashes, on the CPU: a shard is a range of hashes."""
         with self._open() as memory:
             begin, end = arguments.scan_range(cursor, limit, shard, num_shards)
-            hashes, places, following = self._chunk(begin, min(end - 1, _LAST_HASH), limit)
-            times, values, state = memory.read(places.to(torch.int32))
-            ids = torch.from_numpy(unmix(hashes.cpu().numpy().view(np.uint64)))
-            return Scan(Rows(ids, times.cpu(), values.cpu(), state.cpu()), following)
+            last, held = min(end - 1, LAST_HASH), self._fill.read().rows
+            rows, following = first_rows(memory, held, limit, first=begin, last=last)
+        return joined([rows.moved_to("cpu")], limit, following)
 
     def restore(self, rows: Rows) -> None:
         with self._open(writing=True):
             keys, times, values, state = self._inputs.rows(rows)
+            self._paces.note(None if state is None else rows.state.cpu().numpy())
             self._put(keys, times, values, state, whole=True)
 
     def clear(self, *, expect_rows: int = 0) -> None:
         with self._open(writing=True):
+            self._watch.clearing(self._held, self._fill.read().rows)
+            self._held.keep_for(self._stream)
             self._memory = None  # given back before the new one is taken
             self._memory = self._new_memory(expect_rows)
+            self._watch.follow(self._memory)
             self._fill.clear()
+            self._paces.forget()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -305,19 +316,76 @@ class CudaTable:
                 self._frozen -= 1
                 self._thawed.notify_all()
 
+    def cut(self) -> CudaTableCut:
+        """Hold this moment fast: rows are copied aside before they change."""
+        with self._open() as memory:
+            seen = self._fill.read()
+            gone = self._watch.open_cut(memory, seen.rows)
+            aside = self._watch.aside
+            assert aside is not None
+            moment = CutMoment(seen.rows, list(self._paces.scales), seen.counters[NEWEST], gone)
+            return CudaTableCut(self, self._config, self._owner, moment, lambda: aside.captured_bytes)
+
+    def read_cut(self, first: int, last: int, limit: int, *, changed_only: bool) -> CutChunk:
+        """Return a chunk of the open cut, not waited for. Called by the cut."""
+        with self._open() as memory:
+            aside = self._watch.aside
+            if aside is None:
+                raise TableArgumentError("scan: the cut was closed")
+            aside.empty(memory)
+            flags, held = BEFORE if changed_only else 0, self._fill.read().rows
+            rows, following = first_rows(
+                memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN
+            )
+            until = last if following is None else following - 1
+            return CutChunk(rows, aside.between(first, until, changed_only=changed_only), following)
+
+    def end_cut(self, unsaved: Gone | None) -> None:
+        """Take note that the open cut was closed. Called by the cut."""
+        with suppress(TableClosedError), self._open() as memory:
+            self._watch.close_cut(memory, unsaved)
+
+    def track_changes(self, on: bool = True) -> None:
+        with self._open() as memory:
+            self._watch.track(memory, on=on)
+
+    def touch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._watch.touch(touched)
+
+    def untouch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._watch.untouch(touched)
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody follows, tracks or cuts the table: rows must be written by its own calls."""
+        with self._open():
+            return not self._watch.idle
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        wanted = torch.from_numpy(arguments.id_array(buckets, "buckets"))
+        check_share(share)
+        if len(wanted) and (int(wanted.min()) < 0 or int(wanted.max()) >= BUCKETS):
+            raise TableArgumentError(f"digests: buckets must be from 0 to {BUCKETS - 1}")
+        into = torch.full((BUCKETS,), -1, dtype=torch.int32)
+        into[wanted] = torch.arange(len(wanted), dtype=torch.int32)
+        with self._open() as memory:
+            return memory.digests(into.to(self._device), *share, len(wanted)).cpu()
+
     @property
     def scales(self) -> list[float]:
         """One per segment: how steep a one_bit segment has become."""
         with self._open():
-            return list(self._scales)
+            return list(self._paces.scales)
 
     def set_scales(self, scales: Sequence[float]) -> None:
         with self._open():
-            if len(scales) != len(self._scales):
+            if len(scales) != len(self._paces.scales):
                 raise TableArgumentError(
-                    f"table {self._config.name!r}: needs {len(self._scales)} scales, got {len(scales)}"
+                    f"table {self._config.name!r}: needs {len(self._paces.scales)} scales, got {len(scales)}"
                 )
-            self._scales = [float(np.float32(scale)) for scale in scales]
+            self._paces.scales = [float(np.float32(scale)) for scale in scales]
 
     def stats(self) -> TableStats:
         with self._open() as memory:
@@ -338,9 +406,9 @@ class CudaTable:
             )
 
     def close(self) -> None:
-        with self._lock:
-            if self._memory is not None:
-                self._memory.keep_for(self._stream)
+        with suppress(TableClosedError), self._open() as memory:
+            self._watch.tell_touched()
+            memory.keep_for(self._stream)
             self._memory = None
 
     # Inside. Every method below is called with the lock held.
@@ -350,13 +418,12 @@ class CudaTable:
         with self._lock, self._owner.active():
             if writing:
                 self._thawed.wait_for(lambda: not self._frozen)
-            memory = self._held
             stream = self._owner.current_stream()
+            self._held.stream = stream.handle
             if stream != self._stream:
                 stream.wait_for(self._stream)
                 self._stream = stream
-                memory.stream = stream.handle
-            yield memory
+            yield self._held  # which nobody else keeps alive
 
     @property
     def _held(self) -> DeviceMemory:
@@ -367,14 +434,14 @@ class CudaTable:
 
     def _put(self, ids: Tensor, times: Times, values: Tensor, state: Tensor | None, *, whole: bool) -> None:
         def put(claimed: Claimed) -> None:
-            self._held.put(claimed, values, state, whole=whole)
+            self._held.put(claimed, values, state, whole=whole, scalars=self._paces.scalars())
 
         batch = _Batch(ids, times, put)
         if not self._config.skip_zero:
             self._write(batch, None if whole else self._turned_away(batch, None, None))
             return
         zero = (values * values).sum(1) < _SMALLEST_NORMAL
-        for run, is_zero in _runs(ids.cpu(), zero.cpu()):
+        for run, is_zero in newcomers.runs(ids.cpu(), zero.cpu()):
             mine = run.to(self._device)
             if is_zero:
                 self._remove(ids[mine])
@@ -388,6 +455,8 @@ class CudaTable:
         if self._makes_room(batch, skip):
             self._write_now(batch, skip, None)
             return
+        if batch.unusable is not None:
+            skip = batch.unusable()
         if self._config.when_full == "refuse":
             self._write_full(batch, skip)
             return
@@ -398,15 +467,14 @@ class CudaTable:
 
     def _write_now(self, batch: _Batch, skip: Tensor | None, born: Tensor | None) -> None:
         """Write, given room for all. Rows at the places `born` are new, though claimed before."""
-        claimed = self._held.claim(batch.ids, batch.times, skip)
+        looked_at = batch.unusable is None or skip is not None
+        claimed = self._held.claim(batch.ids, batch.times, skip, clock=looked_at)
         if born is not None:
             claimed.made.copy_(torch.isin(claimed.places, born))
+        self._watch.writing(self._held, claimed)
         batch.work(claimed)
         self._fill.grew(len(batch.ids), self._limit)
-        if batch.touches and self._touched is not None:
-            changed = torch.unique(batch.ids[claimed.places != NONE]).cpu()
-            if len(changed):
-                self._touched.insert(changed)
+        self._watch.wrote(batch.ids, claimed.places)
 
     def _write_full(self, batch: _Batch, skip: Tensor | None) -> None:
         """Write where there may not be room for all: those who come first are let in."""
@@ -418,7 +486,7 @@ class CudaTable:
             coming, room = self._newcomers(batch, skip)  # some of the batch may have gone
         taken, left = np.split(coming, [min(room, len(coming))])
         if self._fill.read().counters[USED] + len(taken) > _CLEANED * self._held.places:
-            self._move(self._held.places)
+            self._held.tidy()
         born = self._held.claim_absent(torch.from_numpy(taken).to(self._device))
         if len(left):
             outside = torch.isin(batch.ids, torch.from_numpy(left).to(self._device))
@@ -441,12 +509,14 @@ class CudaTable:
             return True
         unknown = self._unknown(batch, skip)
         coming = len(torch.unique(batch.ids[unknown]))
-        if used + coming <= self._limit:
+        if used + coming > self._limit >= seen.rows + coming:
+            self._held.tidy()
+            seen = self._fill.read()
+        if seen.counters[USED] + coming <= self._limit:
             return True
-        if self._held.places == self._most_places:
+        if not self._room.grows(self._held.places):
             return False
-        wanted = min(_places_for(seen.rows + coming, _AFTER_GROWTH), self._most_places or _LAST_HASH)
-        self._move(max(wanted, self._held.places))
+        self._move(self._room.grown(self._held.places, seen.rows + coming), seen.rows)
         return seen.rows + coming <= self._limit
 
     def _reserve(self, ids: int) -> None:
@@ -454,32 +524,37 @@ class CudaTable:
         if self._fill.bound() + ids <= self._limit:
             return
         seen = self._fill.read()
+        if seen.rows + _SPARE * ids <= self._limit < seen.counters[USED] + ids:
+            self._held.tidy()
+            seen = self._fill.read()
         if seen.counters[USED] + _SPARE * ids > self._limit:
-            wanted = _places_for(seen.rows + ids, _AFTER_GROWTH)
-            self._move(max(wanted, _places_for(seen.rows + 2 * _SPARE * ids, _FULL), self._held.places))
+            self._move(self._room.reserved(self._held.places, seen.rows, 2 * _SPARE * ids), seen.rows)
 
     @property
     def _writes_alone(self) -> bool:
         """Whether what is written needs more than places, so that it cannot be written with other tables'."""
-        return self._admission is not None or self._touched is not None or self._most_places is not None
+        return self._admission is not None or not self._watch.idle or self._room.bounded
 
     @property
     def _limit(self) -> int:
         """Places that may be in use."""
-        places = self._held.places
-        return int(places * (_BRIM if places == self._most_places else _FULL))
+        return self._room.limit(self._held.places)
 
-    def _move(self, places: int) -> None:
+    def _shrink(self) -> None:
+        """Give memory back that nearly nobody uses."""
+        rows = self._fill.read().rows
+        places = self._room.shrunk(self._held.places, rows)
+        if places is not None:
+            self._move(places, rows)
+
+    def _move(self, places: int, rows: int) -> None:
         before = self._held
         self._memory = before.moved(places)
         before.keep_for(self._stream)
-        self._fill.read()
+        self._fill.holds(rows)
 
     def _new_memory(self, rows: int) -> DeviceMemory:
-        places = max(_LEAST_PLACES, _places_for(rows, _FULL))
-        if self._most_places is not None:
-            places = min(places, self._most_places)
-        stream = self._stream.handle
+        places, stream = self._room.first(rows), self._stream.handle
         return DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
 
     def _unknown(self, batch: _Batch, skip: Tensor | None) -> Tensor:
@@ -522,92 +597,26 @@ class CudaTable:
         memory, rows = self._held, self._fill.read().rows
         _, places, _ = memory.listed(rows, latest=latest)
         oldest = torch.sort(memory.times_at(places), stable=True).indices[: max(wanted, rows // 32)]
-        gone = memory.drop(places[oldest])
+        gone = self._drop(places[oldest])
         self._evicted += gone
         return gone
 
-    def _expire(self, now: int, *, dropping: bool) -> int:
-        to_live = int(self._config.expiry.default.total_seconds())
-        return self._held.expire(now, to_live, self._live_by_slot, dropping=dropping)
+    def _ages(self, now: int) -> Ages:
+        return Ages(now, int(self._config.expiry.default.total_seconds()), self._live_by_slot)
 
     def _remove(self, ids: Tensor) -> int:
-        removed = self._held.remove(ids)
+        places = self._held.find(ids)
+        removed = self._drop(torch.unique(places[places != NONE]).to(torch.int64))
         self._removed += removed
         return removed
 
-    def _chunk(self, first: int, last: int, limit: int) -> tuple[Tensor, Tensor, int | None]:
-        """Return hashes and places of the first rows of a range of hashes, and the hash to go on from."""
-        rows = self._fill.read().rows
-        # Hashes are spread evenly: so much of the range should hold what is asked for, and a little more.
-        wanted = limit + 4 * int(limit**0.5) + 16
-        room = min(rows, 2 * wanted)
-        width = last - first if rows <= wanted else wanted * (_LAST_HASH // rows)
-        while True:
-            until = min(last, first + width)
-            hashes, places, found = self._held.listed(room, first=first, last=until)
-            if found > room:
-                width //= 2
-            elif found > limit:
-                following = int(hashes[limit - 1].item()) & _LAST_HASH
-                return hashes[:limit], places[:limit], following + 1
-            elif until == last:
-                return hashes, places, None
-            elif found:
-                return hashes, places, until + 1
-            else:
-                first, width = until + 1, 2 * width + 1
+    def _drop(self, places: Tensor) -> int:
+        """Drop the rows at int64 places, each once."""
+        if not len(places):
+            return 0
+        self._watch.dropping(self._held, places)
+        return self._held.drop(places)
 
-    # Training
-
-    def _begin_step(self, step: int) -> None:
-        for number, segment in enumerate(self._config.segments):
-            compressor = segment.compressor
-            if isinstance(compressor, OneBit) and step % compressor.step_size == 0:
-                first, most = np.float32(compressor.init_scale), np.float32(compressor.max_scale)
-                self._scales[number] = float(
-                    min(np.float32(float(first) * math.sqrt(1.0 + 0.005 * step)), most)
-                )
-
-    def _stays_finite(self, rates: Sequence[float]) -> bool:
-        """Whether steps by usable gradients leave every row finite, so that nobody has to look."""
-        decay = getattr(self._config.segments[0].optimizer.rule, "weight_decay", 0.0)
-        return self._alike and all(rate == rates[0] for rate in rates) and not abs(rates[0] * decay) > 1
-
-
-def _trained_alike(config: TableConfig) -> bool:
-    first = config.segments[0].optimizer
-    alike = all(s.optimizer == first and not isinstance(s.compressor, OneBit) for s in config.segments)
-    by_value = first.state_dim(2) in (0, 2) and first.rule.kind != "batch_softmax"
-    plain = first.delay_compensation is None and not first.stochastic_rounding
-    return alike and plain and (len(config.segments) == 1 or by_value)
-
-
-def _most_places(config: TableConfig, bytes_per_place: int) -> int | None:
-    if config.capacity_bytes is None:
-        return None
-    places = (config.capacity_bytes // bytes_per_place - BESIDE) // KEYS * KEYS
-    if places < KEYS:
-        raise ConfigError(
-            f"table {config.name!r}: capacity_bytes is {config.capacity_bytes:,}, and on a GPU a table of "
-            f"such rows needs {(KEYS + BESIDE) * bytes_per_place:,} at least"
-        )
-    return places
-
-
-def _places_for(rows: int, load: float) -> int:
-    return (int(rows / load) // KEYS + 1) * KEYS
-
-
-def _runs(ids: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """Yield masks of positions to write or to remove, such that equal ids keep their order."""
-    if len(torch.unique(ids)) == len(ids):
-        for kind in (True, False):
-            if bool((zero == kind).any()):
-                yield zero == kind, kind
-        return
-    changes = (zero[1:] != zero[:-1]).nonzero().squeeze(1) + 1
-    edges = [0, *changes.tolist(), len(ids)]
-    for begin, end in pairwise(edges):
-        mask = torch.zeros(len(ids), dtype=torch.bool)
-        mask[begin:end] = True
-        yield mask, bool(zero[begin])
+    def _tell_touched(self) -> None:
+        with suppress(TableClosedError), self._open():
+            self._watch.tell_touched()

@@ -78,18 +78,21 @@ class Fill:
             self._arrives = self._device.current_stream().record()
             self._asked_at = self.written
 
+    def holds(self, places: int) -> None:
+        """Take note that no more places are in use, from what is launched next on."""
+        self._bound = places
+        self._arrives = None
+
     def read(self) -> Counted:
         """Return the counters, waiting for the device."""
         seen = Counted(self.counters.tolist())
-        self._arrives = None
-        self._bound = seen.counters[USED]
+        self.holds(seen.counters[USED])
         return self._checked(seen.counters)
 
     def clear(self) -> None:
         """Take note that there are no rows any more, and what time it was is forgotten."""
         self.counters[USED] = self.counters[MARKS] = self.counters[NEWEST] = 0
-        self._bound = 0
-        self._arrives = None
+        self.holds(0)
 
     def _checked(self, counters: list[int]) -> Counted:
         if wrong := counters[BAD_TIMES]:

@@ -152,11 +152,13 @@ class _Alike:
         segments = tables[0].config.segments
         self.layout: DeviceRowLayout = tables[0]._layout
         self.numbers = np.array(numbers, np.int64)
-        self.scaled = any(isinstance(one.compressor, OneBit) for one in segments)
+        self.paced = self.layout.lazy or any(isinstance(one.compressor, OneBit) for one in segments)
+        """Whether rows are seen otherwise from step to step."""
         self.most = most_cells(tables[0])
         self.kernels: Kernels = device.kernels(fused_row_source(self.layout), "fused_rows")
         self.tables = tables
-        self._rates_at = rates_at[:, None] + np.arange(len(segments))
+        self.rates_at = rates_at[:, None] + np.arange(len(segments))
+        self._scalar_bytes = ctypes.sizeof(tables[0]._paces.scalars())
 
     def paces(self, tables: Ints, rates: Floats | None) -> ctypes.Array[ctypes.c_char]:
         """Return rates, where they matter, and scales as a launch takes them.
@@ -166,17 +168,23 @@ class _Alike:
             rates: Of all segments of all tables.
         """
         which = np.searchsorted(self.numbers, tables)
-        filled = np.zeros((self.most, 2, self._rates_at.shape[1]), np.float32)
-        if rates is not None:
-            filled[: len(which), 0] = rates[self._rates_at[which]]
-        if self.scaled:
-            filled[: len(which), 1] = np.array([table._scales for table in self.tables], np.float32)[which]
-        return (ctypes.c_char * filled.nbytes).from_buffer_copy(filled.data)
+        own = None if rates is None else rates[self.rates_at[which]]
+        size = self._scalar_bytes
+        made = (ctypes.c_char * (self.most * size))()
+        data = memoryview(made).cast("B")
+        if self.paced:
+            for cell, number in enumerate(which.tolist()):
+                told = self.tables[number]._paces.scalars(None if own is None else own[cell].tolist())
+                data[cell * size : (cell + 1) * size] = bytes(told)
+        elif own is not None:
+            filled = np.frombuffer(data, np.float32).reshape(self.most, -1)
+            filled[: len(which), : own.shape[1]] = own
+        return made
 
 
 def most_cells(table: CudaTable) -> int:
     """Return how many such tables go into a launch, by their rates and scales; perhaps none."""
-    return min(MOST_CELLS, _PACE_BYTES // (8 * len(table.config.segments)))
+    return min(MOST_CELLS, _PACE_BYTES // ctypes.sizeof(table._paces.scalars()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,9 +296,10 @@ class FusedTables:
             together = len(batch.ids) <= _INT32_MAX
             alone = [not together or self._is_alone(number) for number in range(len(self._tables))]
             self._learn()
-            for table, by_itself in zip(self._fused, alone, strict=True):
-                if table is not None and not by_itself:
-                    table._begin_step(batch.step)
+            for alike in (one for one in self._groups if one.paced):
+                for number, table, at in zip(alike.numbers, alike.tables, alike.rates_at, strict=True):
+                    if not alone[number]:
+                        table._paces.begin(batch.step, batch.rates[at].tolist())
             self._train(work, batch, np.array(alone, np.bool_))
         for number, by_itself in enumerate(alone):
             if by_itself:
@@ -436,7 +445,7 @@ class FusedTables:
         if data != self._finite[0]:
             of_tables = np.split(rates, self._rate_ends[:-1])
             found = [
-                table is not None and table._stays_finite(own.tolist())
+                table is not None and table._paces.stay_finite(own.tolist())
                 for table, own in zip(self._fused, of_tables, strict=True)
             ]
             self._finite = data, found
@@ -495,12 +504,13 @@ class FusedTables:
             stream = self.device.current_stream()
             handle, waited = stream.handle, set[int]()
             for table in self._locked:
-                memory = table._held
-                if memory.stream != handle:
-                    if memory.stream not in waited:
+                table._held.stream = handle
+                before = table._stream.handle
+                if before != handle:
+                    if before not in waited:
                         stream.wait_for(table._stream)
-                        waited.add(memory.stream)
-                    table._stream, memory.stream = stream, handle
+                        waited.add(before)
+                    table._stream = stream
             yield _Work(stream, self._look_at(stream))
 
     def _lock(self, held: ExitStack, *, writing: bool) -> None:

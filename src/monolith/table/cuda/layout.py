@@ -14,9 +14,12 @@ import numpy as np
 from monolith.table.compressors import FixedR8, OneBit
 from monolith.table.config import Segment, TableConfig
 from monolith.table.hashing import mix_one
+from monolith.table.lazy_decay import decays_lazily
 
 MAX_LANES = 32
 """Threads of a warp: as many as can work on one row together."""
+
+_LEAST_LANES = 8
 
 _SETTINGS = {
     "kInitialAccumulator": "initial_accumulator_value",
@@ -30,7 +33,7 @@ _SETTINGS = {
     "kL1": "l1",
     "kL2": "l2",
 }
-_CHOICES = {"kNesterov": "use_nesterov", "kDecouple": "decouple_weight_decay"}
+_CHOICES = {"kNesterov": "use_nesterov", "kDecouple": "decouple_weight_decay", "kLazy": "lazy_decay"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class DeviceRowLayout:
     row_bytes: int
     """Of the values alone, in whole words; state lies apart."""
     lanes: int
+    lazy: bool
+    """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
     source: str
 
     @property
@@ -74,20 +79,20 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
         state += segment.state_dim
         byte += segment.dim * segment.compressor.bytes_per_value
     row_bytes = -(-byte // 4) * 4 if config.serving else 4 * column
-    lanes = 1
-    while lanes < min(MAX_LANES, config.dim):
-        lanes *= 2
+    lanes = _lanes(config.dim)
     viewed = any(isinstance(segment.compressor, FixedR8 | OneBit) for segment in config.segments)
+    lazy = decays_lazily(config) and not config.serving
     numbers = {
         "DIM": config.dim,
         "STATE_DIM": config.state_dim,
         "ROW_BYTES": row_bytes,
         "SERVING": int(config.serving),
-        "PLAIN": int(not config.serving and not viewed),
+        "LAZY": int(lazy),
+        "PLAIN": int(not config.serving and not viewed and not lazy),
         "ROUNDED": int(any(segment.optimizer.stochastic_rounding for segment in config.segments)),
         "LANES": lanes,
-        # On a multiprocessor at once, which bounds the registers of each: measured with Adagrad and Adam.
-        "TRAIN_BLOCKS": 5 if config.dim <= 64 else 4 if config.dim <= 128 else 1,
+        # On a multiprocessor at once, which bounds the registers of each to what steps need without spilling.
+        "TRAIN_BLOCKS": 1 if config.dim > 128 else 3 if config.state_dim > config.dim else 4,
         "SEGMENTS": len(config.segments),
         "SEED": f"{mix_one(config.seed):#x}ULL",
         "EACH_SEGMENT(X)": " ".join(f"X({number})" for number in range(len(config.segments))),
@@ -97,7 +102,16 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     source = _text("places.cuh") + _text("rows.cu").replace("\nLAYOUT\n", f"\n{layout}\n", 1)
     if not config.serving:
         source += _text("train.cu")
-    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, source)
+    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, source)
+
+
+def _lanes(dim: int) -> int:
+    """Return how many threads work on a row: so few that each has four values to fetch at once, but eight
+    that fetch a sector of memory. The fewer they are, the more rows are under way."""
+    lanes = 1
+    while lanes < min(MAX_LANES, dim) and (lanes < _LEAST_LANES or 4 * lanes < dim):
+        lanes *= 2
+    return lanes
 
 
 def _segment_struct(number: int, segment: Segment, column: int, state: int, byte: int) -> str:

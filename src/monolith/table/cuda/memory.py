@@ -7,7 +7,6 @@ the rest does not. Callers see to it that calls follow one another.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,9 @@ MAX_PLACES = NONE - BESIDE
 USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
 """What the device counts, by its place among the counters. Places in use, and of those the marked."""
 
+TAKEN, CHANGED, BEFORE = 1, 2, 4
+"""What is known of a place, as bits: see index.cu."""
+
 UNUSABLE, TURNED_AWAY, ELSEWHERE = 1, 2, 4
 """Why a position of a batch is passed over; an id elsewhere is written by another part of its batch."""
 
@@ -43,7 +45,9 @@ LONG_RUN, STRETCH = 512, 256
 _MOST_PER_TILE = 8
 _WARPS = 64  # that a multiprocessor holds
 _UINT64 = (1 << 64) - 1
-_SIGN = -(1 << 63)
+_PULLS = 2  # after those few marks are left
+SIGN = -(1 << 63)
+"""The highest bit of a hash: turned, hashes are in order as signed numbers."""
 
 
 class _Table(ctypes.Structure):
@@ -55,6 +59,25 @@ class _Table(ctypes.Structure):
         ("states", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
     ]
+
+
+class _Wanted(ctypes.Structure):
+    _fields_ = [
+        ("first", ctypes.c_uint64),
+        ("last", ctypes.c_uint64),
+        ("latest", ctypes.c_uint32),
+        ("aged", ctypes.c_int),
+        ("now", ctypes.c_int64),
+        ("to_live", ctypes.c_int64),
+        ("to_live_by_slot", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
+        ("with_", ctypes.c_uint32),
+        ("without", ctypes.c_uint32),
+    ]
+
+
+class _Widths(ctypes.Structure):
+    _fields_ = [("values", ctypes.c_int), ("states", ctypes.c_int)]
 
 
 class _Writes(ctypes.Structure):
@@ -101,6 +124,34 @@ class Claimed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """Asks for rows whose age at a moment reached their time to live."""
+
+    now: int
+    to_live: int
+    by_slot: Tensor | None
+    """int64 on the device, one per slot, in place of `to_live`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrays:
+    """Rows as they lie in device memory, by number."""
+
+    times: Tensor
+    values: Tensor
+    states: Tensor
+
+    @staticmethod
+    def of(layout: DeviceRowLayout, rows: int, device: torch.device) -> RowArrays:
+        """Return arrays for so many rows, not filled."""
+        return RowArrays(
+            torch.empty(rows, dtype=torch.int32, device=device),
+            torch.empty((rows, layout.row_bytes // 4), dtype=torch.int32, device=device),
+            torch.empty((rows, layout.state_dim), dtype=torch.float32, device=device),
+        )
+
+
 class DeviceMemory:
     """An index with rows at the places of their keys. Not thread-safe.
 
@@ -129,10 +180,16 @@ class DeviceMemory:
         self._owner = device
         self._device = where = device.torch_device
         total = places + BESIDE
-        self._keys = torch.zeros(total, dtype=torch.int64, device=where)
-        self._times = torch.zeros(total, dtype=torch.int32, device=where)
-        self._values = torch.empty((total, layout.row_bytes // 4), dtype=torch.int32, device=where)
-        self._states = torch.empty((total, layout.state_dim), dtype=torch.float32, device=where)
+        try:
+            self._keys = torch.zeros(total, dtype=torch.int64, device=where)
+            self._at = RowArrays.of(layout, total, where)
+        except torch.OutOfMemoryError as cause:
+            raise AcceleratorError(
+                f"the device has no room for the {self.bytes_index + self.bytes_rows:,} bytes of a table of "
+                f"{places:,} places; give the table a capacity_bytes, or spread it over several devices"
+            ) from cause
+        self._times, self._values, self._states = self._at.times, self._at.values, self._at.states
+        self._flags: Tensor | None = None
         self._index = device.kernels(index_source(), "index")
         self._rows = device.kernels(layout.source, "rows")
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
@@ -146,10 +203,16 @@ class DeviceMemory:
     def bytes_rows(self) -> int:
         return (self.layout.row_bytes + 4 * self.layout.state_dim) * (self.places + BESIDE)
 
+    @property
+    def flags(self) -> Tensor | None:
+        """uint8 by place, where somebody keeps track; a few more than there are places."""
+        return self._flags
+
     def keep_for(self, stream: DeviceStream) -> None:
         """Have the memory outlive what was launched on another stream than it was taken on."""
-        for array in (self._keys, self._times, self._values, self._states):
-            stream.keep(array)
+        for array in (self._keys, self._times, self._values, self._states, self._flags):
+            if array is not None:
+                stream.keep(array)
 
     # Reading
 
@@ -160,24 +223,36 @@ class DeviceMemory:
         self._launch(self._index, "find_all", blocks_for(len(ids)), *self._head(), ids, n, places)
         return places
 
-    def lookup(self, ids: Tensor, scales: Sequence[float], out: Tensor) -> None:
+    def lookup(self, ids: Tensor, scalars: ctypes.Structure, out: Tensor) -> None:
         """Fill `out` with what training or serving sees of each id."""
         blocks = min(self._lookup_blocks, blocks_for(len(ids), per_block=4 * 256 // KEYS))
-        scalars = _scalars([0.0] * len(scales), scales)
         self._launch(self._rows, "lookup", blocks, self._table(), ids, _i64(len(ids)), scalars, out)
 
-    def read(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return event times (int64), values and state of the rows at these places; zeros for NONE."""
+    def read(self, places: Tensor, at: RowArrays | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return event times (int64), values and state of rows by their int32 places; zeros for NONE.
+
+        Args:
+            at: Rows that lie elsewhere, by number.
+        """
         n, device = len(places), self._device
         times = torch.empty(n, dtype=torch.int64, device=device)
         values = torch.empty((n, self.layout.dim), dtype=torch.float32, device=device)
         states = torch.empty((n, self.layout.state_dim), dtype=torch.float32, device=device)
         blocks = blocks_for(n, per_block=8)
-        self._launch(self._rows, "read_rows", blocks, self._table(), places, _i64(n), times, values, states)
+        table = self._table(at)
+        self._launch(self._rows, "read_rows", blocks, table, places, _i64(n), times, values, states)
         return times, values, states
 
     def listed(
-        self, room: int, *, first: int = 0, last: int = _UINT64, latest: int = (1 << 32) - 1
+        self,
+        room: int,
+        *,
+        first: int = 0,
+        last: int = _UINT64,
+        latest: int = (1 << 32) - 1,
+        ages: Ages | None = None,
+        flags: int = 0,
+        no_flags: int = 0,
     ) -> tuple[Tensor, Tensor, int]:
         """Return hashes and places, int64, of rows in the order of their hashes, and how many there are.
 
@@ -185,25 +260,49 @@ class DeviceMemory:
             room: No more than so many are returned, and then any.
             first, last: Hashes, both included.
             latest: Only rows that are not newer.
+            ages: Only rows that have expired.
+            flags, no_flags: Only rows that have these flags, and none of those.
         """
         hashes = torch.empty(room, dtype=torch.int64, device=self._device)
         places = torch.empty(room, dtype=torch.int64, device=self._device)
+        old = Ages(0, 0, None) if ages is None else ages
+        by_slot = None if old.by_slot is None else old.by_slot.data_ptr()
+        known = None if self._flags is None else self._flags.data_ptr()
+        wanted = _Wanted(
+            first, last, latest, ages is not None, old.now, old.to_live, by_slot, known, flags, no_flags
+        )
         found = self._counted(
             "list_rows",
             blocks_for(self.places + BESIDE),
             *self._head(),
             self._times,
-            ctypes.c_uint64(first),
-            ctypes.c_uint64(last),
-            ctypes.c_uint32(latest),
+            wanted,
             hashes,
             places,
             ctypes.c_uint64(room),
         )
         taken = min(found, room)
         # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
-        order = (hashes[:taken] ^ _SIGN).argsort()
+        order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
+
+    def hashes_at(self, places: Tensor) -> Tensor:
+        """Return the hashes of rows by their int64 places."""
+        beside = places - self.places
+        return torch.where(beside >= 0, beside, self._keys[places])
+
+    def digests(self, into: Tensor, number: int, total: int, count: int) -> Tensor:
+        """Return `count` sums of digests, int64: of each bucket of ids at the place that `into` has for it.
+
+        Args:
+            into: int32, one for each bucket; -1 for one that nobody asked for.
+            number, total: Of the ids that are, as unsigned numbers, `number` modulo `total`.
+        """
+        sums = torch.zeros(count, dtype=torch.int64, device=self._device)
+        share = ctypes.c_uint64(number), ctypes.c_uint64(total)
+        blocks = blocks_for(self.places + BESIDE)
+        self._launch(self._rows, "digest_rows", blocks, self._table(), into, *share, sums)
+        return sums
 
     def times_at(self, places: Tensor) -> Tensor:
         """Return the event times of rows, int64."""
@@ -218,8 +317,12 @@ class DeviceMemory:
         self._launch(self._rows, "find_unusable", self._blocks(n), gradients, _i64(n), skip, self.counters)
         return skip
 
-    def claim(self, ids: Tensor, times: Times, skip: Tensor | None) -> Claimed:
-        """Give a place to every id that is not passed over. There must be room for all."""
+    def claim(self, ids: Tensor, times: Times, skip: Tensor | None, *, clock: bool = True) -> Claimed:
+        """Give a place to every id that is not passed over. There must be room for all.
+
+        Args:
+            clock: Whether the times of the batch move the table's clock on; training does that by itself.
+        """
         n = len(ids)
         places = torch.empty(n, dtype=torch.int32, device=self._device)
         made = torch.empty(n, dtype=torch.uint8, device=self._device)
@@ -231,8 +334,8 @@ class DeviceMemory:
             ids,
             _i64(n),
             skip,
-            times.each,
-            ctypes.c_uint32(times.all),
+            times.each if clock else None,
+            ctypes.c_uint32(times.all if clock else 0),
             places,
             made,
             self.counters,
@@ -248,12 +351,20 @@ class DeviceMemory:
         self._launch(self._index, "claim_absent", blocks, *self._head(), ids, _i64(n), places, self.counters)
         return places
 
-    def put(self, claimed: Claimed, values: Tensor, states: Tensor | None, *, whole: bool) -> None:
+    def put(
+        self,
+        claimed: Claimed,
+        values: Tensor,
+        states: Tensor | None,
+        *,
+        whole: bool,
+        scalars: ctypes.Structure,
+    ) -> None:
         """Set values; `whole` rows with their own time, and their state or a new one."""
-        self._write("put_rows", claimed, values, states, ctypes.c_int(whole))
+        self._write("put_rows", claimed, values, states, ctypes.c_int(whole), scalars)
 
-    def add(self, claimed: Claimed, values: Tensor) -> None:
-        self._write("add_rows", claimed, values)
+    def add(self, claimed: Claimed, values: Tensor, scalars: ctypes.Structure) -> None:
+        self._write("add_rows", claimed, values, scalars)
 
     def reset(self, claimed: Claimed, status: Tensor) -> None:
         """Start rows anew; `status`, int8, is 0 for the first position of a new one and 1 for others."""
@@ -265,13 +376,15 @@ class DeviceMemory:
         gradients: Tensor,
         latest: Tensor | None,
         *,
-        rates: Sequence[float],
-        scales: Sequence[float],
+        scalars: ctypes.Structure,
         step: int,
         summed: bool,
         checked: bool,
     ) -> None:
-        """Take steps; `checked` looks at each row before it is written."""
+        """Take steps; `checked` looks at each row before it is written.
+
+        A gradient that is not usable is left out and counted, and a row that was made for it goes again.
+        """
         n, device = len(claimed.places), self._device
         runs = sums = None
         if summed and n >= LONG_RUN:
@@ -289,7 +402,7 @@ class DeviceMemory:
             claimed.writes(),
             gradients,
             latest,
-            _scalars(rates, scales),
+            scalars,
             _i64(step),
             runs,
             sums,
@@ -301,23 +414,67 @@ class DeviceMemory:
         """Return how many positions of a batch a tile trains."""
         return max(1, min(self.layout.lanes, _MOST_PER_TILE, positions // self._tiles))
 
-    # Forgetting
+    # Keeping track
 
-    def remove(self, ids: Tensor) -> int:
-        return self._counted("remove_all", blocks_for(len(ids)), *self._head(), ids, _i64(len(ids)))
+    def watch(self, *, on: bool) -> None:
+        """Keep flags from now on, none of them set; or keep them no more."""
+        rounded = -(-(self.places + BESIDE) // 4) * 4  # kernels set them by the word
+        self._flags = torch.zeros(rounded, dtype=torch.uint8, device=self._device) if on else None
+
+    def note_writes(self, claimed: Claimed) -> None:
+        """Flag the rows of a batch that is about to be written."""
+        n = len(claimed.places)
+        arguments = claimed.places, claimed.made, _i64(n), self._flags
+        self._launch(self._index, "note_writes", blocks_for(n), *arguments)
+
+    def capture(
+        self, places: Tensor, hashes: Tensor, rows: RowArrays, flags: Tensor, captured: Tensor
+    ) -> None:
+        """Copy the rows at int32 places aside that are not TAKEN yet, and count them in `captured`."""
+        n = len(places)
+        source = self._times, self._values, self._states, self._widths()
+        target = hashes, rows.times, rows.values, rows.states, flags, captured
+        blocks = blocks_for(n)
+        self._launch(
+            self._index,
+            "capture_rows",
+            blocks,
+            *self._head(),
+            *source,
+            places,
+            _i64(n),
+            self._flags,
+            *target,
+        )
+
+    # Forgetting
 
     def drop(self, places: Tensor) -> int:
         """Drop the rows at int64 places; return how many there were."""
         return self._counted("drop_places", blocks_for(len(places)), *self._head(), places, _i64(len(places)))
 
-    def expire(self, now: int, to_live: int, by_slot: Tensor | None, *, dropping: bool) -> int:
-        """Return how many rows have reached their time to live, and drop them where told to."""
-        ages = _i64(now), _i64(to_live), by_slot, ctypes.c_int(dropping)
-        return self._counted("expire", blocks_for(self.places + BESIDE), *self._head(), self._times, *ages)
+    def tidy(self) -> None:
+        """Clear marks away, where rows lie: those that are not at home are pulled nearer to it."""
+        buckets, blocks = self.places // KEYS, blocks_for(self.places)
+        away = torch.empty(8 * blocks, dtype=torch.int32, device=self._device)
+        rows = self._times, self._values, self._states, self._flags, self._widths()
+
+        def free() -> None:
+            passed = torch.zeros(buckets, dtype=torch.uint8, device=self._device)
+            self._launch(self._index, "note_away", blocks, *self._head(), away, passed)
+            self._launch(self._index, "free_marks", blocks, *self._head(), passed, self.counters)
+
+        free()
+        for _ in range(_PULLS):
+            self._launch(self._index, "pull_rows", blocks, *self._head(), away, *rows)
+            self._launch(self._index, "drop_copied", blocks, *self._head())
+            free()
 
     def moved(self, places: int) -> DeviceMemory:
         """Return a memory of another size with the same rows, and without marks."""
         new = DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
+        if self._flags is not None:
+            new.watch(on=True)
         self._launch(
             self._index,
             "move_rows",
@@ -326,12 +483,13 @@ class DeviceMemory:
             self._times,
             self._values,
             self._states,
-            ctypes.c_int(self.layout.row_bytes // 4),
-            ctypes.c_int(self.layout.state_dim),
+            self._flags,
+            self._widths(),
             *new._head(),
             new._times,
             new._values,
             new._states,
+            new._flags,
         )
         self.counters[USED] -= self.counters[MARKS]
         self.counters[MARKS] = 0
@@ -347,19 +505,27 @@ class DeviceMemory:
     def _head(self) -> tuple[Tensor, ctypes.c_uint64]:
         return self._keys, ctypes.c_uint64(self.places // KEYS)
 
-    def words(self) -> list[int]:
-        """Return what kernels are told of a table, in the order of `Arrays`."""
+    def _widths(self) -> _Widths:
+        return _Widths(self.layout.row_bytes // 4, self.layout.state_dim)
+
+    def words(self, at: RowArrays | None = None) -> list[int]:
+        """Return what kernels are told of a table, in the order of `Arrays`.
+
+        Args:
+            at: Rows that lie elsewhere, by number.
+        """
+        rows = self._at if at is None else at
         return [
             self._keys.data_ptr(),
             self.places // KEYS,
-            self._times.data_ptr(),
-            self._values.data_ptr(),
-            self._states.data_ptr(),
+            rows.times.data_ptr(),
+            rows.values.data_ptr(),
+            rows.states.data_ptr(),
             self.counters.data_ptr(),
         ]
 
-    def _table(self) -> _Table:
-        return _Table(*self.words())
+    def _table(self, at: RowArrays | None = None) -> _Table:
+        return _Table(*self.words(at))
 
     def _blocks(self, rows: int) -> int:
         return blocks_for(rows * self.layout.lanes)
@@ -376,7 +542,3 @@ class DeviceMemory:
 
 def _i64(number: int) -> ctypes.c_int64:
     return ctypes.c_int64(number)
-
-
-def _scalars(rates: Sequence[float], scales: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
-    return (ctypes.c_float * (2 * len(rates)))(*rates, *scales)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -77,6 +78,21 @@ def parts(ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.bool_]]:
     number = rank[inverse] // size
     for part in range(int(number.max()) + 1):
         yield number == part
+
+
+def runs(ids: Tensor, zero: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """Yield masks of positions to write or to remove, such that equal ids keep their order."""
+    if len(torch.unique(ids)) == len(ids):
+        for kind in (True, False):
+            if bool((zero == kind).any()):
+                yield zero == kind, kind
+        return
+    changes = (zero[1:] != zero[:-1]).nonzero().squeeze(1) + 1
+    edges = [0, *changes.tolist(), len(ids)]
+    for begin, end in pairwise(edges):
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        mask[begin:end] = True
+        yield mask, bool(zero[begin])
 
 
 def _turns(inverse: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:

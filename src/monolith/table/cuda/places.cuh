@@ -115,6 +115,26 @@ __device__ __forceinline__ int claim(u64* keys, u64 buckets, u64 hash, bool& fre
   return NONE;
 }
 
+// Takes the row from a place; false when another thread has.
+__device__ __forceinline__ bool drop(u64* keys, u64 buckets, u64 place, u64* counters) {
+  if (place >= buckets * KEYS) {
+    if (atomicCAS(&keys[place], HELD, FREE) != HELD) return false;
+    atomicAdd(&counters[USED], (u64)0 - 1ULL);
+    return true;
+  }
+  const u64 hash = __ldcg(&keys[place]);
+  if (hash <= MARK) return false;
+  const u64 first = place / KEYS * KEYS;
+  bool open = false;
+  for (int j = 0; j < KEYS; ++j) open |= __ldcg(&keys[first + j]) == FREE;
+  if (atomicCAS(&keys[place], hash, open ? FREE : MARK) != hash) return false;
+  if (open)
+    atomicAdd(&counters[USED], (u64)0 - 1ULL);
+  else
+    atomicAdd(&counters[MARKS], 1ULL);
+  return true;
+}
+
 // Adds up what each thread of a warp says, into a counter. Every thread of the warp calls it.
 __device__ __forceinline__ void count(u64* counter, bool one) {
   const u32 ones = __ballot_sync(0xffffffffu, one);

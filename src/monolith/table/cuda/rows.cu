@@ -1,6 +1,6 @@
 // What is done to rows, made for one layout: `places.cuh` and the layout's constants stand before it.
 //
-// The layout says DIM, STATE_DIM, ROW_BYTES, SERVING, LANES, SEED, SEGMENTS and has a struct for each segment,
+// The layout says DIM, STATE_DIM, ROW_BYTES, SERVING, LAZY, LANES, SEED, SEGMENTS and has a struct for each segment,
 // Segment0 and so on, which EACH_SEGMENT(X) hands to X by number.
 //
 // A batch is written by runs of equal places: `order` lists its positions sorted by place, equal ones as they
@@ -21,6 +21,10 @@ LAYOUT
 struct Scalars {
   float rate[SEGMENTS];
   float scale[SEGMENTS];
+#if LAZY
+  float decay[SEGMENTS];  // the share of a value that a step takes
+  i64 steps;              // one more than the newest step
+#endif
 };
 
 struct Table : Arrays {
@@ -170,6 +174,70 @@ __device__ __forceinline__ float seen_value(const u8* row, int column, const Sca
   return x;
 }
 
+// ---- rows that decay by steps they are not in -----------------------------------------------------
+
+__device__ __forceinline__ void put_step(float* at, i64 step) {
+  at[0] = float_with((u32)(u64)step);
+  at[1] = float_with((u32)((u64)step >> 32));
+}
+
+__device__ __forceinline__ i64 step_of(const float* at) {
+  return (i64)((u64)bits_of(at[0]) | (u64)bits_of(at[1]) << 32);
+}
+
+#if LAZY
+// What is left of a value of 1 after steps that each take the share `decay` of it, as native/src/optimizers.h.
+__device__ __forceinline__ float kept_after(float decay, i64 steps) {
+  double base = 1.0 - (double)decay;
+  double kept = 1.0;
+  for (; steps > 0; steps >>= 1, base *= base)
+    if ((steps & 1) != 0) kept *= base;
+  return (float)kept;
+}
+
+// What is left of the values of each segment of a row after the steps since its last.
+struct Kept {
+  float of[SEGMENTS];
+
+  __device__ Kept(const float* state, const Scalars& scalars) {
+#define KEEP(p)                                                                                    \
+  of[p] = 1.0f;                                                                                    \
+  if (Segment##p::kLazy) {                                                                         \
+    const i64 seen = step_of(state + Segment##p::kState + Segment##p::kDim);                       \
+    if (seen != 0 && seen < scalars.steps) of[p] = kept_after(scalars.decay[p], scalars.steps - seen); \
+  }
+    EACH_SEGMENT(KEEP)
+#undef KEEP
+  }
+};
+
+// What training sees of a value now.
+__device__ __forceinline__ float seen_now(const u8* row, int column, const Kept& kept, const Scalars& scalars) {
+  const float x = read_value(row, column);
+#define SEE(p) OF_COLUMN(p) return view<Segment##p>(Segment##p::kLazy ? x * kept.of[p] : x, scalars.scale[p]);
+  EACH_SEGMENT(SEE)
+#undef SEE
+  return x;
+}
+
+// Decays a row that is about to be written.
+__device__ __forceinline__ void catch_up(float* row, float* state, const Scalars& scalars, int lane, u32 tile) {
+  const Kept kept(state, scalars);
+  __syncwarp(tile);  // everyone has read the steps
+#define CATCH_UP(p)                                                            \
+  if (Segment##p::kLazy) {                                                     \
+    float* const counter = state + Segment##p::kState + Segment##p::kDim;      \
+    for (int i = lane; i < Segment##p::kDim; i += LANES)                       \
+      row[Segment##p::kColumn + i] *= kept.of[p];                              \
+    if (lane == 0 && step_of(counter) != 0 && step_of(counter) < scalars.steps) \
+      put_step(counter, scalars.steps);                                        \
+  }
+  EACH_SEGMENT(CATCH_UP)
+#undef CATCH_UP
+  __syncwarp(tile);
+}
+#endif
+
 // ---- new rows ------------------------------------------------------------------------------------
 
 template <class S>
@@ -259,10 +327,18 @@ __device__ __forceinline__ void look_up(const Table& table, const i64* __restric
     return;
   }
 #endif
-  for (int j = 0; j < TOGETHER; ++j)
-    if (i + j < n)
-      for (int c = lane; c < DIM; c += KEYS)
-        out[(i + j) * DIM + c] = place[j] < 0 ? 0.0f : seen_value(table.row((int)place[j]), c, scalars);
+  for (int j = 0; j < TOGETHER; ++j) {
+    if (i + j >= n) continue;
+    const int at = (int)place[j];
+#if LAZY
+    const Kept kept(table.state(at < 0 ? 0 : at), scalars);
+    for (int c = lane; c < DIM; c += KEYS)
+      out[(i + j) * DIM + c] = at < 0 ? 0.0f : seen_now(table.row(at), c, kept, scalars);
+#else
+    for (int c = lane; c < DIM; c += KEYS)
+      out[(i + j) * DIM + c] = at < 0 ? 0.0f : seen_value(table.row(at), c, scalars);
+#endif
+  }
 }
 
 extern "C" __global__ void lookup(Table table, const i64* __restrict__ ids, i64 n, Scalars scalars,
@@ -285,6 +361,31 @@ extern "C" __global__ void read_rows(Table table, const int* __restrict__ places
   for (int c = lane; c < DIM; c += 32) values[i * DIM + c] = there ? read_value(table.row(place), c) : 0.0f;
   for (int s = lane; s < STATE_DIM; s += 32)
     states[i * STATE_DIM + s] = there ? table.state(place)[s] : 0.0f;
+}
+
+// Adds the digest of each row, as native/src/digest.h has it, to that of its bucket of ids. `into` says where
+// that is, or -1 for a bucket nobody asked for; of the ids only those that are `number` modulo `total`.
+extern "C" __global__ void digest_rows(Table table, const int* __restrict__ into, u64 number, u64 total,
+                                       u64* sums) {
+  const u64 place = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  const int lane = threadIdx.x & 31;
+  int at = -1;
+  u64 hash = 0;
+  if (place < table.buckets * KEYS + 2 && held_at(table.keys, table.buckets, place)) {
+    hash = table.hash((int)place);
+    at = into[hash >> 52];
+    if (at >= 0 && total > 1 && (u64)unmix(hash) % total != number) at = -1;
+  }
+  for (u32 ones = __ballot_sync(0xffffffffu, at >= 0); ones != 0; ones &= ones - 1) {
+    const int of = __ffs(ones) - 1;
+    const u64 salt = __shfl_sync(0xffffffffu, hash, of);
+    const u8* const row = table.row((int)(place - lane + of));
+    u64 sum = 0;
+    for (int c = lane; c < DIM; c += 32) sum += mix(salt + COLUMN * (u64)(c + 1) + bits_of(read_value(row, c)));
+    for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    const int bucket = __shfl_sync(0xffffffffu, at, of);
+    if (lane == 0) atomicAdd(&sums[bucket], mix(salt + sum));
+  }
 }
 
 // ---- writing -------------------------------------------------------------------------------------
@@ -342,8 +443,11 @@ __device__ __forceinline__ void refresh(const Table& table, const Run& run, int 
 
 // Sets values: of equal ids the last. `whole` rows bring their time, and their state unless it is null.
 extern "C" __global__ void put_rows(Table table, Writes writes, const float* __restrict__ values,
-                                    const float* __restrict__ states, int whole) {
+                                    const float* __restrict__ states, int whole, Scalars scalars) {
   TILE
+#if LAZY
+  if (!whole && !run.fresh) catch_up((float*)table.row(run.place), table.state(run.place), scalars, lane, tile);
+#endif
   const i64 last = writes.order[run.first + run.count - 1];
   u8* const row = table.row(run.place);
   for (int c = lane; c < DIM; c += LANES) write_value(row, c, values[last * DIM + c]);
@@ -357,7 +461,8 @@ extern "C" __global__ void put_rows(Table table, Writes writes, const float* __r
     table.times[run.place] = writes.time_of(last);
 }
 
-extern "C" __global__ void add_rows(Table table, Writes writes, const float* __restrict__ values) {
+extern "C" __global__ void add_rows(Table table, Writes writes, const float* __restrict__ values,
+                                    Scalars scalars) {
   TILE
   u8* const row = table.row(run.place);
   if (run.fresh) {
@@ -365,6 +470,9 @@ extern "C" __global__ void add_rows(Table table, Writes writes, const float* __r
     start_state(table.state(run.place), lane);
     __syncwarp(tile);
   }
+#if LAZY
+  if (!run.fresh) catch_up((float*)row, table.state(run.place), scalars, lane, tile);
+#endif
   for (i64 q = 0; q < run.count; ++q) {
     const i64 position = writes.order[run.first + q];
     for (int c = lane; c < DIM; c += LANES)

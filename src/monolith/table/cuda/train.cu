@@ -4,14 +4,28 @@
 
 #define MAX_GRADIENT 1e15f
 
+__device__ __forceinline__ bool usable(float x) { return fabsf(x) <= MAX_GRADIENT; }
+
+// Whether all floats of a gradient are usable that are of one of `lanes` threads.
+__device__ __forceinline__ bool usable_share(const float* gradient, int lane, int lanes) {
+  bool all = true;
+  if (DIM % 4 == 0 && ((u64)gradient & 15) == 0) {
+    for (int v = lane; v < DIM / 4; v += lanes) {
+      const float4 four = ((const float4*)gradient)[v];
+      all &= usable(four.x) && usable(four.y) && usable(four.z) && usable(four.w);
+    }
+  } else {
+    for (int c = lane; c < DIM; c += lanes) all &= usable(gradient[c]);
+  }
+  return all;
+}
+
 // Whether nothing is trained by a gradient. Every thread of a warp calls it, with the same table.
 __device__ __forceinline__ void look_at(const float* __restrict__ gradients, i64 i, i64 n,
                                         u8* __restrict__ skip, u64* counters) {
   const int lane = threadIdx.x & (LANES - 1);
-  bool usable = true;
-  if (i < n)
-    for (int c = lane; c < DIM; c += LANES) usable &= fabsf(gradients[i * DIM + c]) <= MAX_GRADIENT;
-  const u32 bad = __ballot_sync(0xffffffffu, !usable);
+  const bool fine = i >= n || usable_share(gradients + i * DIM, lane, LANES);
+  const u32 bad = __ballot_sync(0xffffffffu, !fine);
   const bool left_out = (bad & TILE_MASK) != 0;
   if (lane == 0 && i < n) skip[i] = left_out ? UNUSABLE : 0;
   count(&counters[NON_FINITE], lane == 0 && i < n && left_out);
@@ -27,33 +41,6 @@ __device__ __forceinline__ float over(float numerator, float denominator) {
   return denominator != 0 ? numerator / denominator : 0.0f;
 }
 
-#define EACH_COLUMN                                  \
-  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
-    if (const int c = lane + k * LANES; c < d)
-
-// The sum over the columns, in their order.
-template <int d, int kMany>
-__device__ __forceinline__ float sum_in_order(const float (&x)[kMany], u32 tile) {
-  float sum = 0;
-#pragma unroll
-  for (int k = 0; k < kMany; ++k)
-#pragma unroll 1
-    for (int l = 0; l < LANES; ++l) {
-      const float one = __shfl_sync(tile, x[k], l, LANES);
-      if (k * LANES + l < d) sum += one;
-    }
-  return sum;
-}
-
-__device__ __forceinline__ void put_step(float* at, i64 step) {
-  at[0] = float_with((u32)(u64)step);
-  at[1] = float_with((u32)((u64)step >> 32));
-}
-
-__device__ __forceinline__ i64 step_of(const float* at) {
-  return (i64)((u64)bits_of(at[0]) | (u64)bits_of(at[1]) << 32);
-}
-
 // Floats of state that there is one of for each value, and floats behind those.
 template <int kind>
 struct StateOf {
@@ -66,22 +53,99 @@ struct StateOf {
       : kind == GROUP_ADAGRAD ? 1 : 0;
 };
 
-// What a lane holds of a segment while it takes a step: its columns of values, gradient and state.
+// How wide floats may be fetched at once that begin at `offset` of rows of `width` floats.
+constexpr int wide_enough(int many, int offset, int width) {
+  return many % 4 == 0 && offset % 4 == 0 && width % 4 == 0   ? 4
+         : many % 2 == 0 && offset % 2 == 0 && width % 2 == 0 ? 2
+                                                              : 1;
+}
+
+// What a lane holds of a segment while it takes a step: its columns of values, gradient and state. Those are
+// as many that follow one another, where rows are of a width that lets them be fetched together; otherwise
+// lane, lane + LANES and so on.
 template <class S>
 struct Held {
   static constexpr int kMany = (S::kDim + LANES - 1) / LANES;
   static constexpr int kVectors = StateOf<S::kOptimizer>::kVectors;
   static constexpr int kRest = StateOf<S::kOptimizer>::kRest;
+  static constexpr int kWide = wide_enough(kMany, S::kColumn, DIM);
+  static constexpr int kStateWide = kVectors == 0 ? 4 : wide_enough(kMany, S::kState, STATE_DIM);
+  static constexpr bool kFollowing = kMany * LANES == S::kDim && kWide > 1 && kStateWide > 1;
   float x[kMany];
   float g[kMany];
   float state[kVectors > 0 ? kVectors : 1][kMany];
   float rest[2];  // the same in every lane
+
+  static __device__ __forceinline__ int column(int k, int lane) {
+    return kFollowing ? lane * kMany + k : lane + k * LANES;
+  }
 };
+
+#define EACH_COLUMN                                  \
+  _Pragma("unroll") for (int k = 0; k < kMany; ++k) \
+    if (const int c = Held<S>::column(k, lane); c < S::kDim)
+
+// A lane's columns of a segment's floats, fetched and put `WIDE` at once.
+template <class S, int WIDE>
+__device__ __forceinline__ void fetch(const float* from, float (&into)[Held<S>::kMany], int lane) {
+  constexpr int kMany = Held<S>::kMany;
+  if constexpr (Held<S>::kFollowing && WIDE == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4) {
+      const float4 four = *(const float4*)(from + lane * kMany + k);
+      into[k] = four.x, into[k + 1] = four.y, into[k + 2] = four.z, into[k + 3] = four.w;
+    }
+  } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) {
+      const float2 two = *(const float2*)(from + lane * kMany + k);
+      into[k] = two.x, into[k + 1] = two.y;
+    }
+  } else {
+    EACH_COLUMN into[k] = from[c];
+  }
+}
+
+template <class S, int WIDE>
+__device__ __forceinline__ void put(float* to, const float (&from)[Held<S>::kMany], int lane) {
+  constexpr int kMany = Held<S>::kMany;
+  if constexpr (Held<S>::kFollowing && WIDE == 4) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 4)
+      *(float4*)(to + lane * kMany + k) = make_float4(from[k], from[k + 1], from[k + 2], from[k + 3]);
+  } else if constexpr (Held<S>::kFollowing && WIDE == 2) {
+#pragma unroll
+    for (int k = 0; k < kMany; k += 2) *(float2*)(to + lane * kMany + k) = make_float2(from[k], from[k + 1]);
+  } else {
+    EACH_COLUMN to[c] = from[k];
+  }
+}
+
+// The sum over the columns, in their order.
+template <class S>
+__device__ __forceinline__ float sum_in_order(const float (&x)[Held<S>::kMany], u32 tile) {
+  constexpr int kMany = Held<S>::kMany;
+  float sum = 0;
+  if constexpr (Held<S>::kFollowing) {
+#pragma unroll 1
+    for (int l = 0; l < LANES; ++l)
+#pragma unroll
+      for (int k = 0; k < kMany; ++k) sum += __shfl_sync(tile, x[k], l, LANES);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kMany; ++k)
+#pragma unroll 1
+      for (int l = 0; l < LANES; ++l) {
+        const float one = __shfl_sync(tile, x[k], l, LANES);
+        if (k * LANES + l < S::kDim) sum += one;
+      }
+  }
+  return sum;
+}
 
 // One step of a segment.
 template <class S>
 __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, int lane, u32 tile) {
-  constexpr int d = S::kDim;
   constexpr int kMany = Held<S>::kMany;
   constexpr int kind = S::kOptimizer;
   float (&x)[kMany] = held.x;
@@ -99,6 +163,19 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       x[k] = x[k] - over(rate, sqrtf(sum)) * grad;
     }
     if (kind == DYNAMIC_WD_ADAGRAD) put_step(rest, step);
+#if LAZY
+  } else if constexpr (kind == DYNAMIC_WD_ADAGRAD && S::kLazy) {
+    // Its counter is one more than the step of its last update: 0 is a row that has not had any.
+    const i64 seen = step_of(rest);
+    const i64 now = step + 1;
+    const float kept = kept_after(rate * S::kWeightDecay, seen == 0 ? 1 : now - seen);
+    EACH_COLUMN {
+      const float norm = state[0][k] + g[k] * g[k];
+      state[0][k] = norm;
+      x[k] = x[k] * kept - over(rate, sqrtf(norm)) * g[k];
+    }
+    put_step(rest, seen > now ? seen : now);
+#endif
   } else if constexpr (kind == DYNAMIC_WD_ADAGRAD) {
     const float decay = rate * S::kWeightDecay;
     EACH_COLUMN {
@@ -165,7 +242,7 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       state[0][k] = n;
       state[1][k] = z;
     }
-    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    const float length = sqrtf(sum_in_order<S>(squares, tile));
     if (length < S::kL1 || length == 0) {
       EACH_COLUMN x[k] = 0;
       return;
@@ -192,7 +269,7 @@ __device__ __forceinline__ void take_step(Held<S>& held, float rate, i64 step, i
       const float z = g[k] + S::kWeightDecay * x[k] - x[k] / pace;
       squares[k] = z * z;
     }
-    const float length = sqrtf(sum_in_order<d>(squares, tile));
+    const float length = sqrtf(sum_in_order<S>(squares, tile));
     if (length < S::kL2 || length == 0) {
       EACH_COLUMN x[k] = 0;
       return;
@@ -226,12 +303,26 @@ struct Gradients {
   const i64* order;
   i64 count;
   const float* latest;  // the values that the first was computed on, or null
+  bool aligned;         // whether floats may be fetched by four: others' may lie before them
 };
 
-// Steps a segment; false where that would make a value that is not finite. Nothing is written unless STORE.
+template <class S>
+__device__ __forceinline__ void fetch_gradient(const Gradients& by, const float* from,
+                                               float (&into)[Held<S>::kMany], int lane) {
+  if (by.aligned)
+    fetch<S, Held<S>::kWide>(from + S::kColumn, into, lane);
+  else
+    fetch<S, 1>(from + S::kColumn, into, lane);
+}
+
+// What became of a step. Gradients are looked at only where told to, and then all lanes agree on it.
+enum Outcome { DONE, NOT_FINITE, NOT_USABLE };
+
+// Steps a segment, unless that would make a value that is not finite. Nothing is written unless STORE.
 template <class S, bool STORE>
-__device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
-                                             float rate, float scale, i64 step, int lane, u32 tile) {
+__device__ __forceinline__ int step_segment(float* row, float* state_row, u64 hash, const Gradients& by,
+                                             float rate, float scale, i64 step, bool look, int lane,
+                                             u32 tile) {
   constexpr int d = S::kDim;
   constexpr int kMany = Held<S>::kMany;
   constexpr int kVectors = Held<S>::kVectors;
@@ -239,19 +330,24 @@ __device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 h
   float* const state = state_row + S::kState;
   Held<S> held = {};
   // All that memory has to say is asked for before the first of it is looked at.
-  EACH_COLUMN {
-    held.x[k] = row[S::kColumn + c];
-    held.g[k] = by.first[S::kColumn + c];
+  fetch<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
+  fetch_gradient<S>(by, by.first, held.g, lane);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) held.state[v][k] = state[v * d + c];
-  }
+  for (int v = 0; v < kVectors; ++v) fetch<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
 #pragma unroll
   for (int r = 0; r < kRest; ++r) held.rest[r] = state[kVectors * d + r];
+  bool all_usable = true;
+  EACH_COLUMN all_usable &= usable(held.g[k]);
 #pragma unroll 2
   for (i64 q = 1; q < by.count; ++q) {
-    const float* const more = by.all + by.order[q] * DIM + S::kColumn;
-    EACH_COLUMN held.g[k] += more[c];
+    float more[kMany] = {};
+    fetch_gradient<S>(by, by.all + by.order[q] * DIM, more, lane);
+    EACH_COLUMN {
+      all_usable &= usable(more[k]);
+      held.g[k] += more[k];
+    }
   }
+  if (look && !__all_sync(tile, all_usable)) return NOT_USABLE;
   if constexpr (S::kCompressor == ONE_BIT) {
     EACH_COLUMN {
       const float t = tanhf(scale * held.x[k]);
@@ -272,11 +368,11 @@ __device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 h
       held.x[k] = round_to_half(held.x[k], draw(salt + bits_of(held.x[k]), S::kColumn + c));
     }
     finite &= held.x[k] - held.x[k] == 0;
-    if (STORE) {
-      row[S::kColumn + c] = held.x[k];
+  }
+  if (STORE) {
+    put<S, Held<S>::kWide>(row + S::kColumn, held.x, lane);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) state[v * d + c] = held.state[v][k];
-    }
+    for (int v = 0; v < kVectors; ++v) put<S, Held<S>::kStateWide>(state + v * d, held.state[v], lane);
   }
   if (STORE && kRest > 0) {
     __syncwarp(tile);  // everyone has read it
@@ -284,19 +380,40 @@ __device__ __forceinline__ bool step_segment(float* row, float* state_row, u64 h
     for (int r = 0; r < kRest; ++r)
       if (lane == 0) state[kVectors * d + r] = held.rest[r];
   }
-  return finite;
+  return finite ? DONE : NOT_FINITE;
 }
 
+// Steps a row. Rows of several segments have their gradients looked at before: the first must not be stepped
+// by one that is not usable in the last.
 template <bool STORE>
-__device__ __forceinline__ bool step_row(float* row, float* state, u64 hash, const Gradients& by,
-                                         const Scalars& scalars, i64 step, int lane, u32 tile) {
-  bool finite = true;
-#define STEP(p)                                                                                         \
-  finite &= step_segment<Segment##p, STORE>(row, state, hash, by, scalars.rate[p], scalars.scale[p], step, \
-                                            lane, tile);
+__device__ __forceinline__ int step_row(float* row, float* state, u64 hash, const Gradients& by,
+                                        const Scalars& scalars, i64 step, bool look, int lane, u32 tile) {
+  int outcome = DONE;
+#define STEP(p)                                                                                          \
+  outcome |= step_segment<Segment##p, STORE>(row, state, hash, by, scalars.rate[p], scalars.scale[p], step, \
+                                             SEGMENTS == 1 && look, lane, tile);
   EACH_SEGMENT(STEP)
 #undef STEP
-  return finite;
+  return outcome;
+}
+
+// Leaves out the positions of a run whose gradients nothing is trained by, and counts them.
+__device__ __forceinline__ void keep_usable(const Table& table, const Writes& writes, const float* gradients,
+                                            Run& run, int lane, u32 tile) {
+  i64* const order = (i64*)writes.order + run.first;
+  i64 kept = 0;
+  u32 newest = 0;
+  for (i64 q = 0; q < run.count; ++q) {
+    const i64 position = order[q];
+    if (!__all_sync(tile, usable_share(gradients + position * DIM, lane, LANES))) continue;
+    newest = max(newest, writes.time_of(position));
+    if (lane == 0) order[kept] = position;
+    ++kept;
+  }
+  __syncwarp(tile);
+  if (lane == 0 && kept < run.count) atomicAdd(&table.counters[NON_FINITE], (u64)(run.count - kept));
+  run.count = kept;
+  run.newest = newest;
 }
 
 // Runs of so many positions are summed before the steps, each by a block of its own: what a tile would sum
@@ -306,7 +423,8 @@ __device__ __forceinline__ bool step_row(float* row, float* state, u64 hash, con
 #define STRETCH (LONG / 2)
 
 struct LongRun {
-  i64 count;
+  u32 count;     // of usable gradients
+  u32 left_out;  // of others
   u32 fresh;
   u32 newest;
 };
@@ -340,11 +458,32 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
     if (more < STRETCH) break;
   }
   if (end - first < LONG) return;
-  for (i64 at = first + thread; at < end; at += STRETCH) {
-    const i64 position = writes.order[at];
-    fresh |= writes.made[position];
-    newest = max(newest, writes.time_of(position));
+  // Positions of usable gradients are brought together.
+  __shared__ int kept_by_warp[STRETCH / 32];
+  i64* const order = (i64*)writes.order;
+  i64 kept = first;
+  for (i64 from = first; from < end; from += STRETCH) {
+    i64 position = 0;
+    bool keep = false;
+    if (from + thread < end) {
+      position = order[from + thread];
+      fresh |= writes.made[position];
+      keep = usable_share(gradients + position * DIM, 0, 1);
+    }
+    if (keep) newest = max(newest, writes.time_of(position));
+    const u32 ones = __ballot_sync(0xffffffffu, keep);
+    if ((thread & 31) == 0) kept_by_warp[thread / 32] = __popc(ones);
+    __syncthreads();
+    i64 to = kept + __popc(ones & ((1u << (thread & 31)) - 1));
+    for (int w = 0; w < STRETCH / 32; ++w) {
+      if (w < thread / 32) to += kept_by_warp[w];
+      kept += kept_by_warp[w];
+    }
+    if (keep) order[to] = position;
+    __syncthreads();
   }
+  const u32 left_out = (u32)(end - kept);
+  end = kept;
   fresh = __syncthreads_or((int)fresh);
   for (int lanes = 16; lanes > 0; lanes >>= 1) newest = max(newest, __shfl_xor_sync(0xffffffffu, newest, lanes));
   __shared__ u32 latest;
@@ -352,7 +491,8 @@ __device__ __forceinline__ void sum_long_run(const Writes& writes, const float* 
   __syncthreads();
   if ((thread & 31) == 0) atomicMax(&latest, newest);
   __syncthreads();
-  if (thread == 0) runs[stretch] = {end - first, fresh, latest};
+  if (thread == 0) runs[stretch] = {(u32)(end - first), left_out, fresh, latest};
+  if (end == first) return;
   // While a chunk of gradients is summed the next is on its way, and where the one after that is to be found.
   const auto row_at = [&](i64 at) { return writes.order[at < end ? at : first]; };
   for (int column = 0; column < DIM; column += kColumns) {
@@ -417,6 +557,7 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
   const int lane = threadIdx.x & (LANES - 1);
   const u32 tile = TILE_MASK;
   if (base >= writes.n) return;
+  const bool aligned = ((u64)gradients & 15) == 0;
   const i64 own = base + lane;
   int place = NONE;
   int before = NONE;
@@ -432,51 +573,77 @@ __device__ __forceinline__ void train(const Table& table, const Writes& writes, 
     made = writes.made[position];
     time = writes.time_of(position);
   }
+  u32 newest = 0;
   for (int j = 0; j < per_tile; ++j) {
     Run run;
     run.place = __shfl_sync(tile, place, j, LANES);
     if (run.place == NONE || __shfl_sync(tile, before, j, LANES) == run.place) continue;
     run.first = base + j;
+    run.count = 1;
+    bool look = true;
     const i64 head = __shfl_sync(tile, position, j, LANES);
-    Gradients by{gradients + head * DIM, gradients, writes.order + run.first, 1, nullptr};
+    Gradients by{gradients + head * DIM, gradients, writes.order + run.first, 1, nullptr, aligned};
+    if (latest != nullptr) by.latest = latest + head * DIM;
     if (__shfl_sync(tile, after, j, LANES) != run.place) {
-      run.count = 1;
       run.fresh = __shfl_sync(tile, made, j, LANES) != 0;
       run.newest = __shfl_sync(tile, time, j, LANES);
     } else if (summed && run.first + LONG <= writes.n && writes.places[run.first + LONG - 1] == run.place) {
       const i64 stretch = (run.first + STRETCH - 1) / STRETCH;
       const LongRun known = long_runs[stretch];
-      run.count = 1;  // they are summed
       run.fresh = known.fresh != 0;
       run.newest = known.newest;
       by.first = long_sums + stretch * DIM;
+      look = false;
+      if (known.count == 0) run.count = 0;
+      if (lane == 0 && known.left_out != 0)
+        atomicAdd(&table.counters[NON_FINITE], (u64)known.left_out);
     } else {
       run_at(writes, run.first, lane, tile, run);
-      if (summed) by.count = run.count;
     }
+    const bool summed_here = look;  // and not before
+    const auto by_usable = [&] {
+      keep_usable(table, writes, gradients, run, lane, tile);
+      look = false;
+    };
+    if (look && (SEGMENTS > 1 || (run.count > 1 && !summed))) by_usable();
     float* const row = (float*)table.row(run.place);
     float* const state = table.state(run.place);
     u64 hash = 0;
     if (run.fresh || ROUNDED) hash = table.hash(run.place);
-    if (run.fresh) {
+    if (run.fresh && run.count > 0) {
       start_values((u8*)row, hash, lane);
       start_state(state, lane);
       __syncwarp(tile);
     }
-    for (i64 q = 0; q < run.count; q += by.count) {
-      if (q > 0) by.first = gradients + by.order[q] * DIM;
-      if (latest != nullptr) by.latest = latest + (q > 0 ? by.order[q] : head) * DIM;
-      bool taken = true;
-      if (CHECKED) {
-        const bool finite = step_row<false>(row, state, hash, by, scalars, step, lane, tile);
-        taken = __all_sync(tile, finite);
-        if (!taken && lane == 0) atomicAdd(&table.counters[NON_FINITE], 1ULL);
+    for (i64 q = 0; q < run.count;) {
+      if (summed_here && !look) {
+        by.first = gradients + by.order[q] * DIM;
+        if (latest != nullptr) by.latest = latest + by.order[q] * DIM;
       }
-      if (taken) step_row<true>(row, state, hash, by, scalars, step, lane, tile);
+      if (summed_here && summed) by.count = run.count;
+      int outcome = DONE;
+      if (CHECKED) outcome = step_row<false>(row, state, hash, by, scalars, step, look, lane, tile);
+      if (CHECKED && !__all_sync(tile, outcome != NOT_FINITE)) {
+        if (lane == 0) atomicAdd(&table.counters[NON_FINITE], 1ULL);
+      } else if (outcome != NOT_USABLE) {
+        outcome = step_row<true>(row, state, hash, by, scalars, step, look, lane, tile);
+      }
       __syncwarp(tile);
+      if (outcome == NOT_USABLE)
+        by_usable();  // and again with those
+      else
+        q += by.count;
     }
-    refresh(table, run, lane);
+    if (run.count > 0) {
+      refresh(table, run, lane);
+      newest = max(newest, run.newest);
+    } else if (run.fresh && lane == 0) {  // made for a gradient that nothing is trained by
+      if (drop(table.keys, table.buckets, (u64)run.place, table.counters))
+        atomicAdd(&table.counters[INSERTED], (u64)0 - 1ULL);
+    }
   }
+  if (lane == 0 && newest > __ldcg(&table.counters[NEWEST]))
+    atomicMax(&table.counters[NEWEST], (u64)newest);
 }
 
 #define TILE_NUMBER (((i64)blockIdx.x * blockDim.x + threadIdx.x) / LANES)
