@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from monolith.train import TrainConfig, Trainer
 from monolith.train.accelerator import Cpu
 from monolith.train.device_rows import store_maker
 from monolith.train.hook import Hook, Run
+from monolith.train.hooks import SaveConfig
 
 TASK = Clicks(batches=6, batch_size=16)
 
@@ -81,6 +83,35 @@ def test_a_run_trains_as_with_rows_in_host_memory(device: Device) -> None:
         assert report.step == 6
     assert there.kinds == {CudaTable}
     assert_same_rows(there.found, host.found)
+
+
+def test_a_run_trains_evaluates_and_predicts_as_with_rows_in_host_memory(
+    device: Device, tmp_path: Path
+) -> None:
+    seen = []
+    for where in (None, device):
+        rows, folder = Rows(), str(tmp_path / ("host" if where is None else "device"))
+        run = trainer(where, rows, model_dir=folder, deterministic=True, save=SaveConfig(steps=3))
+        report = run.train()
+        predicted = torch.cat([p["click"].cpu() for _, p in run.predict(steps=2)])
+        seen.append((rows, report, run.evaluate(steps=3), predicted))
+    (host, told, measured, said), (there, *also) = seen
+    assert there.kinds == {CudaTable}
+    assert also[0].step == told.step == 6
+    assert_same_rows(there.found, host.found)
+    assert also[1] == pytest.approx(measured, rel=1e-4)
+    assert_close(also[2], said, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_moves_between_host_memory_and_a_device(device: Device, tmp_path: Path) -> None:
+    """A run that goes to the device and back in the middle ends like one that does not."""
+    alone, last = Rows(), Rows()
+    how = {"deterministic": True, "save": SaveConfig(steps=2)}
+    trainer(None, alone, model_dir=str(tmp_path / "alone"), **how).train()
+    stretches: list[tuple[Device | None, int | None]] = [(None, 2), (device, 2), (None, None)]
+    for where, steps in stretches:
+        trainer(where, last, model_dir=str(tmp_path / "moved"), steps=steps, **how).train()
+    assert_same_rows(last.found, alone.found)
 
 
 def test_rows_wait_for_admission_as_in_host_memory(device: Device) -> None:
