@@ -478,7 +478,13 @@ class Trainer:
             return []
         leads = self._peers.leads
         run.publish = hook = PublishHook(
-            holders, session.model, plan.config, guard, leads=leads, refresh=self._peers.refresh
+            holders,
+            session.model,
+            plan.config,
+            guard,
+            leads=leads,
+            hold_file=plan.hold_file,
+            refresh=self._peers.refresh,
         )
         session.learned = holders.note
         session.idle = lambda: hook.idle(run)

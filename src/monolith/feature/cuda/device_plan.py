@@ -90,7 +90,7 @@ class DevicePlan:
         self.width = len(columns)
         """Floats of an example, in all outputs together."""
         self.struct = PlanStruct(*(array.data_ptr() for array in self._arrays), self.width)
-        self.kernels: Kernels = device.kernels(_source(self._outputs), "layouts")
+        self.kernels: Kernels = device.kernels(layout_source(self._outputs), "layouts")
 
     def pointers(self, tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
         """Return the addresses of outputs or their gradients; null for None."""
@@ -171,6 +171,7 @@ def _put(array: NDArray[np.int32], device: Device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1)).to(device.torch_device)
 
 
-def _source(outputs: int) -> str:
+def layout_source(outputs: int) -> str:
+    """Return the source of what fills so many outputs."""
     text = resources.files(__package__).joinpath("layouts.cu").read_text("utf-8")
     return f"#define OUTPUTS {outputs}\n{text}"

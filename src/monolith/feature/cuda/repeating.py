@@ -54,8 +54,7 @@ class Repeater:
     def __init__(self, dims: Sequence[int], device: Device) -> None:
         self.device = device
         self._dims: NDArray[np.int64] = np.array(dims, np.int64)
-        source = resources.files(__package__).joinpath("repeated.cu").read_text("utf-8")
-        self._kernels = device.kernels(source, "repeated")
+        self._kernels = device.kernels(repeated_source(), "repeated")
 
     @property
     def part_bytes(self) -> int:
@@ -146,3 +145,8 @@ class _Repeated(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.repeater.summed(gradient.contiguous(), ctx.occurrences, ctx.floats), None, None
+
+
+def repeated_source() -> str:
+    """Return the source of what repeats rows and adds their gradients up."""
+    return resources.files(__package__).joinpath("repeated.cu").read_text("utf-8")

@@ -36,6 +36,7 @@ from monolith.table.cuda.memory import (
     NEWEST,
     NON_FINITE,
     NONE,
+    RECENCY_BYTES,
     TAKEN,
     TURNED_AWAY,
     USED,
@@ -45,6 +46,7 @@ from monolith.table.cuda.memory import (
     Times,
 )
 from monolith.table.cuda.paces import Paces
+from monolith.table.cuda.recency import Recency
 from monolith.table.cuda.room import Room
 from monolith.table.cuda.scans import LAST_HASH, first_rows, joined
 from monolith.table.cuda.watch import Gone, RowWatch
@@ -95,6 +97,7 @@ class CudaTable:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: Told the ids that got another row, or lost theirs; see `touch`.
         device: One of torch's, or one that stands for it; the current CUDA device by default.
+        remembers_use: Whether to keep when each row was last written, for `idle`.
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
@@ -108,6 +111,7 @@ class CudaTable:
         admission: AdmissionFilter | None = None,
         touched: TouchedKeySet | None = None,
         device: torch.device | Device | None = None,
+        remembers_use: bool = False,
     ) -> None:
         try:
             owner = device_of(device)
@@ -118,7 +122,8 @@ class CudaTable:
         self._device = owner.torch_device
         self._admission = None if admission is None or admission.core is None else admission
         self._layout = row_layout(config)
-        self._room = Room(config, self._layout.bytes_per_place)
+        self._remembers_use = remembers_use
+        self._room = Room(config, self._layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
         self._fixed_rates = arguments.fixed_rates(config.segments)
         self._refusals = Refusals(config)
         by_slot = config.expiry.seconds_by_slot() if config.expiry.per_slot else None
@@ -184,6 +189,36 @@ class CudaTable:
     def contains(self, ids: Tensor) -> Tensor:
         with self._open() as memory:
             return (memory.find(self._inputs.ids(ids)) != NONE).to(ids.device)
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows its budget has room for, with as many places free as a quick search needs."""
+        return self._room.most_rows
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the device of this table."""
+        return self._owner.holds(tensor)
+
+    def idle(self, count: int, besides: Tensor) -> Tensor:
+        """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
+
+        Needs `remembers_use`.
+
+        Args:
+            count: So many at most.
+            besides: Ids that are not returned; they need not have rows.
+        """
+        with self._open() as memory:
+            return memory.idle(count, self._inputs.ids(besides)).cpu()
+
+    def expire_oldest(self, count: int, latest: int) -> int:
+        """Drop rows with the oldest event times, none newer than `latest`; return how many.
+
+        Args:
+            count: So many or some more, where there are.
+        """
+        with self._open(writing=True):
+            return self._expire_oldest(count, latest)
 
     # Writing
 
@@ -555,7 +590,10 @@ class CudaTable:
 
     def _new_memory(self, rows: int) -> DeviceMemory:
         places, stream = self._room.first(rows), self._stream.handle
-        return DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
+        memory = DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
+        if self._remembers_use:
+            memory.recency = Recency(places + BESIDE, self._device)
+        return memory
 
     def _unknown(self, batch: _Batch, skip: Tensor | None) -> Tensor:
         unknown = self._held.find(batch.ids) == NONE
