@@ -9,6 +9,7 @@ import pytest
 import torch
 from services.emulated_cuda import device_named, device_names
 from torch.testing import assert_close
+from train.published import Following
 from train.tasks import Clicks, rows_of
 
 from monolith.cuda import Device
@@ -119,6 +120,16 @@ def test_rows_wait_for_admission_as_in_host_memory(device: Device) -> None:
     for where, rows in ((None, host), (device, there)):
         trainer(where, rows, task=Clicks(batches=6, batch_size=16, threshold=3), deterministic=True).train()
     assert_same_rows(there.found, host.found)
+
+
+def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_are_on_a_device(device: Device) -> None:
+    following, rows = Following(TASK), Rows()
+    config = TrainConfig(accelerator="cuda", rows_on="device", summary_every_steps=None)
+    made = Trainer(TASK, config, hooks=[rows], publish=following.plan, accelerator=OnDevice(device))
+    made.train()
+    trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
+    assert following.values == trained
+    assert any(trained.values())
 
 
 def test_rows_on_a_device_need_a_gpu() -> None:
