@@ -389,6 +389,25 @@ Layouts::Moves Layouts::moves(const LayoutBatch& batch, std::span<const int> use
   return found;
 }
 
+void Layouts::number(const LayoutBatch& batch, std::span<std::int64_t> out) const {
+  check(batch, batch.floats(), output_floats_.size());
+  if (out.size() != batch.rows_.size())
+    refuse("there must be a number per id: expected " + std::to_string(batch.rows_.size()) + ", got " +
+           std::to_string(out.size()));
+  std::size_t read = 0;
+  for (const std::int64_t count : batch.counts_) read += static_cast<std::size_t>(count);
+  if (read < out.size()) std::fill(out.begin(), out.end(), 0);
+  spread(features_.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t f = begin; f < end; ++f) {
+      const LayoutBatch::Cells& cells = batch.cells_[f];
+      if (cells.count == 0) continue;
+      const auto first = static_cast<std::int64_t>(batch.first_[features_[f].table]);
+      const std::uint32_t last = batch.splits_[cells.begin + cells.count];
+      for (std::uint32_t i = batch.splits_[cells.begin]; i < last; ++i) out[i] = first + batch.rows_[i];
+    }
+  });
+}
+
 // For a feature that pools by maximum: what the maxima are, and how many ids share each.
 struct Layouts::Peak {
   std::vector<float> value;

@@ -114,6 +114,9 @@ class Layouts {
   };
   Moves moves(const LayoutBatch& batch, std::span<const int> uses) const;
 
+  // For each of the batch's ids: its number among `LayoutBatch::ids`; 0 where no feature reads it.
+  void number(const LayoutBatch& batch, std::span<std::int64_t> out) const;
+
  private:
   struct Peak;
   struct Back;

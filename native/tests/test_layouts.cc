@@ -34,6 +34,9 @@ void distinct_ids_are_numbered_as_they_come() {
   CHECK(Ids(batch->ids().begin(), batch->ids().end()) == (Ids{5, 6, 7, 8}));
   CHECK(Ids(batch->counts().begin(), batch->counts().end()) == (Ids{2, 2, 1, 1}));
   CHECK_EQUAL(batch->floats(), 8u);
+  Ids numbers(6, -1);
+  layouts.number(*batch, numbers);
+  CHECK(numbers == (Ids{0, 1, 0, 1, 2, 3}));
 }
 
 void outputs_are_gathered_and_gradients_scattered() {

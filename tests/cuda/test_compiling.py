@@ -29,7 +29,7 @@ from monolith.table import (
     StochasticRounding,
     TableConfig,
 )
-from monolith.table.cuda.layout import index_source, row_layout
+from monolith.table.cuda.layout import fused_index_source, fused_row_source, index_source, row_layout
 
 
 def all_optimizers() -> tuple[Segment, ...]:
@@ -56,11 +56,17 @@ TABLES = {
 def sources() -> dict[str, str]:
     """Return every source of the package, those that are made for a table as some tables need them."""
     layouts = {
-        f"rows, {name}": row_layout(TableConfig(name="t", segments=segments)).source
-        for name, segments in TABLES.items()
+        name: row_layout(TableConfig(name="t", segments=segments)) for name, segments in TABLES.items()
     }
-    serving = TableConfig(name="t", segments=TABLES["all views"], serving=True)
-    return {"index": index_source(), **layouts, "rows, serving": row_layout(serving).source}
+    serving = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
+    fused = {"plain": layouts["plain"], "all views": layouts["all views"], "serving": serving}
+    return {
+        "index": index_source(),
+        **{f"rows, {name}": layout.source for name, layout in layouts.items()},
+        "rows, serving": serving.source,
+        "indices of many tables": fused_index_source(),
+        **{f"rows of many tables, {name}": fused_row_source(layout) for name, layout in fused.items()},
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,15 @@
-"""Devices that code for GPUs is written against."""
+"""What every device does that code for GPUs is written against: NVIDIA's, and the emulated one of tests."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import pytest
 import torch
+from services.emulated_cuda import device_named, device_names
 
-from monolith.cuda import CudaDevice, device_of
+from monolith.cuda import CudaDevice, Device, blocks_for, device_of
 from monolith.errors import AcceleratorError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -17,39 +21,80 @@ def test_without_a_gpu_it_says_what_is_needed() -> None:
         device_of(torch.device("cuda", 0))
 
 
+def test_another_device_than_a_gpu_is_refused() -> None:
+    with pytest.raises(AcceleratorError, match="cpu is no CUDA device"):
+        device_of(torch.device("cpu"))
+
+
+@needs_gpu
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(AcceleratorError, match="no cuda:99"):
+        device_of(torch.device("cuda", 99))
+
+
 @needs_gpu
 def test_a_device_without_a_number_is_the_current_one() -> None:
     assert device_of(None) == device_of(torch.device("cuda")) == CudaDevice.of(torch.device("cuda", 0))
 
 
-@needs_gpu
-def test_streams_wait_for_each_other_and_events_tell_when_and_how_long() -> None:
-    device = CudaDevice.of()
+@pytest.fixture(params=device_names())
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = device_named(request.param)
     with device.active():
-        first, second = device.new_stream(), device.new_stream()
-        assert first != second
-        ones = torch.zeros(1 << 20, device=device.torch_device)
-        first.wait_for(device.current_stream())
-        with device.on(first):
-            assert device.current_stream() == first
-            began = first.record(timed=True)
-            for _ in range(10):
-                ones += 1
-        second.wait_for_event(first.record())
-        with device.on(second):
-            doubled = 2 * ones
-            ended = second.record(timed=True)
-        second.keep(ones)
-        assert ended.milliseconds_since(began) > 0
-        assert ended.query()
-        device.current_stream().wait_for(second)
-        assert doubled.unique().tolist() == [20]
-        assert device.holds(ones)
-        assert not device.holds(ones.cpu())
-        assert device.pinned((3,), torch.int64).is_pinned()
-        assert device.processors > 0
-        assert device.name
-        free = device.free_bytes
-        del ones, doubled
-        device.give_back()
-        assert device.free_bytes >= free > 0
+        yield device
+
+
+def test_streams_wait_for_each_other_and_events_tell_when_and_how_long(device: Device) -> None:
+    first, second = device.new_stream(), device.new_stream()
+    assert first != second
+    ones = torch.zeros(1 << 20, device=device.torch_device)
+    first.wait_for(device.current_stream())
+    with device.on(first):
+        assert device.current_stream() == first
+        began = first.record(timed=True)
+        for _ in range(10):
+            ones += 1
+    second.wait_for_event(first.record())
+    with device.on(second):
+        doubled = 2 * ones
+        ended = second.record(timed=True)
+    second.keep(ones)
+    assert device.current_stream() not in (first, second)
+    assert ended.milliseconds_since(began) > 0
+    assert ended.query()
+    device.current_stream().wait_for(second)
+    assert doubled.unique().tolist() == [20]
+
+
+def test_its_tensors_lie_where_torch_puts_them(device: Device) -> None:
+    here = torch.zeros(3, dtype=torch.int64, device=device.torch_device)
+    assert device.holds(here)
+    assert not device.holds(torch.zeros(3, device="meta"))
+    kept = device.pinned((3,), torch.int64)
+    assert kept.device.type == "cpu"
+    assert here.copy_(kept.fill_(7), non_blocking=True).tolist() == [7, 7, 7]
+
+
+def test_kernels_run_on_the_stream_they_are_launched_on(device: Device) -> None:
+    source = """
+extern "C" __global__ void add(int* numbers, int more, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) numbers[i] += more;
+}
+"""
+    numbers = torch.arange(1000, dtype=torch.int32, device=device.torch_device)
+    arguments = numbers, ctypes.c_int(5), ctypes.c_int(999)
+    kernels, stream = device.kernels(source, "add"), device.new_stream()
+    stream.wait_for(device.current_stream())
+    kernels.launch("add", blocks_for(999), *arguments, stream=stream.handle)
+    kernels.launch("add", 0, *arguments, stream=stream.handle)
+    stream.synchronize()
+    assert numbers.tolist() == [*range(5, 1004), 999]
+
+
+def test_it_tells_what_it_is(device: Device) -> None:
+    assert device.name
+    assert device.processors > 0
+    free = device.free_bytes
+    device.give_back()
+    assert device.free_bytes >= free > 0

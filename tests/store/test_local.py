@@ -40,6 +40,14 @@ def test_whoever_trains_rows_is_warned_when_memory_runs_short(caplog: pytest.Log
         assert part in message
 
 
+def test_rows_can_be_looked_up_into_memory_of_the_caller() -> None:
+    store = LocalStore({"item": NativeTable(TableConfig(name="item", segments=(Segment(dim=2),)))})
+    store.table("item").assign(torch.tensor([1]), torch.tensor([[3.0, 4.0]]))
+    out = torch.full((4,), 9.0)
+    store.lookup_into(TableIds(torch.tensor([1, 2]), torch.tensor([2])), out)
+    assert out.tolist() == [3, 4, 0, 0]
+
+
 @pytest.mark.parametrize("name", device_names())
 def test_rows_are_on_a_device_when_asked_for(name: str) -> None:
     device = device_named(name)

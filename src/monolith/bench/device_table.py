@@ -8,6 +8,7 @@ gone through in turn.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def measure(plan: DeviceTablePlan, device: Device) -> Report:
         bench = _Bench(plan, device, report)
         for part in (bench.measure_torch, bench.measure_loads, bench.measure_wide, bench.measure_growth):
             part()
-            device.give_back()
+            _give_back(device)
     report.finish()
     return report
 
@@ -142,7 +143,7 @@ class _Bench:
         for load in LOADS:
             report.say(f"lookup and step, load {load}")
             rates.append(self._measure_load(load))
-            self._device.give_back()
+            _give_back(self._device)
         slowdown = max(rates) / min(rates)
         report.add(f"lookup, load {LOADS[0]} to {LOADS[-1]}", "slowest_over_fastest", slowdown, "times")
         report.show(f"{plan.rows:,} rows of {plan.dim} floats, batches of {plan.batch:,} uniform ids")
@@ -261,6 +262,11 @@ class _Bench:
             call()
         ended = stream.record(timed=True)
         return ended.milliseconds_since(began) / times
+
+
+def _give_back(device: Device) -> None:
+    gc.collect()  # optimizers of torch know themselves
+    device.give_back()
 
 
 def rate(rows: int, milliseconds: float) -> float:

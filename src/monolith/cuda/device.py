@@ -165,12 +165,18 @@ class CudaDevice:
         Raises:
             AcceleratorError: There is none.
         """
+        if device is not None and device.type != "cuda":
+            raise AcceleratorError(f"{device} is no CUDA device; name one as torch does, cuda:0")
         if not torch.cuda.is_available():
             raise AcceleratorError(
                 "no CUDA device is there; it needs a machine with an NVIDIA GPU and a CUDA build of torch"
             )
         index = None if device is None else device.index
-        return cls(torch.device("cuda", torch.cuda.current_device() if index is None else index))
+        if index is None:
+            index = torch.cuda.current_device()
+        if index >= torch.cuda.device_count():
+            raise AcceleratorError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()}")
+        return cls(torch.device("cuda", index))
 
     @property
     def name(self) -> str:

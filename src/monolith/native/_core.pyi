@@ -768,6 +768,11 @@ class Layouts:
     def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Fill `out` with the gradient of each distinct id's row."""
 
+    def number(self, batch: LayoutBatch, out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no feature reads it.
+        """
+
     def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
         """
         (from, to, scale): what gathering by these uses moves, for those who move it elsewhere.

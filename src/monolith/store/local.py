@@ -114,6 +114,11 @@ class LocalStore:
         return self._multi.device
 
     @property
+    def cuda(self) -> Device | None:
+        """The CUDA device that has all of its rows; None where they are in host memory."""
+        return self._multi.cuda
+
+    @property
     def delay_compensated(self) -> bool:
         return self._multi.delay_compensated
 
@@ -128,6 +133,10 @@ class LocalStore:
 
     def lookup(self, ids: TableIds) -> Tensor:
         return self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches).embeddings
+
+    def lookup_into(self, ids: TableIds, out: Tensor) -> None:
+        """Put what `lookup` returns into memory of the caller, float32 on the CPU: pinned memory, say."""
+        self._multi.fused_lookup(ids.ids, ids.sizes, num_batches=ids.batches, out=out)
 
     def apply_gradients(
         self,

@@ -125,6 +125,9 @@ class TrainConfig:
     accelerator: Literal["cpu", "cuda", "xla"] | None = None
     """Where the dense half of the model computes: xla is a TPU, and needs torch_xla. None leaves it where the
     task has put it."""
+    rows_on: Literal["host", "device"] = "host"
+    """Where rows live: in host memory, or in that of the accelerator, which must be cuda, so that only ids go
+    there and no step waits for rows to come and go. For runs of one process whose rows fit into it."""
     prefetch: int = 1
     """The number of batches whose rows are looked up ahead; 0 for none."""
     async_push: bool = True
@@ -180,6 +183,11 @@ class TrainConfig:
     """How long a stream may bring nothing before rows are updated without waiting for it."""
 
     def __post_init__(self) -> None:
+        if self.rows_on == "device" and self.accelerator != "cuda":
+            raise ConfigError(
+                f"train: rows_on='device' keeps rows on a GPU, and accelerator is {self.accelerator!r}; set "
+                "accelerator to cuda, or rows_on to host"
+            )
         if self.dump_window is not None and not self.operator_files:
             raise ConfigError("train: dump_window is for runs with operator_files; set that, or leave it out")
         for name in (

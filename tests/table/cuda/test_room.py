@@ -39,6 +39,13 @@ def test_without_a_budget_a_table_doubles_when_it_is_full() -> None:
     assert found[-1] * FULL >= 100_000
 
 
+def test_a_large_table_grows_by_half() -> None:
+    found = sizes(room(), 100_000_000)
+    last = [after / before for before, after in pairwise(found) if before * BYTES > 1 << 30]
+    assert len(last) > 3
+    assert all(1.45 < times < 1.55 for times in last)
+
+
 @pytest.mark.parametrize("places", [16, 255, 256, 4095, 4096, 5000, 100_000, 12_345_678])
 def test_a_budget_holds_for_old_and_new_together_and_nearly_all_of_it_is_used(places: int) -> None:
     plan = room(capacity_bytes=(places + BESIDE) * BYTES)

@@ -1,8 +1,9 @@
 """Room: how large the memory of a device table may be, and what comes next when it is full or nearly empty.
 
 A table grows by moving its rows into another memory, so that for a moment there are two. Without a budget it
-doubles. With one, both count: as long as it is small a table doubles, too, and from a small share of the
-budget it goes to all that is left beside the rows it moves, and never grows again.
+doubles, or grows by half where it is large, to have room for both and to take less at once. With one, both
+count: as long as it is small a table doubles, too, and from a small share of the budget it goes to all that
+is left beside the rows it moves, and never grows again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ FULL = 0.75
 """Of its places are in use when a table grows."""
 
 _AFTER_GROWTH = 0.375
+_AFTER_LARGE_GROWTH = 0.5
+_LARGE_BYTES = 1 << 30
 _BRIM = 0.9  # of the places of a table that does not grow any more
 _LEAST_PLACES = 256
 _SMALL = 16  # a budget's part that a table leaves for all the rest
@@ -29,6 +32,7 @@ class Room:
     """
 
     def __init__(self, config: TableConfig, bytes_per_place: int) -> None:
+        self._large = _LARGE_BYTES // bytes_per_place
         self._most = _most_places(config, bytes_per_place)
         self._small = 0 if self._most is None else self._most // _SMALL
         self._first = self.first(config.initial_rows)
@@ -53,7 +57,8 @@ class Room:
 
     def grown(self, places: int, rows: int) -> int:
         """Return the size after this one, for a table that is to have so many rows."""
-        wanted = _places_for(rows, _AFTER_GROWTH)
+        load = _AFTER_LARGE_GROWTH if places > self._large else _AFTER_GROWTH
+        wanted = _places_for(rows, load)
         if self._most is None or wanted <= self._small:
             return max(wanted, places)
         return (self._most - places - BESIDE) // KEYS * KEYS
