@@ -195,10 +195,6 @@ class CudaTable:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
         return self._room.most_rows
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the device of this table."""
-        return self._owner.holds(tensor)
-
     def idle(self, count: int, besides: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
 
