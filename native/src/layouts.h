@@ -120,7 +120,8 @@ class Layouts {
   };
   Moves moves(const LayoutBatch& batch, std::span<const int> uses) const;
 
-  // For each of the batch's ids: its number among `LayoutBatch::ids`; 0 where no feature reads it.
+  // For each id that is read, table after table and within a table feature after feature: its number among
+  // `LayoutBatch::ids`.
   void number(const LayoutBatch& batch, std::span<std::int64_t> out) const;
 
  private:
