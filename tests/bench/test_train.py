@@ -128,7 +128,7 @@ def on_device(request: pytest.FixtureRequest) -> list[Result]:
     return report.results
 
 
-@pytest.mark.parametrize("case", ["uniform, batches of 4", "zipf, batches of 8"])
+@pytest.mark.parametrize("case", ["uniform, batches of 4", "uniform, batches of 8", "zipf, batches of 8"])
 @pytest.mark.parametrize("rows", ["monolith, rows on the device", "monolith, rows in host memory"])
 def test_on_a_gpu_rows_there_and_rows_in_host_memory_stand_beside_torch(
     on_device: list[Result], case: str, rows: str

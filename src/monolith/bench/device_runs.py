@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
 from monolith.train.lane import Lane
 
-_LEAST_STEPS = 4
+_WARM_UP = 4
 _MOST_STEPS = 400
 _PREPARED = 4
 """Batches whose rows are on the device while it works alone."""
@@ -115,25 +116,31 @@ class PipelinedRun(PlainRun):
         return self.trainer.model.embeddings.prepare(self._batches[number])
 
 
-def race_windows(runs: Mapping[str, Run], batches: int, timing: Timing) -> dict[str, float]:
-    """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
-    contenders = {}
-    for name, run in runs.items():
-        steps = steps_in(run, batches, timing["window"])
-        first = itertools.count(step=steps)
-        contenders[name] = Contender(steps, _window(run, steps, batches), first)
-    return race(contenders, repeats=timing["repeats"], window=0.0)
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How runs are timed: a number of steps at a time, on batches that are gone through in turn."""
 
+    batches: int
+    least_steps: int
 
-def steps_in(run: Run, batches: int, window: float) -> int:
-    """Return how many steps fill a window, after some to warm up."""
-    numbers = [number % batches for number in range(_LEAST_STEPS)]
-    run(numbers)
-    began = time.perf_counter()
-    run(numbers)
-    seconds = (time.perf_counter() - began) / len(numbers)
-    return int(min(max(window / seconds, _LEAST_STEPS), _MOST_STEPS))
+    def race(self, runs: Mapping[str, Run], timing: Timing) -> dict[str, float]:
+        """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
+        contenders = {}
+        for name, run in runs.items():
+            steps = self._steps(run, timing["window"])
+            contenders[name] = Contender(steps, self._window(run, steps), itertools.count(step=steps))
+        return race(contenders, repeats=timing["repeats"], window=0.0)
 
+    def _steps(self, run: Run, window: float) -> int:
+        """Return how many steps fill a window, after some to warm up."""
+        run(self._numbers(0, _WARM_UP))
+        began = time.perf_counter()
+        run(self._numbers(0, _WARM_UP))
+        seconds = (time.perf_counter() - began) / _WARM_UP
+        return int(min(max(window / seconds, self.least_steps), _MOST_STEPS))
 
-def _window(run: Run, steps: int, batches: int) -> Callable[[int], None]:
-    return lambda first: run([number % batches for number in range(first, first + steps)])
+    def _window(self, run: Run, steps: int) -> Callable[[int], None]:
+        return lambda first: run(self._numbers(first, steps))
+
+    def _numbers(self, first: int, steps: int) -> list[int]:
+        return [number % self.batches for number in range(first, first + steps)]

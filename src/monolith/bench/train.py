@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.bench.device_runs import DeviceRun, PipelinedRun, PlainRun, TorchRun, race_windows
+from monolith.bench.device_runs import DeviceRun, PipelinedRun, PlainRun, TorchRun, Windows
 from monolith.bench.ids import DISTRIBUTIONS
 from monolith.bench.options import BenchTrainOptions
 from monolith.bench.report import Report, cores
@@ -54,6 +54,8 @@ class TrainPlan:
     """Examples in a batch, one size after another."""
     threads: int
     timing: Timing
+    least_steps: int
+    """Of a window, on a GPU: the first waits for its rows, and the last for its update."""
     seed: int
 
     @classmethod
@@ -66,7 +68,7 @@ class TrainPlan:
         on_gpu = options.device == "cuda"
         batches = options.batch or (GPU_BATCHES if on_gpu else (2048,))
         threads = options.threads or (cores() if on_gpu else 2)
-        repeats = options.repeats or (3 if on_gpu else 8)
+        repeats = options.repeats or (2 if on_gpu else 8)
         return cls(
             rows=max(ids // options.features, 1),
             features=options.features,
@@ -76,7 +78,8 @@ class TrainPlan:
             threads=min(threads, cores()),
             timing=Timing(repeats=1, window=0.02)
             if options.quick
-            else Timing(repeats=repeats, window=0.6 if on_gpu else 0.4),
+            else Timing(repeats=repeats, window=0.3 if on_gpu else 0.4),
+            least_steps=4 if options.quick else 12,
             seed=options.seed,
         )
 
@@ -218,18 +221,20 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
         "monolith, rows on the device": PlainRun(there, device),
         HERE: here,
     }
-    for batch, name in itertools.product(plan.batches, DISTRIBUTIONS):
-        case = f"{name}, batches of {batch:,}"
-        report.say(f"training, {case}")
-        batches, labels = make_batches(name, plan, batch, GPU_MANY), make_labels(plan, batch)
-        for one in runs.values():
-            one.load(batches, labels)
-        paces = race_windows({of: one.run for of, one in runs.items()}, GPU_MANY, plan.timing)
-        report_paces(report, case, batch, paces)
-        halves = {"host work": here.run_host, "device work": here.run_device}
-        once = Timing(repeats=1, window=plan.timing["window"])
-        report_halves(report, case, paces[HERE], race_windows(halves, GPU_MANY, once))
-    report.show(f"{describe(plan)}, on {device.torch_device}")
+    for batch in plan.batches:
+        for name in DISTRIBUTIONS if batch == max(plan.batches) else ("uniform",):
+            case = f"{name}, batches of {batch:,}"
+            report.say(f"training, {case}")
+            batches, labels = make_batches(name, plan, batch, GPU_MANY), make_labels(plan, batch)
+            for one in runs.values():
+                one.load(batches, labels)
+            windows = Windows(GPU_MANY, plan.least_steps)
+            paces = windows.race({of: one.run for of, one in runs.items()}, plan.timing)
+            report_paces(report, case, batch, paces)
+            once = Timing(repeats=1, window=plan.timing["window"])
+            halves = windows.race({"host work": here.run_host, "device work": here.run_device}, once)
+            report_halves(report, case, paces[HERE], halves)
+            report.show(f"{describe(plan)}, batches of {batch:,}, on {device.torch_device}")
 
 
 def report_paces(report: Report, case: str, batch: int, paces: Mapping[str, float]) -> None:
