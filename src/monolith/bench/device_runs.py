@@ -84,6 +84,11 @@ class PlainRun:
 class PipelinedRun(PlainRun):
     """Our rows in host memory: looked up ahead and updated behind by a lane, as in `monolith train`."""
 
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._prepared: list[PreparedBatch] = []
+        self._gradients = torch.empty(0)
+
     def run(self, numbers: Iterable[int]) -> None:
         with Lane(iter(numbers), self._prepare) as lane:
             while (found := lane.next()) is not None:
@@ -92,23 +97,23 @@ class PipelinedRun(PlainRun):
             lane.drain()
         self._device.current_stream().synchronize()
 
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        several = [self._prepare(number) for number in range(len(batches))]
+        self._prepared = several[:_PREPARED]
+        self._gradients = torch.full((max(one.gathered.floats for one in several),), 1e-6)
+
     def run_host(self, numbers: Iterable[int]) -> None:
         """Do what the host does of these steps: find distinct ids, look rows up, update them."""
-        gradients = torch.zeros(0)
         for number in numbers:
             prepared = self._prepare(number)
-            floats = prepared.gathered.floats
-            if len(gradients) < floats:
-                gradients = torch.full((floats,), 1e-6)
-            self.trainer.store.apply_gradients(prepared.keys, gradients[:floats])
+            self.trainer.store.apply_gradients(prepared.keys, self._gradients[: prepared.gathered.floats])
 
     def run_device(self, numbers: Iterable[int]) -> None:
         """Do what the device does of these steps, on rows that are there."""
-        prepared = [self._prepare(number) for number in range(min(_PREPARED, len(self._batches)))]
-        self._device.current_stream().synchronize()
         self.trainer.model.eval()  # then nobody takes the gradients of the rows
         for number in numbers:
-            self.trainer.compute(prepared[number % len(prepared)], self._labels)
+            self.trainer.compute(self._prepared[number % len(self._prepared)], self._labels)
         self.trainer.model.train()
         self._device.current_stream().synchronize()
 
