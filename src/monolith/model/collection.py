@@ -115,7 +115,8 @@ class EmbeddingCollection(nn.Module):
         device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
             pinned memory and combined there.
         seed: For random initializers.
-        threads: That share a batch, the caller counted; by default as many as torch uses.
+        threads: That share a batch at most, the caller counted; by default as many as torch uses. How many
+            a call has is found by measuring, and changes nothing but its time.
     """
 
     def __init__(

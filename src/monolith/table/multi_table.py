@@ -77,6 +77,7 @@ class MultiTable:
                 raise UnknownTableError(f"slot {slot!r} is to live in table {name!r}, which is not given")
         self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
         self._workers = workers
+        self._memory = native.KeptMemory()
         self._kept: tuple[list[native.Table], _Group] | None = None
         # Settled once, because fused calls are made every step.
         configs = [table.config for table in self._tables.values()]
@@ -234,7 +235,7 @@ class MultiTable:
         """
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
-        embeddings = np.empty(int(emb_offsets[-1]), np.float32)
+        embeddings = self._memory.floats(int(emb_offsets[-1]))
         self._group().lookup(keys, counts, num_batches, embeddings)
         return FusedRows(*map(torch.from_numpy, (embeddings, recv_splits, id_offsets, emb_offsets)))
 
