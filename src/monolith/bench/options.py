@@ -79,7 +79,7 @@ class BenchTrainOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchPartsOptions:
-    """Measure the parts of a training step on the CPU, on one thread, on more, and on as many as we choose."""
+    """Measure the parts of a training step on the CPU: on one thread, on more, on as many as we choose."""
 
     ids: int = 10_000_000
     """The number of ids of all features together."""
