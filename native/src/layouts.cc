@@ -60,6 +60,7 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
       workers_(std::move(workers)),
       features_of_(table_dims_.size()),
       planning_(workers_ != nullptr ? workers_->threads() : 1),
+      numbering_(workers_ != nullptr ? workers_->threads() : 1),
       gathering_(workers_ != nullptr ? workers_->threads() : 1),
       scattering_(workers_ != nullptr ? workers_->threads() : 1) {
   const auto within = [](std::int64_t number, std::size_t count) {
@@ -232,6 +233,7 @@ void Layouts::number(const LayoutBatch& batch, std::span<std::int64_t> out) cons
   if (out.size() != read)
     refuse("there must be a number per id that is read: expected " + std::to_string(read) + ", got " +
            std::to_string(out.size()));
+  const MeasuredCall call(workers_.get(), numbering_, out.size());
   spread(stretches.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t s = begin; s < end; ++s) {
       const Stretch& one = stretches[s];

@@ -154,7 +154,7 @@ class Layouts {
   std::vector<Placing> placings_;              // what gathering does, in order
   bool takes_maximum_ = false;
   const std::shared_ptr<KeptMemory> memory_ = std::make_shared<KeptMemory>();
-  mutable TeamChoice planning_, gathering_, scattering_;
+  mutable TeamChoice planning_, numbering_, gathering_, scattering_;
 };
 
 }  // namespace monolith
