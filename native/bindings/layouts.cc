@@ -120,8 +120,7 @@ void bind_layouts(nb::module_& m) {
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
       .def("number", &number, "batch"_a, "out"_a.noconvert(),
-           "Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no "
-           "feature reads it.")
+           "Fill `out`, table after table, with the number of each id that is read among the distinct ones.")
       .def("moves", &moves, "batch"_a, "uses"_a,
            nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32]]"),
