@@ -29,7 +29,7 @@ from monolith.table import (
     iterate,
     load,
 )
-from monolith.table.cuda import cuda_table
+from monolith.table.cuda import holding
 from monolith.table.cuda.memory import DeviceMemory, RowArrays
 
 SEGMENT = Segment(dim=8, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
@@ -297,7 +297,7 @@ def test_a_table_grows_by_less_where_the_device_has_no_room_for_more(
 def test_evicting_goes_by_parts_and_gives_memory_back(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_table, "_AT_ONCE", 1000)
+    monkeypatch.setattr(holding, "_AT_ONCE", 1000)
     config = TableConfig(name="item", segments=(SEGMENT,), expiry=Expiry.days(1))
     table = CudaTable(config, device=device)
     first = table.stats().bytes_total
