@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -250,6 +250,7 @@ class FusedTables:
         self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
+        self._stream: DeviceStream | None = None
         self._finite: tuple[bytes, list[bool]] = b"", []
         self._asked: tuple[DeviceEvent, list[int]] | None = None
         self._answer = device.pinned((len(fused), COUNTERS), torch.int64)
@@ -483,29 +484,43 @@ class FusedTables:
         Raises:
             TableClosedError: One of them was closed.
         """
-        with self.device.active(), ExitStack() as held:
-            self._lock(held, writing=writing)
-            stream = self.device.current_stream()
-            handle, waited = stream.handle, set[int]()
-            for table in self._locked:
-                table._held.stream = handle
-                before = table._stream.handle
-                if before != handle:
-                    if before not in waited:
-                        stream.wait_for(table._stream)
-                        waited.add(before)
-                    table._stream = stream
-            yield _Work(stream, self._look_at(stream))
+        with self.device.active():
+            self._take_locks(writing=writing)
+            try:
+                stream = self.device.current_stream()
+                if stream == self._stream:
+                    stream = self._stream  # the same, as most tables have it
+                handle, waited = stream.handle, set[int]()
+                for table in self._locked:
+                    memory = table._held
+                    if table._stream is not stream:
+                        before = table._stream.handle
+                        if before != handle and before not in waited:
+                            stream.wait_for(table._stream)
+                            waited.add(before)
+                        table._stream = stream
+                    memory.stream = handle
+                self._stream = stream
+                yield _Work(stream, self._look_at(stream))
+            finally:
+                for table in self._locked:
+                    table._lock.release()
 
-    def _lock(self, held: ExitStack, *, writing: bool) -> None:
+    def _take_locks(self, *, writing: bool) -> None:
         while True:
-            for table in self._locked:
-                held.enter_context(table._lock)
-            frozen = next((table for table in self._locked if table._frozen), None) if writing else None
-            if frozen is None:
-                return
-            held.pop_all().close()  # whoever froze it may want another
-            with frozen._lock:
+            taken = []
+            try:
+                for table in self._locked:
+                    table._lock.acquire()
+                    taken.append(table)
+                frozen = next((table for table in self._locked if table._frozen), None) if writing else None
+                if frozen is None:
+                    taken.clear()
+                    return
+            finally:
+                for table in taken:
+                    table._lock.release()
+            with frozen._lock:  # none of the others: whoever froze it may want them
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
