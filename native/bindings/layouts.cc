@@ -20,6 +20,7 @@ namespace {
 
 using Ids = Column<std::int64_t>;
 using Floats = Column<float>;
+using OutIds = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using OutFloats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using AnyFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using AnyOutFloats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
@@ -56,6 +57,11 @@ void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::option
     from.push_back(gradient ? as_span(*gradient) : std::span<const float>());
   nb::gil_scoped_release unlocked;
   layouts.scatter(batch, rows ? as_span(*rows) : std::span<const float>(), from, scale, as_span(out));
+}
+
+void number(const Layouts& layouts, const LayoutBatch& batch, const OutIds& out) {
+  nb::gil_scoped_release unlocked;
+  layouts.number(batch, as_span(out));
 }
 
 nb::tuple moves(const Layouts& layouts, const LayoutBatch& batch, const std::vector<int>& uses) {
@@ -100,7 +106,8 @@ void bind_layouts(nb::module_& m) {
           "counts", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).counts()); },
           nb::sig("def counts(self) -> NDArray[numpy.int64]"), "How often each distinct id was met.")
       .def_prop_ro("batch_size", &LayoutBatch::batch_size)
-      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.");
+      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.")
+      .def_prop_ro("one_each", &LayoutBatch::one_each, "Whether every cell that is read has exactly one id.");
 
   nb::class_<Layouts>(m, "Layouts", "From looked-up rows to a model's inputs, and back. Thread-safe.")
       .def(nb::new_(&make), "table_dims"_a, "features"_a, "uses"_a, "output_floats"_a, "workers"_a.none(),
@@ -112,6 +119,9 @@ void bind_layouts(nb::module_& m) {
            "Fill the outputs from one row per distinct id.")
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
+      .def("number", &number, "batch"_a, "out"_a.noconvert(),
+           "Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no "
+           "feature reads it.")
       .def("moves", &moves, "batch"_a, "uses"_a,
            nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32]]"),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from services import warm
+from services.emulated_cuda import device_named, device_names
 from torch.testing import assert_close
 
 from monolith.bench import rivals, train, trainers
 from monolith.bench.options import BenchTrainOptions
-from monolith.bench.report import cores
+from monolith.bench.report import Report, Result, cores
 from monolith.cli.main import main
 
 THREADS = "1 thread" if cores() == 1 else "2 threads"
@@ -63,7 +64,7 @@ def trained(trainer: trainers.TimedTrainer, half: Any) -> list[float]:
     losses = []
     for _ in range(5):
         positions = torch.randint(0, 50, (16, 3), generator=draw)
-        labels = torch.randint(0, 2, (16,), generator=draw).float()
+        labels = torch.randint(0, 2, (16,), generator=draw).float().to(next(half.parameters()).device)
         losses.append(trainer.step(positions, labels).item())
     return losses
 
@@ -77,6 +78,19 @@ def test_all_contenders_train_the_same_model() -> None:
         assert_close(trained(other, other._half), losses, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", device_names())
+@pytest.mark.parametrize("rows_on", ["host", "device"])
+def test_on_a_device_ours_trains_the_same_model_wherever_its_rows_are(
+    name: str, rows_on: Literal["host", "device"]
+) -> None:
+    device = device_named(name)
+    here = trainers.OurTrainer(*SHAPE, 1)
+    there = trainers.OurTrainer(*SHAPE, 1, device=device, rows_on=rows_on)
+    assert_close(trained(there, there.model), trained(here, here.model), rtol=1e-4, atol=1e-4)
+    ids = torch.arange(50)
+    assert_close(there.store.table("f001").lookup(ids), here.store.table("f001").lookup(ids))
+
+
 @pytest.mark.skipif(bool(rivals.why_no_fbgemm()), reason=f"FBGEMM: {rivals.why_no_fbgemm()}")
 def test_fbgemm_trains_it_too() -> None:
     """Its accumulators begin at 0 and ours at 0.1, so only the first loss is the same."""
@@ -88,8 +102,8 @@ def test_fbgemm_trains_it_too() -> None:
 
 def test_every_feature_of_a_batch_is_drawn_alike() -> None:
     plan = train.TrainPlan.settle(BenchTrainOptions(quick=True, features=4))
-    batches = train.make_batches("uniform", plan)
-    assert batches[0].shape == (plan.batch, 4)
+    batches = train.make_batches("uniform", plan, 256)
+    assert batches[0].shape == (256, 4)
     drawn = torch.cat(batches).numpy()
     assert drawn.max() < plan.rows
     assert np.allclose(drawn.mean(0), plan.rows / 2, rtol=0.05)
@@ -99,3 +113,56 @@ def test_every_feature_of_a_batch_is_drawn_alike() -> None:
 def test_nothing_to_measure_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", f"--{flag}", "0"]) == 2
     assert f"--{flag} must be at least 1" in capsys.readouterr().err
+
+
+# On a GPU
+
+
+@pytest.fixture(scope="module", params=device_names())
+def on_device(request: pytest.FixtureRequest) -> list[Result]:
+    options = BenchTrainOptions(
+        device="cuda", quick=True, features=3, ids=90, dim=4, hidden=(8,), batch=(4, 8), threads=1
+    )
+    report = Report("train")
+    train.measure_on(device_named(request.param), train.TrainPlan.settle(options), report)
+    return report.results
+
+
+@pytest.mark.parametrize("case", ["uniform, batches of 4", "zipf, batches of 8"])
+@pytest.mark.parametrize("rows", ["monolith, rows on the device", "monolith, rows in host memory"])
+def test_on_a_gpu_rows_there_and_rows_in_host_memory_stand_beside_torch(
+    on_device: list[Result], case: str, rows: str
+) -> None:
+    (rate,) = [one for one in on_device if (one.case, one.metric) == (f"{rows}, {case}", "examples_per_s")]
+    (torchs,) = [one for one in on_device if one.case == f"one nn.EmbeddingBag for all, {case}"]
+    (step,) = [one for one in on_device if one.case == f"step, {rows}, {case}"]
+    assert rate.value is not None
+    assert torchs.value is not None
+    assert (rate.baseline, rate.ratio) == (torchs.case, pytest.approx(rate.value / torchs.value))
+    assert step.value == pytest.approx(int(case[-1]) / rate.value * 1e3)
+
+
+def test_a_step_on_rows_in_host_memory_stands_beside_the_larger_of_host_and_device_work(
+    on_device: list[Result],
+) -> None:
+    case = "monolith, rows in host memory, uniform, batches of 4"
+    values = {one.case: one.value for one in on_device if one.metric == "ms_per_step"}
+    (found,) = [one for one in on_device if one.case == f"step beside its larger half, {case}"]
+    larger = max(values[f"{half} work of a step, {case}"] or 0 for half in ("host", "device"))
+    assert values[f"larger of host and device work, {case}"] == pytest.approx(larger)
+    assert found.value == values[f"step, {case}"]
+    assert found.ratio == pytest.approx((found.value or 0) / larger)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_it_says_so_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", "--device", "cuda", "--quick"]) != 0
+    said = capsys.readouterr().err
+    assert "needs a machine with an NVIDIA GPU" in said
+    assert "Leave --device out" in said
+
+
+def test_a_gpu_has_three_sizes_of_batches_and_all_cores_by_default() -> None:
+    plan = train.TrainPlan.settle(BenchTrainOptions(device="cuda"))
+    assert (plan.batches, plan.threads) == ((2048, 8192, 65536), cores())
+    assert train.TrainPlan.settle(BenchTrainOptions()).batches == (2048,)

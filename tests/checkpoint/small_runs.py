@@ -40,12 +40,13 @@ class SmallRun:
     full_every: int = 1
     max_to_keep: int = 10
     seed: int = 0
+    kind: Any = NativeTable
     position: dict[str, int] = field(default_factory=lambda: {"next": 0})
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         self.filter = SlidingFilter(1000, 7, SlotThresholds(1))
-        self.tables = {"item": NativeTable(ITEM, admission=self.filter), "user": NativeTable(USER)}
+        self.tables = {"item": self.kind(ITEM, admission=self.filter), "user": self.kind(USER)}
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         parts = [
@@ -69,9 +70,9 @@ class SmallRun:
     def save(self, step: int) -> str:
         return self.checkpointer.save(step)
 
-    def restored(self, prefix: str) -> dict[str, Any]:
-        """Return what a run that knows nothing finds in a checkpoint."""
-        other = SmallRun(self.folder.with_name("elsewhere"), seed=99)
+    def restored(self, prefix: str, kind: Any = NativeTable) -> dict[str, Any]:
+        """Return what a run that knows nothing, with tables of this kind, finds in a checkpoint."""
+        other = SmallRun(self.folder.with_name("elsewhere"), seed=99, kind=kind)
         other.checkpointer.restore(prefix)
         return other.state()
 

@@ -564,8 +564,14 @@ def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
     assert "not supported with parameter servers" in problems(None, *flags)
 
 
+def test_rows_on_a_device_are_refused_among_several_processes() -> None:
+    flags = ["--train.accelerator=cuda", "--train.rows_on=device", "--num_ps=1", "--train.model_dir=m"]
+    assert "train.rows_on: 'device' is for runs of one process" in problems(None, *flags)
+
+
 def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:
-    flags = ["--cpu_test=true", "--num_ps=2", "--num_workers=3", "--train.accelerator=xla"]
+    flags = ["--cpu_test=true", "--num_ps=2", "--num_workers=3", "--train.accelerator=cuda"]
+    flags += ["--train.rows_on=device"]
     training = load_training(TrainOptions(task=TASK, run_flags=tuple(flags), set=("batch_size=512",)), {})
     assert not training.run.distributed
     assert training.config.accelerator == "cpu"

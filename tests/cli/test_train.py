@@ -36,6 +36,8 @@ from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
+from monolith.train.publishing.hold_file import HoldFile, when_utc
+from monolith.ui.run_publishing import RunPublishing, orders_of
 
 TASK = "train.tasks:Clicks"
 TESTS = Path(__file__).parents[1]
@@ -739,3 +741,63 @@ def test_a_run_that_publishes_can_be_held_without_being_asked_for_control(
     flags = ["--model-dir", model_dir, "--publish.to", str(tmp_path / "log"), "--steps", "6"]
     assert train(*flags, task="cli.test_train:HeldClicks") == 0
     assert json.loads(Path(model_dir, "held.json").read_text()) == [True, "by a test", False]
+
+
+class HeldAndKilled(Hook):
+    """Holds publishing from outside, and is killed."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        if run.step == 3:
+            with ControlClient(run.model_dir) as job:
+                (one,) = job.publish("hold", reason="a bad upstream")
+            Path(run.model_dir, "held.json").write_text(json.dumps(one.since))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KilledClicks(Clicks):
+    def hooks(self, mode: Mode) -> list[Hook]:  # noqa: ARG002
+        return [HeldAndKilled()]
+
+
+class LooksOn(Hook):
+    """Keeps what whoever looks on is told of publishing, and lets it go on in the end."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:  # noqa: ARG002
+        if run.step == 3:
+            assert main(["publish", "status", run.model_dir]) == 0
+            page = RunPublishing(orders_of(run.model_dir, None)).figures()
+            assert page is not None
+            Path(run.model_dir, "page.json").write_text(json.dumps([page.held, page.reason, page.since]))
+        if run.step == 5:
+            with ControlClient(run.model_dir) as job:
+                (before,), (after,) = job.publish("status"), job.publish("resume")
+            Path(run.model_dir, "resumed.json").write_text(json.dumps([before.deltas, after.held]))
+
+
+class WatchedClicks(Clicks):
+    def hooks(self, mode: Mode) -> list[Hook]:  # noqa: ARG002
+        return [LooksOn()]
+
+
+def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
+    model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("grpc")
+    log = str(tmp_path / "log")
+    flags = ["--model-dir", model_dir, "--publish.to", log, "--publish.interval", "20ms", "--steps", "8"]
+    killed = warm.run(
+        ["-m", "monolith", "train", "cli.test_train:KilledClicks", *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    since = json.loads(Path(model_dir, "held.json").read_text())
+    assert since > 0
+    assert train(*flags, task="cli.test_train:WatchedClicks") == 0
+    said = f"held since {when_utc(since)}: a bad upstream"
+    assert f"publishing share 0 of 1 is {said}" in caplog.text
+    assert said in capsys.readouterr().out.replace("HELD", "held"), "monolith publish status"
+    assert json.loads(Path(model_dir, "page.json").read_text()) == [True, "a bad upstream", since]
+    assert json.loads(Path(model_dir, "resumed.json").read_text()) == [0, False], "nothing was let out before"
+    with closing(open_reader(log)) as reader:
+        assert reader.shares()[0].newest.sequence > 0
+    assert HoldFile(model_dir).read() is None, "who resumes means it for the next start as well"

@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 from services.emulated_cuda import EmulatedDevice, device_names
+from services.spilling_tables import (
+    RoomyCudaTable,
+    RoomyEmulatedTable,
+    SpillingCudaTable,
+    SpillingEmulatedTable,
+)
 from torch import Tensor
 
 from monolith.table import CudaTable, DictTable, NativeTable, TableConfig
@@ -32,6 +38,16 @@ def host_table_classes() -> list[Any]:
 def cuda_table_classes() -> list[Any]:
     """Return tables on the device there is, and on an emulated one wherever it can be compiled."""
     return [{"gpu": CudaTable, "emulated": EmulatedCudaTable}[name] for name in device_names()]
+
+
+def spilling_table_classes() -> list[Any]:
+    """Return tables with room for twelve rows on the same devices, which keep the others in host memory."""
+    return [{"gpu": SpillingCudaTable, "emulated": SpillingEmulatedTable}[name] for name in device_names()]
+
+
+def roomy_table_classes() -> list[Any]:
+    """Return tables that could keep rows in host memory and, in small tests, do not."""
+    return [{"gpu": RoomyCudaTable, "emulated": RoomyEmulatedTable}[name] for name in device_names()]
 
 
 def quick_table_classes() -> list[Any]:

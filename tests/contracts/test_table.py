@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from contracts.tables import ids, rows, table_classes
+from contracts.tables import ids, rows, spilling_table_classes, table_classes
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -58,7 +58,7 @@ SGD = Segment(dim=2, optimizer=Sgd(), learning_rate=1.0)
 DAY = 86400
 
 
-@pytest.fixture(params=table_classes(), ids=lambda cls: cls.__name__)
+@pytest.fixture(params=[*table_classes(), *spilling_table_classes()], ids=lambda cls: cls.__name__)
 def table_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 

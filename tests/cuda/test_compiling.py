@@ -16,6 +16,8 @@ import monolith
 from monolith.cuda import KernelCompiler
 from monolith.cuda.kernels import load_nvrtc
 from monolith.errors import AcceleratorError
+from monolith.feature.cuda.device_plan import layout_source
+from monolith.feature.cuda.repeating import repeated_source
 from monolith.table import (
     OPTIMIZERS,
     Adagrad,
@@ -61,6 +63,8 @@ def sources() -> dict[str, str]:
     serving = row_layout(TableConfig(name="t", segments=TABLES["all views"], serving=True))
     fused = {"plain": layouts["plain"], "all views": layouts["all views"], "serving": serving}
     return {
+        "layouts": layout_source(3),
+        "repeated": repeated_source(),
         "index": index_source(),
         **{f"rows, {name}": layout.source for name, layout in layouts.items()},
         "rows, serving": serving.source,

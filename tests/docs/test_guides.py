@@ -52,6 +52,7 @@ def check_models(names: dict[str, Any]) -> None:
     assert tuple(names["logits"].shape) == (3,)
     assert names["mine"].embeddings.features == ("history", "item")
     assert [tuple(scores.shape) for scores in names["scores"]] == [(512,)] * 10
+    assert names["sparse"].global_step == 110  # those of the first loop, and those of the lane
 
 
 def check_data(names: dict[str, Any]) -> None:

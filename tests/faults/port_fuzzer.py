@@ -62,6 +62,10 @@ SERVED_ROWS = (
 )
 
 STATE = {"position": {"next": 1}, "examples": 1, "skipped": 0, "event_time": None}
+PUSHES = {
+    "sender": "s",
+    "places": [{"incarnation": "r", "last": 3, "since": 1, "carried": [1], "marks": {"0": 0}}],
+}
 WRITE = {"run": "r", "cut": "c", "prefix": "PREFIX", "full": True}
 
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
@@ -98,21 +102,41 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "meeting.release": {"run": "r"},
         "meeting.saved": {"run": "r", "halt": 1},
         "meeting.over": {"run": "r", "wait": 0.0},
-        "meeting.leave": {"run": "r", "worker": 1, "state": STATE},
+        "meeting.leave": {"run": "r", "worker": 1, "state": STATE, "pushes": PUSHES},
         "meeting.stop": {"run": "r", "reason": "x"},
         "meeting.resume": {"run": "r", "member": "m"},
-        "meeting.back": {"run": "r", "worker": 1, "member": "m", "step": 1, "left": None},
+        "meeting.back": {
+            "run": "r",
+            "worker": 1,
+            "member": "m",
+            "step": 1,
+            "left": None,
+            "lost": {"i": 1},
+        },
         "meeting.served": {
             "run": "r",
             "server": 1,
-            "served": {"address": "h:1", "incarnation": "i", "halt": 0},
+            "served": {
+                "address": "h:1",
+                "incarnation": "i",
+                "halt": 0,
+                "copied": {"s": {"highest": 3, "missing": [2]}},
+            },
         },
         "meeting.lost": {"run": "r", "worker": 1, "incarnation": "i", "updates": 1},
         "meeting.updates": {"run": "r", "incarnation": "i", "wait": 0.0},
+        "meeting.given_back": {"run": "r", "worker": 1, "number": 1, "state": STATE},
+        "meeting.deal": {"run": "r", "halt": 1, "states": {"1": STATE}},
         "server.standing": {},
+        "server.attend": {"run": "r", "wait": 0.0},
+        "server.health": {"run": "r"},
         "server.assign": {"index": 0, "num_ps": 1},
         "server.reserve": {},
         "server.end": {"run": "r"},
+        "standby.open": {"run": "r"},
+        "standby.follow": {"run": "r", "index": 0, "num_ps": 1, "address": "DELTAS", "incarnation": ""},
+        "standby.standing": {},
+        "standby.take_over": {"run": "r", "lost": "i", "incarnation": "j"},
         "publish.obey": {"action": "hold", "reason": "x", "version": None, "by_guard": False},
         "publish.told": {"run": "r", "step": 1, "watermark": 0},
         "publish.flush": {"run": "r"},
@@ -322,6 +346,7 @@ class PortFuzzer:
         (store, *_) = ask("parameters", "describe")["stores"]
         self._tables = len(store["tables"])
         known = {"JOB": attached["job"], "SESSION": attached["session"], "PREFIX": self._servers.prefix}
+        known["DELTAS"] = self._servers.addresses["deltas"]
         return {**known, "TIMES": dict.fromkeys(store["tables"], 1)}
 
     def _honest(self, body: Any) -> Any:

@@ -12,6 +12,9 @@ pytest.importorskip("grpc")
 
 from faults.port_fuzzer import CALLS, Mutator, fuzz
 
+from monolith.train.fleet.bodies import CALLS as FLEET_CALLS
+from monolith.train.fleet.standby_bodies import STANDBY_CALLS
+
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_port_goes_on_whatever_it_is_sent(tmp_path: Path, seed: int) -> None:
@@ -38,3 +41,8 @@ def test_a_seed_makes_the_same_messages_again() -> None:
 
     assert messages() == messages()
     assert len(set(messages())) > 10
+
+
+def test_every_call_of_a_parameter_server_is_tried() -> None:
+    known = FLEET_CALLS.keys() | STANDBY_CALLS.keys()
+    assert set(CALLS["parameters"]) >= known - {"server.begin"}, "in a run it would refuse the others"

@@ -226,6 +226,36 @@ def test_a_push_on_its_way_goes_to_the_server_that_replaces_a_silent_one(
     assert store.lookup(keys(1)).tolist() == [-1, -1], "what the old one still answers is nobody's"
 
 
+def test_an_answer_counts_when_it_is_here_and_only_while_its_server_serves(
+    stack: ExitStack, pool: ThreadPoolExecutor
+) -> None:
+    """Else who counts what was lost with a server would not know of a push that is not sent again."""
+    asked, gate = threading.Event(), threading.Event()
+
+    class Slow(DenseShare):
+        def push(self, *about: Any) -> dict[str, torch.Tensor]:
+            asked.set()
+            assert gate.wait(LONG.total_seconds())
+            return super().push(*about)
+
+    def served(number: int, kind: type[DenseShare] = DenseShare) -> ParameterServer:
+        return stack.enter_context(ParameterServer([], kind(*dense(), (number, 2)), share=(number, 2)))
+
+    group = group_of(stack, served(0), served(1, Slow), hold=LONG)
+    spares = served(0), served(1)
+    group.describe()
+    request = {"names": [], "brings": False}, b""
+    pushed = pool.submit(group.push, "push_dense", {0: request, 1: request})
+    assert asked.wait(LONG.total_seconds())
+    assert wait_until(lambda: not group.pushes[0].unanswered), "whatever server 1 takes"
+    before = [group.replace(place, spares[place].address, spares[place].incarnation) for place in (0, 1)]
+    gate.set()
+    pushed.result(60)
+    assert [(one.acknowledged, sorted(one.unanswered)) for one in before] == [(1, []), (0, [1])]
+    assert [one.acknowledged for one in group.pushes] == [1, 1]
+    assert [spare.step for spare in spares] == [0, 1], "only what was not acknowledged goes to the next"
+
+
 def test_a_server_can_be_replaced_twice_while_somebody_waits(
     stack: ExitStack, pool: ThreadPoolExecutor
 ) -> None:

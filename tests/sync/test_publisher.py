@@ -156,6 +156,20 @@ def test_more_than_a_delta_holds_comes_in_several(
     assert publisher.stats.pending == 0
 
 
+def test_what_a_standby_is_told_beside_the_rows_comes_with_the_last_of_several(
+    channel: MemoryChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says which updates the rows have: all of them, and not those of the first delta alone."""
+    monkeypatch.setattr("monolith.sync.publisher.DELTA_IDS", 10)
+    table = make_table()
+    publisher = publish(
+        channel, table, with_state=True, dense_interval=0.0, dense=lambda: {"about": torch.zeros(1)}
+    )
+    write(table, dict.fromkeys(range(25), 1.0))
+    found = [publisher.publish_now() for _ in range(3)]
+    assert [one is not None and one.dense is not None for one in found] == [False, False, True]
+
+
 def test_a_share_must_be_one(channel: MemoryChannel) -> None:
     with pytest.raises(ConfigError, match="share"):
         publish(channel, make_table(), share=(2, 2))

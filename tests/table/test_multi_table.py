@@ -323,6 +323,17 @@ def test_fused_rates_follow_the_order_of_the_tables(make: Make) -> None:
     assert tables["b"].lookup(ids(1)).tolist() == [[-2.0, -3.0]]
 
 
+def test_a_fused_lookup_can_put_rows_where_it_is_told(make: Make) -> None:
+    tables = make(b=WIDE, a=SGD)
+    tables.assign({"a": (ids(1, 2), rows([1.0], [2.0])), "b": (ids(1), rows([3.0, 4.0]))})
+    memory = torch.full((5,), 9.0)
+    found = tables.fused_lookup(ids(1, 1), ids(1, 1), num_batches=1, out=memory[:3])
+    assert memory.tolist() == [1, 3, 4, 9, 9]
+    assert found.embeddings.data_ptr() == memory.data_ptr()
+    with pytest.raises(TableArgumentError, match="out"):
+        tables.fused_lookup(ids(1, 1), ids(1, 1), num_batches=1, out=memory)
+
+
 def test_without_fused_rates_each_segment_takes_its_own_at_that_step(make: Make) -> None:
     fading = PolynomialDecay(initial_learning_rate=1.0, decay_steps=10, end_learning_rate=0.0)
     tables = make(a=replace(SGD, learning_rate=fading), b=replace(SGD, learning_rate=0.25))

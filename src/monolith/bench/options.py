@@ -60,12 +60,15 @@ class BenchTrainOptions:
     """Floats per vector, beside a bias."""
     hidden: tuple[int, ...] = (128, 64)
     """Widths of the MLP's hidden layers."""
-    batch: int = 2048
-    """The number of examples in a batch."""
-    threads: int = 2
-    """The number of threads, at most the machine's cores."""
-    repeats: int = 8
-    """The number of rounds, after one to warm up; the best counts."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model computes. With cuda our rows lie once on the GPU and once in host memory, beside one
+    nn.EmbeddingBag for all features on the GPU."""
+    batch: tuple[int, ...] = ()
+    """The numbers of examples in a batch to measure; by default 2048, and with cuda 2048, 8192 and 65536."""
+    threads: int | None = None
+    """The number of threads, at most the machine's cores; by default 2, and with cuda all cores."""
+    repeats: int | None = None
+    """The number of rounds, after one to warm up; the best counts. By default 8, and with cuda 3."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from monolith.bench.device_runs import DeviceRun, PipelinedRun, PlainRun, TorchRun, race_windows
 from monolith.bench.ids import DISTRIBUTIONS
 from monolith.bench.options import BenchTrainOptions
 from monolith.bench.report import Report, cores
@@ -29,9 +30,15 @@ from monolith.bench.trainers import (
     TimedTrainer,
     TorchTrainer,
 )
-from monolith.errors import ConfigError
+from monolith.cuda import Device, device_of
+from monolith.errors import AcceleratorError, ConfigError
 
 BATCHES = 64
+GPU_BATCHES = (2048, 8192, 65536)
+GPU_MANY = 16
+"""Batches that are gone through in turn on a GPU, of each size."""
+TORCHS = "one nn.EmbeddingBag for all"
+HERE = "monolith, rows in host memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +50,8 @@ class TrainPlan:
     features: int
     dim: int
     hidden: tuple[int, ...]
-    batch: int
+    batches: tuple[int, ...]
+    """Examples in a batch, one size after another."""
     threads: int
     timing: Timing
     seed: int
@@ -51,31 +59,45 @@ class TrainPlan:
     @classmethod
     def settle(cls, options: BenchTrainOptions) -> TrainPlan:
         for name in ("ids", "features", "dim", "hidden", "batch", "threads", "repeats"):
-            if np.min(getattr(options, name), initial=1) < 1:
-                raise ConfigError(f"bench train: --{name} must be at least 1, got {getattr(options, name)}")
+            given = getattr(options, name)
+            if given is not None and np.min(given, initial=1) < 1:
+                raise ConfigError(f"bench train: --{name} must be at least 1, got {given}")
         ids = min(options.ids, 100_000) if options.quick else options.ids
+        on_gpu = options.device == "cuda"
+        batches = options.batch or (GPU_BATCHES if on_gpu else (2048,))
+        threads = options.threads or (cores() if on_gpu else 2)
+        repeats = options.repeats or (3 if on_gpu else 8)
         return cls(
             rows=max(ids // options.features, 1),
             features=options.features,
             dim=options.dim,
             hidden=options.hidden,
-            batch=min(options.batch, 256) if options.quick else options.batch,
-            threads=min(options.threads, cores()),
+            batches=tuple(sorted({min(batch, 256) for batch in batches})) if options.quick else batches,
+            threads=min(threads, cores()),
             timing=Timing(repeats=1, window=0.02)
             if options.quick
-            else Timing(repeats=options.repeats, window=0.4),
+            else Timing(repeats=repeats, window=0.6 if on_gpu else 0.4),
             seed=options.seed,
         )
+
+    @property
+    def shape(self) -> tuple[int, int, int, tuple[int, ...]]:
+        """What all trainers are made by: features, the rows of each, floats, hidden widths."""
+        return self.features, self.rows, self.dim, self.hidden
 
 
 def run(options: BenchTrainOptions) -> int:
     """Measure, draw a table on standard error, and print JSON on request."""
     plan = TrainPlan.settle(options)
+    device = _gpu() if options.device == "cuda" else None
     report = Report("train")
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(plan.threads)
     try:
-        measure(plan, report)
+        if device is None:
+            measure(plan, report)
+        else:
+            measure_on(device, plan, report)
     finally:
         torch.set_num_threads(torch_threads)
     report.finish()
@@ -84,26 +106,40 @@ def run(options: BenchTrainOptions) -> int:
     return 0
 
 
+def _gpu() -> Device:
+    try:
+        return device_of(None)
+    except AcceleratorError as cause:
+        raise AcceleratorError(
+            f"bench train: --device cuda: {cause}. Leave --device out to measure training on the CPU"
+        ) from cause
+
+
 def measure(plan: TrainPlan, report: Report) -> None:
     need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 5.0)
-    shape = (plan.features, plan.rows, plan.dim, plan.hidden)
+    for batch in plan.batches:
+        measure_batch(plan, batch, report)
+
+
+def measure_batch(plan: TrainPlan, batch: int, report: Report) -> None:
     report.say(f"filling {plan.features} features of {plan.rows:,} rows")
-    ours = OurTrainer(*shape, plan.threads)
+    ours = OurTrainer(*plan.shape, plan.threads)
     trainers: dict[str, TimedTrainer] = {
         "monolith": ours,
-        "nn.EmbeddingBag": TorchTrainer(*shape, plan.batch),
-        "one nn.EmbeddingBag for all": FusedTorchTrainer(*shape, plan.batch),
+        "nn.EmbeddingBag": TorchTrainer(*plan.shape, batch),
+        TORCHS: FusedTorchTrainer(*plan.shape, batch),
     }
     missing = why_no_fbgemm()
     if missing is None:
-        trainers["fbgemm"] = FbgemmTrainer(*shape, plan.batch)
+        trainers["fbgemm"] = FbgemmTrainer(*plan.shape, batch)
     else:
         report.add("fbgemm", "examples_per_s", None, "examples/s", note=missing)
-    labels = torch.from_numpy(np.random.default_rng(plan.seed).integers(0, 2, plan.batch)).float()
+    labels = make_labels(plan, batch)
+    more = f", batches of {batch:,}" if len(plan.batches) > 1 else ""
     for name in DISTRIBUTIONS:
-        case = f"{name}, {counted(plan.threads, 'thread')}"
+        case = f"{name}, {counted(plan.threads, 'thread')}{more}"
         report.say(f"training, {case}")
-        batches = make_batches(name, plan)
+        batches = make_batches(name, plan, batch)
         rates = race(contenders(trainers, batches, labels), **plan.timing)
         for other in [other for other in rates if other != "monolith"]:
             report.add(f"{other}, {case}", "examples_per_s", rates[other], "examples/s")
@@ -114,19 +150,27 @@ def measure(plan: TrainPlan, report: Report) -> None:
             "examples/s",
             {f"{other}, {case}": rate for other, rate in rates.items()},
         )
-    measure_python(plan, report, ours, labels)
-    report.show(
+    measure_python(plan, report, ours, labels, more)
+    report.show(f"{describe(plan)}, batches of {batch:,}")
+
+
+def describe(plan: TrainPlan) -> str:
+    """Return the model in words."""
+    return (
         f"DeepFM, {plan.features} features of {plan.rows:,} ids and {plan.dim} floats, "
-        f"batches of {plan.batch:,}, MLP {'-'.join(map(str, plan.hidden))}"
+        f"MLP {'-'.join(map(str, plan.hidden))}"
     )
 
 
-def make_batches(distribution: str, plan: TrainPlan) -> list[Tensor]:
+def make_labels(plan: TrainPlan, batch: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(plan.seed).integers(0, 2, batch)).float()
+
+
+def make_batches(distribution: str, plan: TrainPlan, batch: int, many: int = BATCHES) -> list[Tensor]:
     """Return positions, int64 of shape (examples, features), of every feature drawn alike."""
     random = np.random.default_rng(plan.seed)
-    count = BATCHES * plan.batch * plan.features
-    positions = DISTRIBUTIONS[distribution](plan.rows, count, random).astype(np.int64)
-    return list(torch.from_numpy(positions).view(BATCHES, plan.batch, plan.features))
+    positions = DISTRIBUTIONS[distribution](plan.rows, many * batch * plan.features, random).astype(np.int64)
+    return list(torch.from_numpy(positions).view(many, batch, plan.features))
 
 
 def contenders(
@@ -141,19 +185,70 @@ def contenders(
     }
 
 
-def measure_python(plan: TrainPlan, report: Report, ours: TimedTrainer, labels: Tensor) -> None:
+def measure_python(plan: TrainPlan, report: Report, ours: TimedTrainer, labels: Tensor, more: str) -> None:
     """Bound the share of a step that is neither native code nor torch's kernels."""
     report.say("steps on one example")
-    batches = make_batches("uniform", plan)
+    batches = make_batches("uniform", plan, len(labels))
     whole = contenders({"whole": ours}, batches, labels)
     single = contenders({"single": ours}, [batch[:1] for batch in batches], labels[:1])
     rates = race(whole | single, **plan.timing)
-    seconds = {name: examples / rates[name] for name, examples in (("whole", plan.batch), ("single", 1))}
-    report.add("step, whole batch", "ms_per_step", seconds["whole"] * 1e3, "ms")
+    seconds = {name: examples / rates[name] for name, examples in (("whole", len(labels)), ("single", 1))}
+    report.add(f"step, whole batch{more}", "ms_per_step", seconds["whole"] * 1e3, "ms")
     report.compare(
-        "step on one example: all of Python, hardly a kernel",
+        f"step on one example: all of Python, hardly a kernel{more}",
         "ms_per_step",
         seconds["single"] * 1e3,
         "ms",
-        {"step, whole batch": seconds["whole"] * 1e3},
+        {f"step, whole batch{more}": seconds["whole"] * 1e3},
+    )
+
+
+# On a GPU
+
+
+def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
+    """Measure the model on a GPU: on rows that lie there, on rows in host memory, and on torch's."""
+    need_memory(plan.features * plan.rows * (plan.dim + 4) * 4 * 2 * 2.0)
+    report.say(f"filling {plan.features} features of {plan.rows:,} rows, on the device and in host memory")
+    torchs = FusedTorchTrainer(*plan.shape, max(plan.batches), device=device.torch_device)
+    there = OurTrainer(*plan.shape, plan.threads, device=device, rows_on="device")
+    here = PipelinedRun(OurTrainer(*plan.shape, plan.threads, device=device), device)
+    runs: dict[str, DeviceRun] = {
+        TORCHS: TorchRun(torchs, device),
+        "monolith, rows on the device": PlainRun(there, device),
+        HERE: here,
+    }
+    for batch, name in itertools.product(plan.batches, DISTRIBUTIONS):
+        case = f"{name}, batches of {batch:,}"
+        report.say(f"training, {case}")
+        batches, labels = make_batches(name, plan, batch, GPU_MANY), make_labels(plan, batch)
+        for one in runs.values():
+            one.load(batches, labels)
+        paces = race_windows({of: one.run for of, one in runs.items()}, GPU_MANY, plan.timing)
+        report_paces(report, case, batch, paces)
+        halves = {"host work": here.run_host, "device work": here.run_device}
+        once = Timing(repeats=1, window=plan.timing["window"])
+        report_halves(report, case, paces[HERE], race_windows(halves, GPU_MANY, once))
+    report.show(f"{describe(plan)}, on {device.torch_device}")
+
+
+def report_paces(report: Report, case: str, batch: int, paces: Mapping[str, float]) -> None:
+    """Report examples and milliseconds by steps a second."""
+    report.add(f"{TORCHS}, {case}", "examples_per_s", batch * paces[TORCHS], "examples/s")
+    for name, pace in paces.items():
+        report.add(f"step, {name}, {case}", "ms_per_step", 1e3 / pace, "ms")
+        if name != TORCHS:
+            baseline = {f"{TORCHS}, {case}": batch * paces[TORCHS]}
+            report.compare(f"{name}, {case}", "examples_per_s", batch * pace, "examples/s", baseline)
+
+
+def report_halves(report: Report, case: str, pace: float, halves: Mapping[str, float]) -> None:
+    """Report what host and device do of a step on rows in host memory, and how well one hides the other."""
+    for name, alone in halves.items():
+        report.add(f"{name} of a step, {HERE}, {case}", "ms_per_step", 1e3 / alone, "ms")
+    larger = f"larger of host and device work, {HERE}, {case}"
+    slowest = 1e3 / min(halves.values())
+    report.add(larger, "ms_per_step", slowest, "ms")
+    report.compare(
+        f"step beside its larger half, {HERE}, {case}", "ms_per_step", 1e3 / pace, "ms", {larger: slowest}
     )

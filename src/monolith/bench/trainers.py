@@ -7,16 +7,18 @@ one position of each feature per example. The rivals' rows are arrays of a fixed
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from monolith.bench.rivals import FBGEMM, LEARNING_RATE, quiet_logs
+from monolith.cuda import Device
 from monolith.feature import FeatureIds
-from monolith.model import DeepFM, EmbeddingOptimizer
+from monolith.model import DeepFM, EmbeddingOptimizer, PreparedBatch
 from monolith.model.deepfm import DeepFMDense
 from monolith.store import LocalStore
 from monolith.table import Adagrad
@@ -33,29 +35,77 @@ class TimedTrainer(Protocol):
 
 
 class OurTrainer:
-    """A `DeepFM` on a local store: a table for each feature, or one for all."""
+    """A `DeepFM` on a local store, with a table for each feature.
 
-    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], threads: int) -> None:
+    Args:
+        device: Where the dense half computes; None for the CPU.
+        rows_on: Where rows lie.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        rows: int,
+        dim: int,
+        hidden: Sequence[int],
+        threads: int,
+        *,
+        device: Device | None = None,
+        rows_on: Literal["host", "device"] = "host",
+    ) -> None:
         self._names = tuple(f"f{number:03d}" for number in range(features))
         adagrad = Adagrad(learning_rate=LEARNING_RATE, initial_accumulator_value=ACCUMULATOR)
         self.model = DeepFM(
             self._names, dim=dim, hidden=hidden, optimizer=adagrad, bias_optimizer=adagrad, threads=threads
         )
-        store = self.model.embeddings.store
-        assert isinstance(store, LocalStore)
+        embeddings = self.model.embeddings
+        if device is not None:
+            self.model.to(device.torch_device)
+            embeddings.compute_on(device)
+            if rows_on == "device":
+                embeddings.bind(partial(LocalStore.from_configs, device=device))
+        assert isinstance(embeddings.store, LocalStore)
+        self.store = embeddings.store
         for name in self._names:
-            table = store.table(name)
-            table.assign(torch.arange(rows), torch.full((rows, table.dim), FIRST_VALUE))
+            table = self.store.table(name)
+            ids = torch.arange(rows, device=self.store.device)
+            table.assign(ids, torch.full((rows, table.dim), FIRST_VALUE, device=ids.device))
         self._sparse = EmbeddingOptimizer(self.model)
         self._dense = dense_adagrad(self.model)
 
+    def batch_of(self, positions: Tensor) -> FeatureIds:
+        """Return a batch as a reader of data would hand it over."""
+        return FeatureIds.one_each(self._names, positions)
+
     def step(self, positions: Tensor, labels: Tensor) -> Tensor:
+        return self.train(self.batch_of(positions), labels)
+
+    def train(
+        self,
+        batch: FeatureIds | PreparedBatch,
+        labels: Tensor,
+        push: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Tensor:
+        """Train on one batch and return the loss.
+
+        Args:
+            push: Given what updates the rows, to be called in time; by default it is called here.
+        """
         self._dense.zero_grad()
-        loss = loss_of(self.model(FeatureIds.one_each(self._names, positions)), labels)
+        loss = loss_of(self.model(batch), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._sparse.step()
+        if push is None:
+            self._sparse.step()
+        else:
+            push(self._sparse.take())
         self._dense.step()
         return loss
+
+    def compute(self, batch: PreparedBatch, labels: Tensor) -> None:
+        """Do all of a step but to look rows up and to update them; in eval mode."""
+        self._dense.zero_grad()
+        loss_of(self.model(batch), labels).backward()  # type: ignore[no-untyped-call]
+        self._dense.step()
 
 
 class TorchTrainer:
@@ -85,13 +135,27 @@ class TorchTrainer:
 
 
 class FusedTorchTrainer:
-    """One `nn.EmbeddingBag` for all features, vector and bias in one row: what an expert makes of torch."""
+    """One `nn.EmbeddingBag` for all features, vector and bias in one row: what an expert makes of torch.
 
-    def __init__(self, features: int, rows: int, dim: int, hidden: Sequence[int], examples: int) -> None:
+    Args:
+        device: Where everything is; None for the CPU. Positions come from there or go there in each step.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        rows: int,
+        dim: int,
+        hidden: Sequence[int],
+        examples: int,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
         self._unchecked: Any = torch.sparse.check_sparse_tensor_invariants
-        self._rows = bag(features * rows, dim + 1)
-        self._first = torch.arange(features) * rows
-        self._half = DeepFMDense(features, dim, 0, hidden)
+        self._device = torch.device("cpu") if device is None else device
+        self._rows = bag(features * rows, dim + 1, self._device)
+        self._first = torch.arange(features, device=self._device) * rows
+        self._half = DeepFMDense(features, dim, 0, hidden).to(self._device)
         self._sparse = adagrad_of(self._rows, examples)
         self._dense = dense_adagrad(self._half)
 
@@ -99,8 +163,8 @@ class FusedTorchTrainer:
         self._sparse.zero_grad()
         self._dense.zero_grad()
         examples, features = positions.shape
-        flat = (positions + self._first).reshape(-1)
-        found = self._rows(flat, torch.arange(len(flat))).view(examples, features, -1)
+        flat = (positions.to(self._device, non_blocking=True) + self._first).reshape(-1)
+        found = self._rows(flat, torch.arange(len(flat), device=self._device)).view(examples, features, -1)
         vectors = found[..., 1:].reshape(examples, -1)
         loss = loss_of(self._half(found[..., 0].sum(1, keepdim=True), vectors), labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -146,13 +210,15 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(logits, labels)
 
 
-def bag(rows: int, dim: int) -> nn.EmbeddingBag:
-    weight = torch.full((rows, dim), FIRST_VALUE)
+def bag(rows: int, dim: int, device: torch.device | None = None) -> nn.EmbeddingBag:
+    weight = torch.full((rows, dim), FIRST_VALUE, device=device)
     return nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=weight)
 
 
 def dense_adagrad(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, fused=True)
+    on_cpu = all(weight.device.type == "cpu" for weight in module.parameters())
+    fastest: dict[str, Any] = {"fused": True} if on_cpu else {"foreach": True}
+    return torch.optim.Adagrad(module.parameters(), lr=LEARNING_RATE, **fastest)
 
 
 def adagrad_of(module: nn.Module, examples: int) -> torch.optim.Optimizer:

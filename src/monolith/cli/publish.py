@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from monolith.cli.options.publish import (
     PublishHoldOptions,
@@ -17,6 +16,7 @@ from monolith.cli.options.publish import (
 from monolith.cluster.security import SecurityConfig
 from monolith.observe.progress import describe_bytes
 from monolith.train.publishing.bodies import ShareStanding
+from monolith.train.publishing.hold_file import when_utc
 from monolith.wire.bodies import write_body
 
 _ADDRESS = re.compile(r"[^/\\]+:[0-9]{1,5}")
@@ -69,8 +69,7 @@ def describe(shares: Sequence[ShareStanding]) -> list[str]:
 def _line(one: ShareStanding) -> str:
     state = "publishing"
     if one.held:
-        since = datetime.fromtimestamp(one.since, UTC).strftime("%H:%M:%S UTC")
-        state = f"HELD since {since}: {one.reason}" if one.since else f"HELD: {one.reason}"
+        state = f"HELD since {when_utc(one.since)}: {one.reason}" if one.since else f"HELD: {one.reason}"
     if one.version is not None:
         state += f"; servers that have version {one.version} serve it"
     return (

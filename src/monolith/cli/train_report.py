@@ -162,7 +162,8 @@ def _describe_lost(kind: str, one: Mapping[str, Any]) -> str:
     rows = "unknown" if one["rows"] is None else f"{one['rows']:,}"
     if one.get("standby"):
         seconds += ", until its standby took over"
-    return f"{seconds}, {rows} rows and {one['updates']:,} updates gone"
+    more = "" if one.get("uncounted", ()) == () else ", and some that nobody could count"
+    return f"{seconds}, {rows} rows and {one['updates']:,} updates gone{more}"
 
 
 def evaluate_command(options: TrainOptions, model_dir: str) -> str:

@@ -1,5 +1,6 @@
 from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceStream, device_of
 from monolith.cuda.kernels import THREADS, CudaKernels, KernelCompiler, Kernels, blocks_for
+from monolith.cuda.transfers import Landing, PinnedPool, Sent, Staged, Transfers
 
 __all__ = [
     "THREADS",
@@ -10,6 +11,11 @@ __all__ = [
     "DeviceStream",
     "KernelCompiler",
     "Kernels",
+    "Landing",
+    "PinnedPool",
+    "Sent",
+    "Staged",
+    "Transfers",
     "blocks_for",
     "device_of",
 ]

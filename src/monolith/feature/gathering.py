@@ -61,7 +61,7 @@ class Gatherer:
             )
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
-        return GatheredBatch(self, core)
+        return GatheredBatch(self, core, len(batch.ids))
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -73,9 +73,12 @@ class Gatherer:
 class GatheredBatch:
     """One batch: its distinct ids, and the way from their rows to the outputs and back."""
 
-    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch) -> None:
+    distinct = True
+
+    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch, occurrences: int) -> None:
         self._gatherer = gatherer
         self._core = core
+        self._occurrences = occurrences
 
     @property
     def batch_size(self) -> int:
@@ -101,6 +104,17 @@ class GatheredBatch:
         """Of the distinct ids' rows, one after another."""
         return self._core.floats
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every cell that is read has exactly one id."""
+        return self._core.one_each
+
+    def numbers(self) -> Tensor:
+        """Return int64, for each id of the batch: its number among `ids`, or 0 where no feature reads it."""
+        found = torch.empty(self._occurrences, dtype=torch.int64)
+        self._gatherer.core.number(self._core, found.numpy())
+        return found
+
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
 
@@ -119,11 +133,7 @@ class GatheredBatch:
 
     def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
         """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
-        plan = self._gatherer.plan
-        return {
-            name: [outputs[number] for number in numbers] if name in plan.lists else outputs[numbers[0]]
-            for name, numbers in plan.names.items()
-        }
+        return self._gatherer.plan.by_name(outputs)
 
     # By the core
 

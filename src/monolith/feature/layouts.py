@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from torch import Tensor
+
 from monolith import native
 from monolith.errors import ConfigError, DuplicateNameError, FeatureError, UnknownFeatureError
 from monolith.feature.combiners import Combiner
@@ -107,6 +109,13 @@ class LayoutPlan:
     """Layout to its outputs, in sorted order of layouts; one each, or one per slice for NONE."""
     lists: frozenset[str]
     """Layouts that are NONE."""
+
+    def by_name(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+        """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
+        return {
+            name: [outputs[number] for number in numbers] if name in self.lists else outputs[numbers[0]]
+            for name, numbers in self.names.items()
+        }
 
     def core(self, workers: native.Workers | None) -> native.Layouts:
         """Return the core's layouts."""

@@ -17,6 +17,7 @@ them; `EmbeddingOptimizer` does.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from monolith import native
+from monolith.cuda import Device, Transfers, device_of
 from monolith.errors import FeatureError
 from monolith.feature import (
     Batch,
@@ -36,12 +38,15 @@ from monolith.feature import (
     Gatherer,
     InputSpec,
     Layout,
+    LayoutPlan,
     LayoutSpec,
     SliceSpec,
     SlotTables,
     collect_tables,
     plan_layouts,
 )
+from monolith.feature.cuda import DeviceBatch, DeviceGatherer
+from monolith.feature.cuda.host_rows import HostRowBatch, HostRowGatherer
 from monolith.store import LocalStore, MakeStore, Store, TableIds
 from monolith.tensors import RaggedTensor
 
@@ -54,9 +59,10 @@ Input = Batch | FeatureIds | Mapping[str, RaggedTensor | Tensor]
 class PreparedBatch:
     """A batch whose rows were looked up ahead of the step that uses them."""
 
-    gathered: GatheredBatch
+    gathered: GatheredBatch | DeviceBatch | HostRowBatch
     keys: TableIds
-    rows: Tensor
+    rows: Tensor | None
+    """None where they are on their way to a device: `HostRowBatch.rows` waits for them."""
     event_time: int
 
 
@@ -97,9 +103,8 @@ def _versions(ids: FeatureIds) -> tuple[int, ...]:
 class Watcher(Protocol):
     """Told of every batch of rows that training may give a gradient."""
 
-    def watch(
-        self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int
-    ) -> None: ...
+    def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
+        """Hear of rows, which stand in for those that were prepared."""
 
     def row_scale(self, examples: int) -> float:
         """Return by what backward multiplies the gradient of rows of so many examples."""
@@ -112,8 +117,10 @@ class EmbeddingCollection(nn.Module):
         layouts: The tensors to make, over slices of features.
         store: Where rows live, with the tables the slots need. Without it, whoever runs the model says by
             `bind`; if nobody does, they live in a `LocalStore` from their first use on.
-        device: Where the outputs are wanted. On a CUDA device the distinct rows are copied there from
-            pinned memory and combined there.
+        device: Where the outputs are wanted. On a CUDA device the distinct rows are looked up into pinned
+            memory, copied there beside what it computes, and combined there; see `HostRowGatherer`. With a
+            store on a CUDA device they are where its rows are: ids go up, rows and gradients never come down,
+            and no call waits for the device.
         seed: For random initializers.
         threads: That share a batch, the caller counted; by default as many as torch uses.
     """
@@ -134,11 +141,15 @@ class EmbeddingCollection(nn.Module):
         self._features = _features(columns, self.slot_tables)
         self._layouts = _specs(layouts)
         self._workers = native.Workers(self._threads)
-        self._gatherer = self._make_gatherer({name: c.dim for name, c in self.slot_tables.configs.items()})
+        self._gatherer: Gatherer | DeviceGatherer | HostRowGatherer = Gatherer(
+            self._plan({name: c.dim for name, c in self.slot_tables.configs.items()}), self._workers
+        )
+        self._changing = threading.Lock()  # held while who reads a batch changes `_gatherer`
+        self._there: Device | None = None
         self._store: Store | None = None
+        self.device = torch.device(device)
         if store is not None:
             self._use(store)
-        self.device = torch.device(device)
         self._watchers: list[Watcher] = []
         self._held: _Held | None = None
         self._said_twice = False
@@ -166,11 +177,46 @@ class EmbeddingCollection(nn.Module):
 
     def _use(self, store: Store) -> None:
         _check_store(store, self.slot_tables)
-        self._gatherer = self._make_gatherer(dict(store.tables))  # it may have more tables than are needed
+        plan = self._plan(dict(store.tables))  # it may have more tables than are needed
+        cuda = store.cuda if isinstance(store, LocalStore) else None
+        self._gatherer = Gatherer(plan, self._workers) if cuda is None else DeviceGatherer(plan, cuda)
+        if cuda is not None:
+            self.device = cuda.torch_device
         self._store = store
 
-    def _make_gatherer(self, tables: dict[str, int]) -> Gatherer:
-        return Gatherer(plan_layouts(tables, self._features, self._layouts), self._workers)
+    def compute_on(self, device: Device) -> None:
+        """Have outputs come to a device; the store stays where it is."""
+        self._there = device
+        self.device = device.torch_device
+
+    @property
+    def transfers(self) -> Transfers | None:
+        """What brings rows of host memory to a device and gradients back; None where neither goes there."""
+        return self._gatherer.transfers if isinstance(self._gatherer, HostRowGatherer) else None
+
+    def _reader(self) -> Gatherer | DeviceGatherer | HostRowGatherer:
+        """Return what reads batches, for the device that is wanted now."""
+        found = self._gatherer
+        if isinstance(found, DeviceGatherer):
+            return found
+        wanted: Device | None = None
+        if self._there is not None and self._there.torch_device == self.device:
+            wanted = self._there
+        elif self.device.type == "cuda":
+            wanted = device_of(self.device)
+        if wanted == (found.device if isinstance(found, HostRowGatherer) else None):
+            return found
+        with self._changing:
+            if self._gatherer is found:
+                self._gatherer = (
+                    Gatherer(found.plan, self._workers)
+                    if wanted is None
+                    else HostRowGatherer(found.plan, self._workers, wanted)
+                )
+            return self._gatherer
+
+    def _plan(self, tables: dict[str, int]) -> LayoutPlan:
+        return plan_layouts(tables, self._features, self._layouts)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -202,12 +248,13 @@ class EmbeddingCollection(nn.Module):
         `forward` takes the result in place of the batch. Rows that change in between are not seen.
         """
         ids, store = _ids(batch), self.store
-        gathered = self._gatherer.read(ids)
-        keys = TableIds(gathered.ids, gathered.sizes, gathered.counts)
+        gathered = self._reader().read(ids)
+        keys = TableIds(gathered.ids, gathered.sizes, gathered.counts, distinct=gathered.distinct)
+        if isinstance(gathered, HostRowBatch):
+            gathered.send(partial(_look_up_into, store, keys))
+            return PreparedBatch(gathered, keys, None, ids.event_time)
         rows = store.lookup(keys)
-        if self.device.type == "cuda":
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        elif self.device.type != "cpu":
+        if not isinstance(gathered, DeviceBatch) and self.device.type != "cpu":
             rows = rows.to(self.device)
         return PreparedBatch(gathered, keys, rows, ids.event_time)
 
@@ -252,13 +299,15 @@ class EmbeddingCollection(nn.Module):
 
     def _forward(self, batch: Input | PreparedBatch) -> dict[str, Any]:
         prepared = batch if isinstance(batch, PreparedBatch) else self._prepared(batch)
-        rows, gathered = prepared.rows, prepared.gathered
+        gathered = prepared.gathered
+        rows = gathered.rows() if isinstance(gathered, HostRowBatch) else prepared.rows
+        assert rows is not None, "they are here, or on their way"
         scale: Callable[[], float] | None = None
         if torch.is_grad_enabled():
             rows = rows.detach().requires_grad_()
             if self.training:
                 for watcher in self._watchers:
-                    watcher.watch(self, rows, prepared.keys, prepared.event_time)
+                    watcher.watch(self, rows, prepared)
                     scale = partial(watcher.row_scale, gathered.batch_size)
         return gathered.layouts(gathered.outputs(rows, scale))
 
@@ -298,6 +347,13 @@ def _ids(batch: Input) -> FeatureIds:
     if isinstance(batch, Batch):
         return batch.ids
     return batch if isinstance(batch, FeatureIds) else FeatureIds.pack(batch)
+
+
+def _look_up_into(store: Store, keys: TableIds, out: Tensor) -> None:
+    if isinstance(store, LocalStore):
+        store.lookup_into(keys, out)
+    else:
+        out.copy_(store.lookup(keys))
 
 
 def _columns(layouts: Sequence[Layout]) -> dict[str, FeatureColumn]:

@@ -23,10 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from monolith.cuda import Landing
 from monolith.errors import FeatureError, RestoreError, UnknownTableError
-from monolith.model.collection import EmbeddingCollection
+from monolith.feature.cuda import DeviceBatch
+from monolith.model.collection import EmbeddingCollection, PreparedBatch
 from monolith.nn.optimizers import EagerOptimizer
-from monolith.store import TableIds
+from monolith.store import Store, TableIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +36,36 @@ class _Pending:
     rows: Tensor
     keys: TableIds
     event_time: int
+    on_device: DeviceBatch | None = None
+    """Where rows stand as ids occur, on a device: what brings equal ids together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Update:
+    """What a store is to be told of the gradients of one collection."""
+
+    ids: TableIds
+    gradients: list[Tensor | Landing]
+    latest: list[Tensor | Landing] | None
+    step: int
+    event_time: int | Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the store takes; waits for what is still on its way."""
+        return {
+            "ids": self.ids,
+            "gradients": _end_to_end(self.gradients),
+            "step": self.step,
+            "event_time": self.event_time,
+            "latest_values": None if self.latest is None else _end_to_end(self.latest),
+        }
+
+    def apply(self, store: Store) -> None:
+        """Take the step; any thread may. Memory that gradients came in is then free for others."""
+        store.apply_gradients(**self.arguments())
+        for one in (*self.gradients, *(self.latest or ())):
+            if isinstance(one, Landing):
+                one.release()
 
 
 class Received(Protocol):
@@ -85,9 +117,11 @@ class EmbeddingOptimizer(EagerOptimizer):
         for collection in collections:
             collection.attach(self)
 
-    def watch(self, collection: EmbeddingCollection, rows: Tensor, keys: TableIds, event_time: int) -> None:
+    def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
         """Remember rows that a backward pass may give a gradient; called by the collection."""
-        self._pending[collection].append(_Pending(rows, keys, event_time))
+        gathered = prepared.gathered
+        on_device = gathered if isinstance(gathered, DeviceBatch) else None
+        self._pending[collection].append(_Pending(rows, prepared.keys, prepared.event_time, on_device))
         self._groups[collection]["params"].append(rows)
 
     def row_scale(self, examples: int) -> float:
@@ -124,9 +158,9 @@ class EmbeddingOptimizer(EagerOptimizer):
             work = [partial(one.apply, gradient.grad) for one, gradient in self._received]
         else:
             for collection in self._pending:
-                call = self._update(collection)
-                if call is not None:
-                    work.append(partial(collection.store.apply_gradients, **call))
+                update = self._update(collection)
+                if update is not None:
+                    work.append(partial(update.apply, collection.store))
         self._forget()
         self.global_step += 1
 
@@ -148,14 +182,27 @@ class EmbeddingOptimizer(EagerOptimizer):
         is done to the gradient of everybody.
         """
         for collection in self._pending:
-            call = self._update(collection)
-            assert call is not None, "processes in step exchange what they have, be it nothing"
+            update = self._update(collection)
+            assert update is not None, "processes in step exchange what they have, be it nothing"
             store: Any = collection.store
-            received = store.send_gradients(**call).summed()
+            received = store.send_gradients(**update.arguments()).summed()
             stand_in = torch.empty_like(received.gradients)
             stand_in.grad = received.gradients
             self._received.append((received, stand_in))
         return [stand_in for _, stand_in in self._received]
+
+    @torch.no_grad()
+    def sum_equal(self) -> None:
+        """Bring the gradients of equal ids together, so that norms are those of what rows are trained by.
+
+        In host memory they are together already. On a device an id has a gradient for each place at which it
+        stands in a batch; afterwards the first of them has the sum, and the others are zeros. What `step`
+        does is the same; call it before clipping by hand. Nothing is waited for.
+        """
+        for pending in self._pending.values():
+            for one in pending:
+                if one.on_device is not None and one.rows.grad is not None:
+                    one.rows.grad = one.on_device.sum_equal(one.rows.grad)
 
     @torch.no_grad()
     def zero_below(
@@ -174,6 +221,7 @@ class EmbeddingOptimizer(EagerOptimizer):
                 raise UnknownTableError(f"min_norms: no collection has a table {name!r}")
         if not min_norms:
             return
+        self.sum_equal()
         for collection, keys, gradient in self._gradients():
             dims = collection.store.tables
             floats = [n * dim for n, dim in zip(keys.sizes.tolist(), dims.values(), strict=True)]
@@ -206,8 +254,11 @@ class EmbeddingOptimizer(EagerOptimizer):
         self.global_step = step
 
     @torch.no_grad()
-    def _update(self, collection: EmbeddingCollection) -> dict[str, Any] | None:
-        """Return what a store is to be told of a collection's gradients; None where there are none."""
+    def _update(self, collection: EmbeddingCollection) -> _Update | None:
+        """Return what a store is to be told of a collection's gradients; None where there are none.
+
+        From a device they are then on their way to where the store takes them.
+        """
         store = collection.store
         trained = [one for one in self._pending[collection] if one.rows.grad is not None]
         if not trained:
@@ -218,14 +269,13 @@ class EmbeddingOptimizer(EagerOptimizer):
             )
             trained = [_Pending(torch.zeros(0), no_ids, 0)]
             trained[0].rows.grad = torch.zeros(0)
-        latest = _end_to_end([_on_host(one.rows) for one in trained]) if store.delay_compensated else None
-        return {
-            "ids": _joined([one.keys for one in trained]),
-            "gradients": _end_to_end([_on_host(one.rows.grad) for one in trained]),
-            "step": self.global_step,
-            "event_time": _event_times(trained),
-            "latest_values": latest,
-        }
+        return _Update(
+            ids=_joined([one.keys for one in trained]),
+            gradients=[_brought(one.rows.grad, collection) for one in trained],
+            latest=[_brought(one.rows, collection) for one in trained] if store.delay_compensated else None,
+            step=self.global_step,
+            event_time=_event_times(trained),
+        )
 
     def _forget(self) -> None:
         self._received.clear()
@@ -234,12 +284,17 @@ class EmbeddingOptimizer(EagerOptimizer):
             self._groups[collection]["params"].clear()
 
 
-def _on_host(tensor: Tensor | None) -> Tensor:
+def _brought(tensor: Tensor | None, collection: EmbeddingCollection) -> Tensor | Landing:
+    """Return a tensor where the store takes it, or what waits until it is there."""
     assert tensor is not None
-    return tensor.detach().to("cpu", torch.float32)
+    given = tensor.detach()
+    if collection.transfers is None:
+        return given.to(collection.store.device, torch.float32)
+    return collection.transfers.land(given.to(torch.float32).contiguous())
 
 
-def _end_to_end(tensors: list[Tensor]) -> Tensor:
+def _end_to_end(several: list[Tensor | Landing]) -> Tensor:
+    tensors = [one.wait() if isinstance(one, Landing) else one for one in several]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -252,6 +307,7 @@ def _joined(keys: list[TableIds]) -> TableIds:
         torch.cat([one.sizes for one in keys]),
         torch.cat(counts) if len(counts) == len(keys) else None,
         batches=sum(one.batches for one in keys),
+        distinct=all(one.distinct for one in keys),
     )
 
 
@@ -259,4 +315,6 @@ def _event_times(trained: list[_Pending]) -> int | Tensor:
     times = {one.event_time for one in trained}
     if len(times) == 1:
         return times.pop()
-    return torch.cat([torch.full((len(one.keys.ids),), one.event_time) for one in trained])
+    return torch.cat(
+        [torch.full((len(one.keys.ids),), one.event_time, device=one.keys.ids.device) for one in trained]
+    )

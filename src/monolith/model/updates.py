@@ -137,6 +137,8 @@ def apply_gradients(
         if together is not None and (_limits_rows(config) or config.min_norms):
             # What is done to rows is done where they are, to the gradients of everybody.
             rows, add_up = sparse.exchange(), together.add_up
+        if _limits_rows(config) and not config.min_norms:
+            sparse.sum_equal()
         sparse.zero_below(config.min_norms, add_up)
         gradients = [weight.grad for weight in weights]
         if config.divide_dense_by > 1:
@@ -183,6 +185,7 @@ def find_non_finite(
 
     The one verdict on a batch: whoever trains together has to agree on it before anybody applies anything.
     It adds everything up, which NaN and infinity survive, and looks closer only where the sum is not finite.
+    Of what is on a device, that is one number to wait for.
 
     Args:
         dense: Gradients of dense weights.
@@ -193,7 +196,7 @@ def find_non_finite(
         "a gradient of the dense weights": [gradient for gradient in dense if gradient is not None],
         "a gradient of the rows": [gradient for gradient in rows if gradient is not None],
     }
-    if all(_sum_is_finite(tensors) for tensors in kinds.values()):
+    if _sums_are_finite([tensor for tensors in kinds.values() for tensor in tensors]):
         return None
     for kind, tensors in kinds.items():
         for tensor in tensors:
@@ -205,13 +208,12 @@ def find_non_finite(
     return None
 
 
-def _sum_is_finite(tensors: Sequence[Tensor]) -> bool:
-    if not tensors:
-        return True
-    if len(tensors) == 1:
-        return math.isfinite(tensors[0].sum())
-    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
-    return math.isfinite(torch.stack(sums).sum())
+def _sums_are_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether sums of all tensors are, one for each device."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+    return all(math.isfinite(torch.stack(several).sum()) for several in sums.values())
 
 
 def _forget(sparse: EmbeddingOptimizer, dense: WeightOptimizer | None) -> None:

@@ -751,6 +751,10 @@ class LayoutBatch:
     def floats(self) -> int:
         """Of the distinct ids' rows, one after another."""
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every cell that is read has exactly one id."""
+
 class Layouts:
     """From looked-up rows to a model's inputs, and back. Thread-safe."""
 
@@ -767,6 +771,11 @@ class Layouts:
 
     def scatter(self, batch: LayoutBatch, rows: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, gradients: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None], scale: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """Fill `out` with the gradient of each distinct id's row."""
+
+    def number(self, batch: LayoutBatch, out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
+        """
+        Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no feature reads it.
+        """
 
     def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:
         """

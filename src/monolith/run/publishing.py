@@ -16,6 +16,7 @@ from monolith.observe import Metrics
 from monolith.run.config import RunConfig
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.channels import ChannelUrl, ListeningWriter, open_writer, parse_channel_url
+from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.share import PublishPlan
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,14 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
     except ConfigError as error:
         raise ConfigError(f"publish.to: {error}") from error
     opening = _Opening(run, run.publish.to, found, discovery)
-    return PublishPlan(config=run.publish, run=_name_of(run), open_writer=opening, metrics=metrics)
+    model_dir = run.train.model_dir
+    return PublishPlan(
+        config=run.publish,
+        run=_name_of(run),
+        open_writer=opening,
+        hold_file=HoldFile(model_dir) if model_dir else None,
+        metrics=metrics,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,11 @@ def refused(run: RunConfig) -> Iterator[str]:
             "train.accelerator: 'xla' is not supported with parameter servers or several workers: what they "
             "exchange each step would have to be fetched from the device. Set job.local, or cuda"
         )
+    if run.distributed and run.train.rows_on == "device":
+        yield (
+            "train.rows_on: 'device' is for runs of one process: with parameter servers or ranks, rows live "
+            "with those and not where a worker computes. Set train.rows_on to host, or job.local"
+        )
     if run.profile.from_step is not None and not run.train.model_dir:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"
     if run.job.dump_features and not run.train.model_dir:

@@ -160,6 +160,10 @@ class ServedRows:
     def tables(self) -> Mapping[str, int]:
         return self._rows.tables
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def lookup(self, ids: TableIds) -> Tensor:
         found = self._rows.lookup(ids, deadline=self._asked.deadline)
         if self._asked.missing is not None:

@@ -80,6 +80,19 @@ class _Failure(NamedTuple):
         return isinstance(self.error, LostStateError)
 
 
+class PushStanding(NamedTuple):
+    """How far this process is with its pushes to one place."""
+
+    last: int
+    """The number of the last that was made."""
+    unanswered: frozenset[int] = frozenset()
+    """Numbers of those that nobody has acknowledged yet: whoever serves the place next is sent them again."""
+
+    @property
+    def acknowledged(self) -> int:
+        return self.last - len(self.unanswered)
+
+
 _Attempt = Callable[[Collection[int], bool], dict[int, _Failure]]
 """Asks some servers once, in a hurry or not; returns what failed."""
 
@@ -139,7 +152,9 @@ class ServerGroup:
         """How often this process began to work on another run."""
         self._numbers = [0] * len(addresses)
         """Of the last push to each server."""
-        self._acknowledged = [0] * len(addresses)
+        self._unanswered: list[set[int]] = [set() for _ in addresses]
+        self._replaced = [0] * len(addresses)
+        """How often each place was given to somebody else."""
         self._given_up: MonolithError | None = None
         self._lost: set[int] = set()
         self._processes: tuple[str, ...] = ()
@@ -177,10 +192,14 @@ class ServerGroup:
         return self._meter.total()
 
     @property
-    def acknowledged(self) -> tuple[int, ...]:
-        """Pushes that each place has acknowledged to this process, whoever served it then."""
+    def pushes(self) -> tuple[PushStanding, ...]:
+        """How far this process is with its pushes to each place, whoever served it then."""
         with self._lock:
-            return tuple(self._acknowledged)
+            return tuple(self._pushes(server) for server in range(len(self)))
+
+    def _pushes(self, server: int) -> PushStanding:
+        """The lock is held."""
+        return PushStanding(self._numbers[server], frozenset(self._unanswered[server]))
 
     @property
     def processes(self) -> tuple[str, ...]:
@@ -277,16 +296,23 @@ class ServerGroup:
         """
         self._use([incarnation] * len(self))
 
-    def replace(self, server: int, address: str, incarnation: str) -> None:
+    def replace(self, server: int, address: str, incarnation: str) -> PushStanding:
         """Find a server elsewhere, or holding something else, from now on; the run is the same.
 
         Whoever waits for it goes on there, with the numbers that pushes had.
+
+        Returns:
+            How far this process was with who served the place before. What that had not acknowledged by now
+            counts only when its successor has: an answer that comes late is asked for again.
         """
         with self._lock:
             self._check_open()
             self._places[server] = _Place(address, incarnation)
+            self._replaced[server] += 1
             self._lost.discard(server)
+            standing = self._pushes(server)
         self._lines.drop(server, "it was replaced")
+        return standing
 
     def give_up(self, error: MonolithError) -> None:
         """Wait for no lost server any more: whoever does, now or later, raises this. From any thread."""
@@ -327,11 +353,18 @@ class ServerGroup:
         Raises:
             MonolithError: As of `call`. Other servers may have done what they were asked to.
         """
+        return self._exchange(name, requests, {})
+
+    def _exchange(
+        self, name: str, requests: Mapping[int, Request], numbers: Mapping[int, int]
+    ) -> dict[int, Answer]:
+        """Exchange what has these numbers, by server, where each is to be done once."""
         answers: dict[int, Answer] = {}
         runs = self._runs
 
         def attempt(servers: Collection[int], hurry: bool) -> dict[int, _Failure]:
-            return self._ask(name, {server: requests[server] for server in servers}, answers, runs, hurry)
+            asked = {server: requests[server] for server in servers}
+            return self._ask(name, asked, answers, numbers=numbers, runs=runs, hurry=hurry)
 
         self._persist(attempt, requests.keys())
         for server, answer in answers.items():
@@ -341,15 +374,14 @@ class ServerGroup:
     def push(self, name: str, requests: Mapping[int, Request]) -> dict[int, Answer]:
         """As `exchange`, for what is to be done once: each request is given the next number of its server."""
         numbered: dict[int, Request] = {}
+        numbers: dict[int, int] = {}
         with self._lock:
             for server, (body, data) in requests.items():
-                self._numbers[server] += 1
-                numbered[server] = _numbered(body, self.sender, self._numbers[server]), data
-        answers = self.exchange(name, numbered)
-        with self._lock:
-            for server in answers:
-                self._acknowledged[server] += 1
-        return answers
+                number = self._numbers[server] = self._numbers[server] + 1
+                self._unanswered[server].add(number)
+                numbers[server] = number
+                numbered[server] = _numbered(body, self.sender, number), data
+        return self._exchange(name, numbered, numbers)
 
     def _persist(self, attempt: _Attempt, servers: Collection[int]) -> None:
         """Ask servers until all have answered, or one has not for too long.
@@ -410,12 +442,20 @@ class ServerGroup:
         name: str,
         requests: Mapping[int, Request],
         answers: dict[int, Answer],
+        *,
+        numbers: Mapping[int, int],
         runs: int,
         hurry: bool,
     ) -> dict[int, _Failure]:
-        """Make requests once; add to `answers`, and return what failed."""
+        """Make requests once; add to `answers`, and return what failed.
+
+        A numbered one is acknowledged when its answer is here, whatever others still have to say; unless the
+        server was replaced since it was asked, whose successor may not have it.
+        """
         failures: dict[int, _Failure] = {}
         lines: dict[int, ServerLine] = {}
+        with self._lock:
+            replaced = tuple(self._replaced)
         try:
             for server, (body, data) in requests.items():
                 place = self._places[server]
@@ -428,8 +468,12 @@ class ServerGroup:
                 if server not in failures and line.stream is not None:
                     place = self._places[server]
                     try:
-                        answers[server] = line.stream.receive()
+                        answer = line.stream.receive()
                         self._lines.answered(line)  # another server may keep us waiting past its deadline
+                        if not self._acknowledge(server, numbers.get(server), replaced[server]):
+                            line.stream.broken = True
+                            raise SERVICE.unreachable("it was replaced")
+                        answers[server] = answer
                     except (MonolithError, StoppedError) as error:
                         failures[server] = self._failure(server, place, line, error)
         finally:
@@ -438,6 +482,15 @@ class ServerGroup:
                     line.stream.broken = True  # we were interrupted, and its answer is still to come
                 self._lines.give_back(line)
         return failures
+
+    def _acknowledge(self, server: int, number: int | None, replaced: int) -> bool:
+        """Count a push as done, and return True; False where another serves the place by now."""
+        with self._lock:
+            if number is not None and self._replaced[server] != replaced:
+                return False
+            if number is not None:
+                self._unanswered[server].discard(number)
+            return True
 
     def _send(
         self, line: ServerLine, name: str, body: Mapping[str, Any] | RowHeader, data: Any, runs: int

@@ -36,10 +36,8 @@ class KnownPushes(NamedTuple):
 
     highest: int
     """The highest number that came."""
-    applied: int
-    """As many of its pushes were applied, counted from its first, here or elsewhere."""
     missing: tuple[int, ...] = ()
-    """Numbers shortly below the highest that may still come."""
+    """Numbers shortly below the highest that were not applied, and may still come."""
 
 
 @dataclass(slots=True)
@@ -47,8 +45,6 @@ class _Sender:
     floor: int
     highest: int
     missing: set[int]
-    first: int
-    """Pushes below it were for whoever served before, if they do not come yet."""
     under_way: set[int] = field(default_factory=set)
     failed: OrderedDict[int, str] = field(default_factory=OrderedDict)
     """Number -> what went wrong; nobody knows how much of these was applied."""
@@ -105,15 +101,15 @@ class AppliedPushes:
     def adopt(self, known: Mapping[str, KnownPushes]) -> None:
         """Take pushes for applied: what is held from now on has them in it."""
         with self._changed:
-            for sender, (highest, _, missing) in known.items():
+            for sender, (highest, missing) in known.items():
                 floor = max(0, highest - _AT_FIRST)
                 recent = {number for number in missing if floor < number <= highest}
-                self._senders[sender] = _Sender(floor, highest, recent, highest)
+                self._senders[sender] = _Sender(floor, highest, recent)
 
     def _of(self, sender: str, number: int) -> _Sender:
         if sender not in self._senders:
             floor = max(0, number - 1 - _AT_FIRST)
-            self._senders[sender] = _Sender(floor, number - 1, set(range(floor + 1, number)), number)
+            self._senders[sender] = _Sender(floor, number - 1, set(range(floor + 1, number)))
             idle = (name for name, one in self._senders.items() if not one.under_way and name != sender)
             if len(self._senders) > self._most and (silent := next(idle, None)) is not None:
                 del self._senders[silent]
@@ -152,4 +148,4 @@ class AppliedPushes:
 def _known(held: _Sender) -> KnownPushes:
     missing = sorted(held.missing | held.under_way)
     recent = tuple(number for number in missing if number > held.highest - _AT_FIRST)
-    return KnownPushes(held.highest, held.highest - sum(number >= held.first for number in missing), recent)
+    return KnownPushes(held.highest, recent)

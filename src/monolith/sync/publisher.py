@@ -103,6 +103,7 @@ class Publisher:
         learned: Returns what was learned up to now. From any thread.
         with_state: Whether rows come with their optimizer state, for standbys.
         guard: Asked about every delta before it is let out.
+        state: Where it is held from the first moment on: why, since when, and at which version servers are.
         clock: Returns Unix seconds.
         digest_buckets: Buckets that a delta brings digests of, at most; 0: no digests.
         touched_capacity: Changed ids of a table that are remembered until the next delta; past it a new epoch
@@ -122,6 +123,7 @@ class Publisher:
         learned: Callable[[], LearnedUpTo] | None = None,
         with_state: bool = False,
         guard: PublishGuard | None = None,
+        state: PublishState | None = None,
         clock: Callable[[], float] = time.time,
         digest_buckets: int = DIGEST_BUCKETS,
         touched_capacity: int | None = None,
@@ -143,7 +145,11 @@ class Publisher:
         # Read without the lock by those who take snapshots; each is set in one step.
         self._place = LogPlace(uuid.uuid4().hex, 0)
         self._making = self._place
-        self._state = PublishState(number=int(clock() * 1000), publisher=uuid.uuid4().hex)
+        self._state = replace(
+            PublishState() if state is None else state,
+            number=int(clock() * 1000),
+            publisher=uuid.uuid4().hex,
+        )
         self._dense: Mapping[str, Tensor] | None = None
         self._counting = threading.Lock()
         self._stats = PublishStats(epochs=1)  # guarded by the lock before it
@@ -425,7 +431,8 @@ class Publisher:
                     rows[name] = there
                 if len(gone):
                     removed[name] = gone
-        dense = self._due_dense(now)
+        # What a standby gets beside the rows says which pushes they have: all, in the last of several deltas.
+        dense = None if self._cut and self._with_state else self._due_dense(now)
         if not rows and not removed and dense is None and now - self._sent_at < self._dense_interval:
             return None
         digests = {name: found for name in self._tables if (found := self._next_digests(name)) is not None}

@@ -62,13 +62,13 @@ def float_array(values: Tensor, shape: tuple[int, ...], name: str) -> NDArray[np
     return array
 
 
-def out_array(out: Tensor | None, n: int, dim: int) -> tuple[Tensor, NDArray[np.float32]]:
+def out_array(out: Tensor | None, *shape: int) -> tuple[Tensor, NDArray[np.float32]]:
     """Return the tensor to answer with and the memory to fill: a new one, or `out`, never a copy of it."""
     if out is None:
-        out = torch.empty((n, dim), dtype=torch.float32)
+        out = torch.empty(shape, dtype=torch.float32)
     elif not isinstance(out, Tensor) or not out.is_contiguous() or out.requires_grad:
-        refuse("out", f"float32, contiguous, without gradient, of shape {(n, dim)}", out)
-    return out, float_array(out, (n, dim), "out")
+        refuse("out", f"float32, contiguous, without gradient, of shape {shape}", out)
+    return out, float_array(out, shape, "out")
 
 
 def event_time_array(event_time: int | Tensor, n: int) -> NDArray[np.int64]:

@@ -30,9 +30,7 @@ def caught_up(config: TableConfig, saved: Iterable[Rows]) -> Callable[[Rows], Fl
     pieces = [piece for piece in _pieces(config) if config.segments[piece[0]].optimizer.decays_lazily]
     newest = 0
     for rows in saved:
-        for number, _, state in pieces:
-            seen = last_steps(rows.state.numpy()[:, state], config.segments[number].dim)
-            newest = max(newest, int(seen.max(initial=0)))
+        newest = max(newest, newest_step(config, rows))
 
     def values_of(rows: Rows) -> Floats:
         values = np.array(rows.values.numpy(), dtype=np.float32)
@@ -47,6 +45,16 @@ def caught_up(config: TableConfig, saved: Iterable[Rows]) -> Callable[[Rows], Fl
         return values
 
     return values_of
+
+
+def newest_step(config: TableConfig, rows: Rows) -> int:
+    """Return the step after the last of any of these rows, 0 where none was in one."""
+    newest = 0
+    for number, _, state in _pieces(config):
+        segment = config.segments[number]
+        if segment.optimizer.decays_lazily:
+            newest = max(newest, int(last_steps(rows.state.numpy()[:, state], segment.dim).max(initial=0)))
+    return newest
 
 
 def _pieces(config: TableConfig) -> Iterable[tuple[int, slice, slice]]:

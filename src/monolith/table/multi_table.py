@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monolith import native
+from monolith.cuda import Device
 from monolith.errors import TableArgumentError, UnknownTableError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
@@ -130,6 +131,11 @@ class MultiTable:
         """Where the rows of all tables lie, and where fused calls may be given their tensors."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
+    @property
+    def cuda(self) -> Device | None:
+        """The same as kernels know it; None where tables are in host memory, or not together."""
+        return self._device
+
     def __getitem__(self, slot: str) -> Table:
         """Return the table that a slot lives in."""
         return self._tables[self._table_name(slot)]
@@ -232,7 +238,9 @@ class MultiTable:
 
     # Fused calls
 
-    def fused_lookup(self, ids: Tensor, sizes: Tensor, *, num_batches: int) -> FusedRows:
+    def fused_lookup(
+        self, ids: Tensor, sizes: Tensor, *, num_batches: int, out: Tensor | None = None
+    ) -> FusedRows:
         """Look up the ids of K tables and N batches at once.
 
         Args:
@@ -240,17 +248,22 @@ class MultiTable:
                 CPU or on the device of the tables, where embeddings are then.
             sizes: int64 of shape (N * K,), on the CPU: how many ids there are at `batch * K + table`.
             num_batches: N, 1 or more.
+            out: float32, on the CPU: where to put the embeddings; new memory by default.
         """
         if (fused := self._fused()) is not None:
             keys_there, cells = fused.inputs.ids(ids), arguments.id_array(sizes, "sizes")
             offsets = self._offsets(cells, num_batches, len(keys_there))
             found = fused.lookup(keys_there, cells, *offsets[1:]).to(ids.device)
+            found = found if out is None else out.copy_(found)
             return FusedRows(found, *map(torch.from_numpy, offsets))
         keys, counts = arguments.id_array(ids), arguments.id_array(sizes, "sizes")
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
-        embeddings = np.empty(int(emb_offsets[-1]), np.float32)
+        floats = int(emb_offsets[-1])
+        if out is None:
+            out = torch.from_numpy(np.empty(floats, np.float32))  # in huge pages, unlike torch's own
+        answer, embeddings = arguments.out_array(out, floats)
         self._group().lookup(keys, counts, num_batches, embeddings)
-        return FusedRows(*map(torch.from_numpy, (embeddings, recv_splits, id_offsets, emb_offsets)))
+        return FusedRows(answer, *map(torch.from_numpy, (recv_splits, id_offsets, emb_offsets)))
 
     def fused_apply_gradients(
         self,

@@ -1,4 +1,5 @@
-"""Accelerators: where the dense half of a model computes. Rows stay where their store keeps them.
+"""Accelerators: where the dense half of a model computes. Rows stay where their store keeps them: in host
+memory, or on the accelerator, too, where a run asks for that (`train.rows_on`).
 
 Without one a module computes where the task has put it. With one the trainer moves the module there, and
 the outputs of its embedding collections come there, too; what is missing to use it is said before a run
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from monolith.cuda import CudaDevice, Device
 from monolith.errors import ConfigError
 from monolith.model import EmbeddingCollection
 from monolith.train.hook import Hook, Run, StepResult
@@ -36,6 +38,9 @@ class Accelerator(Protocol):
     def device(self) -> torch.device:
         """Return the device of this process. Only where nothing is missing."""
 
+    def rows_device(self) -> Device | None:
+        """Return it as tables know it, to keep their rows there; None where it cannot hold them."""
+
     def after_step(self) -> None:
         """Have done what a step has asked for; called once after each."""
 
@@ -50,6 +55,9 @@ class Cpu:
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def rows_device(self) -> Device | None:
+        return None
 
     def after_step(self) -> None:
         return
@@ -79,6 +87,9 @@ class Cuda:
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
+
+    def rows_device(self) -> Device | None:
+        return CudaDevice.of(self.device())
 
     def after_step(self) -> None:
         return
@@ -114,6 +125,9 @@ class Xla:
     def device(self) -> torch.device:
         found: torch.device = self._loaded().device()
         return found
+
+    def rows_device(self) -> Device | None:
+        return None
 
     def after_step(self) -> None:
         self._loaded().sync()

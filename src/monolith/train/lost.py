@@ -14,9 +14,9 @@ class LostServer:
     """Rows that it had and the restored share has not, at least: its last known number of rows, at most a
     second old, less those restored. None where the chief restarted meanwhile and never knew."""
     updates: int
-    """Pushes of rows or weights that it had acknowledged after the checkpoint which its share was restored
-    from, or the newest change that its standby has, of all workers that are still there: what they taught it
-    is gone."""
+    """Pushes of rows or weights that it had acknowledged and that are not in the checkpoint which its share
+    was restored from, or in the copy of its standby: what they taught it is gone. Of all workers, those who
+    left included, but for `uncounted`."""
     seconds: float
     """From the moment the chief missed it until everybody could go on."""
     restored_from: str | None
@@ -26,6 +26,9 @@ class LostServer:
     """Where the standby is that took over, with its copy of the share; None where there was none."""
     behind: float = 0.0
     """Seconds from the newest change that the standby has until the chief missed the server."""
+    uncounted: tuple[int, ...] | None = ()
+    """Workers whose updates are not among those counted, because they were lost as well or did not answer;
+    None where it is not known of any but the chief."""
 
     def describe(self) -> str:
         rows = "an unknown number of" if self.rows is None else f"{self.rows:,}"
@@ -36,8 +39,16 @@ class LostServer:
             source = f"taken over by its standby at {self.standby}, {self.behind:.2f} s behind"
         return (
             f"parameter server {self.server} is back after {self.seconds:.1f} s, its share {source}. Lost: "
-            f"{rows} rows, {self.updates:,} updates"
+            f"{rows} rows, {self.updates:,} updates{self._besides()}"
         )
+
+    def _besides(self) -> str:
+        if self.uncounted is None:
+            return ", and those of all workers but the chief, of whom nobody could say"
+        if self.uncounted:
+            who = ", ".join(map(str, self.uncounted))
+            return f", and those of workers {who}, who were lost as well or did not say"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,9 +43,10 @@ from monolith.feature import Batch
 from monolith.model.ready import WatchedModel
 from monolith.observe import Metrics
 from monolith.store import AllToAllStore, LocalStore
-from monolith.train.accelerator import AcceleratorHook, accelerator_of
+from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
 from monolith.train.candidates import Candidates, towers_of
 from monolith.train.config import TrainConfig
+from monolith.train.device_rows import store_maker
 from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
@@ -146,6 +147,11 @@ class Trainer:
         listeners: Told of each checkpoint that this process saves.
         publish: How what is learned is published for servers that follow; None publishes nothing.
         clock: Unix seconds.
+        accelerator: Stands for the one of the config.
+
+    Raises:
+        ConfigError: This machine lacks the accelerator; or rows are to be on it, and it cannot hold them, or
+            they live with `peers`.
     """
 
     def __init__(
@@ -159,13 +165,19 @@ class Trainer:
         listeners: Sequence[SaveListener] = (),
         publish: PublishPlan | None = None,
         clock: Callable[[], float] = time.time,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.task = task
         self._publish = publish
         self._listeners = tuple(listeners)
         self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
-        self._accelerator = accelerator_of(self.config.accelerator)
+        self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
+        if self.config.rows_on == "device" and not isinstance(self._peers, Alone):
+            raise ConfigError(
+                "train.rows_on: rows are with parameter servers or ranks in this run, not on the device of a "
+                "worker; set train.rows_on to host, or train in one process"
+            )
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
         self._clock = clock
@@ -442,7 +454,7 @@ class Trainer:
                 self.task,
                 Mode.TRAIN,
                 seed=config.seed,
-                make_store=peers.make_store,
+                make_store=store_maker(config, self._accelerator, peers.make_store),
                 accelerator=self._accelerator,
                 rates=config.schedule,
             )
@@ -466,7 +478,13 @@ class Trainer:
             return []
         leads = self._peers.leads
         run.publish = hook = PublishHook(
-            holders, session.model, plan.config, guard, leads=leads, refresh=self._peers.refresh
+            holders,
+            session.model,
+            plan.config,
+            guard,
+            leads=leads,
+            hold_file=plan.hold_file,
+            refresh=self._peers.refresh,
         )
         session.learned = holders.note
         session.idle = lambda: hook.idle(run)
@@ -505,7 +523,10 @@ class Trainer:
             )
         own = OwnRandom(config.seed)
         with own.drawn():
-            model = Model(self.task, mode, seed=config.seed, accelerator=self._accelerator)
+            make_store = store_maker(config, self._accelerator, LocalStore.from_configs)
+            model = Model(
+                self.task, mode, seed=config.seed, make_store=make_store, accelerator=self._accelerator
+            )
         with contextlib.closing(model):
             parts = [*model.features_parts(), *model.parts()]
             restored = Checkpointer(Saver(config.model_dir), parts).restore(prefix, self._reading_options())

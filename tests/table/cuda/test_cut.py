@@ -61,7 +61,8 @@ def train(table: Any, ids: Any, time: int = 1) -> None:
 def test_copies_that_the_device_has_no_room_for_go_to_the_host(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "_BUFFER_BYTES", 0)
+    monkeypatch.setattr(aside, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(aside, "_MOST_BYTES", 0)
     monkeypatch.setattr(aside, "_LEAST_ROWS", 64)
     table = CudaTable(CONFIG, device=device)
     train(table, range(1000))

@@ -24,6 +24,8 @@ from monolith.store import ParameterServer, ServerGroup
 from monolith.train import TrainConfig, join_fleet
 from monolith.train.fleet.choosing import ServerCalls, ServerChoice, Spares
 from monolith.train.fleet.parameter_server import ServedShare, ServerEnd
+from monolith.train.fleet.standby_bodies import FollowShare
+from monolith.wire.bodies import write_body
 
 TASK = Tallied(batches=6)
 GONE = "127.0.0.1:1"
@@ -281,3 +283,18 @@ def test_a_run_with_spares_trains_everything_once_and_all_servers_end(
     servers = 2 + sum(spare.values())
     assert outcome.servers == dict.fromkeys(range(servers), ServerEnd("the run is over", finished=True))
     assert read_model(TASK, tmp_path).tally == dict.fromkeys(range(TASK.records), 1.0)
+
+
+@pytest.mark.parametrize(("copies", "taken"), [({2: 0}, 3), ({2: 0, 3: 1}, 3), ({2: 0, 3: 0}, 2)])
+def test_a_spare_that_keeps_the_copy_of_another_share_takes_over_only_where_no_other_does(
+    pool: Pool, copies: dict[int, int], taken: int
+) -> None:
+    pool.start(3)
+    for spare, share in copies.items():
+        CALLS(
+            pool.addresses[spare],
+            "standby.follow",
+            **write_body(FollowShare("run", share, 2, pool.addresses[share], "incarnation")),
+        )
+    assert pool.choice().take_over(1, pool.addresses[:2]) == pool.addresses[taken]
+    assert pool.shares_of([pool.addresses[taken]]) == [[1, 2]]

@@ -363,3 +363,91 @@ def test_who_waits_for_news_of_a_run_that_is_replaced_hears_of_it(running: Calle
     running("begin", run="another", num_workers=3)
     thread.join(PATIENT)
     assert len(errors) == 1
+
+
+# What was lost with servers
+
+
+SERVED = {"address": "h:1", "incarnation": "next", "copied": {"one": {"highest": 3}, "two": {"highest": 9}}}
+
+
+def pushes(sender: str, last: int, incarnation: str = "r") -> dict[str, Any]:
+    return {"sender": sender, "places": [{"incarnation": "r"}, {"incarnation": incarnation, "last": last}]}
+
+
+def updates(call: Caller, wait: float = 0) -> tuple[int, list[int], list[int]]:
+    """How many are lost, who may still say, and who was lost."""
+    answer = call("updates", run="r", incarnation="next", wait=wait)
+    return answer["updates"], answer["missing"], answer["lost"]
+
+
+@pytest.fixture
+def training(call: Caller) -> Caller:
+    call("begin", run="r", num_workers=3, keep_going=True)
+    call("open", run="r", start=START)
+    for worker in (1, 2):
+        call.join(worker)
+    return call
+
+
+def test_every_worker_says_what_it_has_lost_with_a_server(training: Caller) -> None:
+    training("served", run="r", server=1, served=SERVED)
+    assert updates(training) == (0, [1, 2], [])
+    training("lost", run="r", worker=1, incarnation="next", updates=4)
+    asked, answers = in_thread(training, "updates", run="r", incarnation="next", wait=PATIENT)
+    training("lost", run="r", worker=2, incarnation="next", updates=3)
+    asked.join(PATIENT)
+    assert [(one["updates"], one["missing"]) for one in answers] == [(7, [])]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_worker_that_left_is_counted_by_what_it_left_with(training: Caller, before: bool) -> None:
+    said = [
+        ("leave", {"worker": 1, "state": state(), "pushes": pushes("one", 8)}),
+        ("served", {"server": 1, "served": SERVED}),
+    ]
+    for name, body in said if before else reversed(said):
+        training(name, run="r", **body)
+    assert updates(training) == (5, [2], [])
+    training("lost", run="r", worker=1, incarnation="next", updates=6)
+    assert updates(training) == (5, [2], []), "it said so twice"
+
+
+def test_who_departs_is_counted_though_it_is_gone(call: Caller) -> None:
+    call("begin", run="r", num_workers=3, keep_going=True)
+    call("open", run="r", start={**START, "hands_out": True})
+    call.join(1)
+    call("leave", run="r", worker=1, state=state(), gives_back=True, pushes=pushes("one", 8))
+    call("given_back", run="r", worker=1, number=1, state=state())
+    call("served", run="r", server=1, served=SERVED)
+    assert updates(call) == (5, [], [])
+
+
+def test_who_was_lost_as_well_is_named_and_not_waited_for(training: Caller) -> None:
+    training("served", run="r", server=1, served=SERVED)
+    training("lost", run="r", worker=2, incarnation="next", updates=3)
+    training("leave", run="r", worker=1, failure="it broke", lost=True)
+    assert updates(training, wait=PATIENT) == (3, [], [1])
+
+
+def test_who_joins_after_a_loss_has_lost_nothing(training: Caller) -> None:
+    training("served", run="r", server=1, served=SERVED)
+    training("lost", run="r", worker=2, incarnation="next", updates=3)
+    training("leave", run="r", worker=1, failure="it broke", lost=True)
+    training.join(1, "another process")
+    assert updates(training) == (3, [], [])
+
+
+def test_a_meeting_that_takes_over_waits_for_those_who_had_a_part(training: Caller) -> None:
+    """Nobody has come back yet, and the chief asks at once what was lost with server 0."""
+    training("leave", run="r", worker=1, state=state(), pushes=pushes("one", 8))
+    news = training.news(0)
+    assert (news["joined"], list(news["pushes"])) == ([1, 2], ["1"])
+    assert (training.news(2)["joined"], training.news(2)["pushes"]) == ([], {}), "only the chief needs it"
+    other = Caller(Meeting(3))
+    told = {key: news[key] for key in ("joined", "pushes")}
+    other("begin", run="r", num_workers=3, keep_going=True, servers={"1": SERVED}, **told)
+    other("open", run="r", start=START)
+    assert updates(other) == (5, [2], [])
+    other("back", run="r", worker=2, member="process", step=9, lost={"next": 3})
+    assert updates(other) == (8, [], []), "what it had told the meeting that was lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from train.fleet.test_recovery import At
-from train.fleets import Tallied, read_model
+from train.fleets import PATIENT, Tallied, read_model
 from train.losing import LosingFleet, settings, wait_for
 
 from monolith.errors import ConfigError
@@ -234,23 +235,52 @@ def test_increments_after_a_take_over_have_all_of_the_share(tmp_path: Path) -> N
     assert read_model(task, tmp_path).tally == dict.fromkeys(range(task.records), 1.0)
 
 
-def test_several_workers_go_on_with_a_standby_and_nothing_is_applied_twice(tmp_path: Path) -> None:
+def test_what_all_workers_taught_a_server_after_the_copy_is_counted(tmp_path: Path) -> None:
     task = Tallied(batches=20)
     with standing_by(settings(tmp_path), task=task, num_workers=2) as fleet:
 
         def lose() -> None:
             settle(fleet)
-            fleet.lose_server(1)
+            fleet.lose_server(1)  # in the middle of what the other worker does
 
         chief = fleet.train(0, [At(6, lose)])
         other = fleet.train(1)
         reports = [chief.report(), other.report()]
     assert all(report.finished for report in reports)
-    assert len(reports[0].lost.servers) == 1
+    (found,) = reports[0].lost.servers
     tally = read_model(task, tmp_path).tally
     missing = set(range(task.records)) - tally.keys()
     assert not {record for record in missing if record % 2 == 0}
     assert set(tally.values()) == {1.0}, "a push that was never answered is applied once"
+    assert found.uncounted == ()
+    assert len(missing) <= found.updates * 4, "what is missing was said to be lost"
+
+
+def test_what_a_worker_taught_a_server_that_has_left_since_is_counted(tmp_path: Path) -> None:
+    task = Tallied(batches=8)
+    here, copied = threading.Event(), threading.Event()
+    with standing_by(settings(tmp_path), task=task, num_workers=2) as fleet:
+        meeting = fleet.shares[0]._meeting
+
+        def lose() -> None:
+            assert here.wait(PATIENT)
+            settle(fleet)
+            copied.set()
+            wait_for(lambda: meeting._run is not None and 1 in meeting._run.left, "worker 1 to leave")
+            fleet.lose_server(1)
+
+        def wait() -> None:
+            here.set()
+            assert copied.wait(PATIENT)
+
+        chief = fleet.train(0, [At(2, lose)])
+        other = fleet.train(1, [At(3, wait)])
+        reports = [chief.report(), other.report()]
+    (found,) = reports[0].lost.servers
+    missing = set(range(task.records)) - read_model(task, tmp_path).tally.keys()
+    assert missing, "what worker 1 did last"
+    assert found.updates * 4 == PER_STEP * len(missing), "each push of rows brings four of a batch of eight"
+    assert found.uncounted == ()
 
 
 @pytest.mark.parametrize(("standbys", "keep_going"), [(1, False), (2, True)])

@@ -36,6 +36,7 @@ from monolith.table.cuda.memory import (
     NEWEST,
     NON_FINITE,
     NONE,
+    RECENCY_BYTES,
     TAKEN,
     TURNED_AWAY,
     USED,
@@ -45,6 +46,7 @@ from monolith.table.cuda.memory import (
     Times,
 )
 from monolith.table.cuda.paces import Paces
+from monolith.table.cuda.recency import Recency
 from monolith.table.cuda.room import Room
 from monolith.table.cuda.scans import LAST_HASH, first_rows, joined
 from monolith.table.cuda.watch import Gone, RowWatch
@@ -87,14 +89,15 @@ class CudaTable:
     ids gradients are summed in the order of the batch.
 
     It may be followed (`touch`, `digests`) and cut. While a cut is open, and while changes are tracked, a
-    place costs one byte more; a cut has up to 256 MB on the device for rows that changed since, and host
-    memory for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a
-    table grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
+    place costs one byte more; a cut has up to 2 GB on the device for rows that changed since, and host memory
+    for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a table
+    grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
         touched: Told the ids that got another row, or lost theirs; see `touch`.
         device: One of torch's, or one that stands for it; the current CUDA device by default.
+        remembers_use: Whether to keep when each row was last written, for `idle`.
 
     Raises:
         AcceleratorError: There is no such device, or the kernels cannot be made for it.
@@ -108,6 +111,7 @@ class CudaTable:
         admission: AdmissionFilter | None = None,
         touched: TouchedKeySet | None = None,
         device: torch.device | Device | None = None,
+        remembers_use: bool = False,
     ) -> None:
         try:
             owner = device_of(device)
@@ -118,7 +122,8 @@ class CudaTable:
         self._device = owner.torch_device
         self._admission = None if admission is None or admission.core is None else admission
         self._layout = row_layout(config)
-        self._room = Room(config, self._layout.bytes_per_place)
+        self._remembers_use = remembers_use
+        self._room = Room(config, self._layout.bytes_per_place + (RECENCY_BYTES if remembers_use else 0))
         self._fixed_rates = arguments.fixed_rates(config.segments)
         self._refusals = Refusals(config)
         by_slot = config.expiry.seconds_by_slot() if config.expiry.per_slot else None
@@ -184,6 +189,32 @@ class CudaTable:
     def contains(self, ids: Tensor) -> Tensor:
         with self._open() as memory:
             return (memory.find(self._inputs.ids(ids)) != NONE).to(ids.device)
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows its budget has room for, with as many places free as a quick search needs."""
+        return self._room.most_rows
+
+    def idle(self, count: int, besides: Tensor) -> Tensor:
+        """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
+
+        Needs `remembers_use`.
+
+        Args:
+            count: So many at most.
+            besides: Ids that are not returned; they need not have rows.
+        """
+        with self._open() as memory:
+            return memory.idle(count, self._inputs.ids(besides)).cpu()
+
+    def expire_oldest(self, count: int, latest: int) -> int:
+        """Drop rows with the oldest event times, none newer than `latest`; return how many.
+
+        Args:
+            count: So many or some more, where there are.
+        """
+        with self._open(writing=True):
+            return self._expire_oldest(count, latest)
 
     # Writing
 
@@ -266,10 +297,11 @@ class CudaTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True) as memory:
-            ages = self._ages(self._fill.read().counters[NEWEST] if now is None else now)
+            seen = self._fill.read()
+            ages = self._ages(seen.counters[NEWEST] if now is None else now)
             evicted, more = 0, True
             while more:
-                _, places, found = memory.listed(_AT_ONCE, ages=ages)
+                _, places, found = memory.listed(min(_AT_ONCE, seen.rows), ages=ages, ordered=False)
                 evicted += self._drop(places)
                 more = found > len(places)
             self._evicted += evicted
@@ -324,7 +356,7 @@ class CudaTable:
             aside = self._watch.aside
             assert aside is not None
             moment = CutMoment(seen.rows, list(self._paces.scales), seen.counters[NEWEST], gone)
-            return CudaTableCut(self, self._config, self._owner, moment, lambda: aside.captured_bytes)
+            return CudaTableCut(self, self._config, self._owner, moment, aside)
 
     def read_cut(self, first: int, last: int, limit: int, *, changed_only: bool) -> CutChunk:
         """Return a chunk of the open cut, not waited for. Called by the cut."""
@@ -332,7 +364,7 @@ class CudaTable:
             aside = self._watch.aside
             if aside is None:
                 raise TableArgumentError("scan: the cut was closed")
-            aside.empty(memory)
+            aside.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._fill.read().rows
             rows, following = first_rows(
                 memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN
@@ -541,7 +573,10 @@ class CudaTable:
 
     def _new_memory(self, rows: int) -> DeviceMemory:
         places, stream = self._room.first(rows), self._stream.handle
-        return DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
+        memory = DeviceMemory(self._layout, self._fill.counters, places, device=self._owner, stream=stream)
+        if self._remembers_use:
+            memory.recency = Recency(places + BESIDE, self._device)
+        return memory
 
     def _unknown(self, batch: _Batch, skip: Tensor | None) -> Tensor:
         unknown = self._held.find(batch.ids) == NONE

@@ -17,6 +17,7 @@ from monolith.cuda.device import Device, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import AcceleratorError
 from monolith.table.cuda.layout import DeviceRowLayout, index_source
+from monolith.table.cuda.recency import Recency
 
 KEYS = 16
 """Keys of a bucket of the index."""
@@ -25,6 +26,8 @@ BESIDE = 2
 NONE = (1 << 31) - 1
 """The place of an id that has none."""
 MAX_PLACES = NONE - BESIDE
+RECENCY_BYTES = 4
+"""More for a place of a table that remembers when its rows were written."""
 
 USED, MARKS, INSERTED, NON_FINITE, NEWEST, FOUND, BAD_TIMES = range(7)
 """What the device counts, by its place among the counters. Places in use, and of those the marked."""
@@ -48,6 +51,8 @@ _UINT64 = (1 << 64) - 1
 _PULLS = 2  # after those few marks are left
 SIGN = -(1 << 63)
 """The highest bit of a hash: turned, hashes are in order as signed numbers."""
+_FREE, _MARK = 0, 1  # as in places.cuh
+_UNMIX = 0xCFEE444D8B59A89B - (1 << 64)  # as in places.cuh, as torch sees it
 
 
 class _Table(ctypes.Structure):
@@ -172,6 +177,7 @@ class DeviceMemory:
 
     Attributes:
         stream: Set anew whenever another is the current one.
+        recency: Told of every batch that claims places, where somebody wants to know.
     """
 
     def __init__(
@@ -188,6 +194,7 @@ class DeviceMemory:
         self.counters = counters
         self._owner = device
         self._device = where = device.torch_device
+        self.recency: Recency | None = None
         total = places + BESIDE
         try:
             self._keys = torch.zeros(total, dtype=torch.int64, device=where)
@@ -206,7 +213,7 @@ class DeviceMemory:
 
     @property
     def bytes_index(self) -> int:
-        return (8 + 4) * (self.places + BESIDE)
+        return (8 + 4 + (0 if self.recency is None else RECENCY_BYTES)) * (self.places + BESIDE)
 
     @property
     def bytes_rows(self) -> int:
@@ -262,6 +269,7 @@ class DeviceMemory:
         ages: Ages | None = None,
         flags: int = 0,
         no_flags: int = 0,
+        ordered: bool = True,
     ) -> tuple[Tensor, Tensor, int]:
         """Return hashes and places, int64, of rows in the order of their hashes, and how many there are.
 
@@ -271,6 +279,7 @@ class DeviceMemory:
             latest: Only rows that are not newer.
             ages: Only rows that have expired.
             flags, no_flags: Only rows that have these flags, and none of those.
+            ordered: False for any order.
         """
         hashes = torch.empty(room, dtype=torch.int64, device=self._device)
         places = torch.empty(room, dtype=torch.int64, device=self._device)
@@ -291,9 +300,19 @@ class DeviceMemory:
             ctypes.c_uint64(room),
         )
         taken = min(found, room)
+        if not ordered:
+            return hashes[:taken], places[:taken], found
         # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found
+
+    def idle(self, count: int, besides: Tensor) -> Tensor:
+        """Return the ids of the rows that were not written for longest, `count` at most, but none of some."""
+        assert self.recency is not None
+        held = self._keys > _MARK
+        held |= self._keys < 0  # hashes are unsigned
+        held[self.places :] = self._keys[self.places :] != _FREE
+        return _unmixed(self.hashes_at(self.recency.idle(held, count, self.find(besides))))
 
     def hashes_at(self, places: Tensor) -> Tensor:
         """Return the hashes of rows by their int64 places."""
@@ -349,6 +368,8 @@ class DeviceMemory:
             made,
             self.counters,
         )
+        if self.recency is not None:
+            self.recency.note(places)
         sorted_places, order = torch.sort(places, stable=True)
         return Claimed(places, sorted_places, order, made, times)
 
@@ -473,11 +494,16 @@ class DeviceMemory:
             self._launch(self._index, "note_away", blocks, *self._head(), away, passed)
             self._launch(self._index, "free_marks", blocks, *self._head(), passed, self.counters)
 
+        hashes, before = None, None
+        if self.recency is not None:
+            hashes, before, _ = self.listed(self.places + BESIDE)
         free()
         for _ in range(_PULLS):
             self._launch(self._index, "pull_rows", blocks, *self._head(), away, *rows)
             self._launch(self._index, "drop_copied", blocks, *self._head())
             free()
+        if self.recency is not None and hashes is not None and before is not None:
+            self.recency = self.recency.moved(before, self._places_of(hashes), self.places + BESIDE)
 
     def moved(self, places: int) -> DeviceMemory:
         """Return a memory of another size with the same rows, and without marks."""
@@ -502,9 +528,16 @@ class DeviceMemory:
         )
         self.counters[USED] -= self.counters[MARKS]
         self.counters[MARKS] = 0
+        if self.recency is not None:
+            hashes, before, _ = self.listed(self.places + BESIDE)
+            new.recency = self.recency.moved(before, new._places_of(hashes), places + BESIDE)
         return new
 
     # Inside
+
+    def _places_of(self, hashes: Tensor) -> Tensor:
+        """Return the int64 places of rows by their hashes; all must be there."""
+        return self.find(_unmixed(hashes)).to(torch.int64)
 
     def _launch(
         self, kernels: Kernels, kernel: str, blocks: int, *arguments: Any, threads: int = THREADS
@@ -547,6 +580,13 @@ class DeviceMemory:
         self.counters[FOUND] = 0
         self._launch(self._index, kernel, blocks, *arguments, self.counters)
         return int(self.counters[FOUND].item())
+
+
+def _unmixed(hashes: Tensor) -> Tensor:
+    """Return the ids that have these hashes; see `hashing`."""
+    for _ in range(2):
+        hashes = (hashes ^ (hashes >> 32 & 0xFFFF_FFFF)) * _UNMIX
+    return hashes ^ (hashes >> 32 & 0xFFFF_FFFF)
 
 
 def _i64(number: int) -> ctypes.c_int64:

@@ -37,6 +37,11 @@ class Room:
         self._small = 0 if self._most is None else self._most // _SMALL
         self._first = self.first(config.initial_rows)
 
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows the largest table has, with places free for a quick search; None for any number."""
+        return None if self._most is None else int(self._most * FULL)
+
     def first(self, rows: int) -> int:
         """Return the size for a table that is about to get so many rows."""
         wanted = max(_LEAST_PLACES, _places_for(rows, FULL))

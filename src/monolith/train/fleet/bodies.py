@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from monolith.checkpoint.report import RestoreReport
 from monolith.data.source import Position
+from monolith.train.fleet.push_bodies import CopiedPushes, PushesTold
 from monolith.train.peers import Start, WorkerState
 from monolith.train.publishing.bodies import HoldersTold, PublishOrder
 from monolith.wire.bodies import Bounds, Count, Json, Name, Nothing, Seconds, Text
@@ -35,8 +36,8 @@ class Served:
     incarnation: Name
     halt: Count = 0
     """The halt whose checkpoint it was restored from; 0 for what everybody began with."""
-    applied: dict[Name, Count] | None = None
-    """Where a standby took over: sender to the number of its pushes that are in what it holds."""
+    copied: dict[Name, CopiedPushes] | None = None
+    """Where a standby took over: sender to which of its pushes are in what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,10 @@ class BeginMeeting:
     gone: dict[str, WorkerState] = field(default_factory=dict)
     dealt: dict[str, DealtPosition] = field(default_factory=dict)
     """By worker: what it was dealt last."""
+    joined: tuple[Count, ...] = ()
+    """Workers that have a part in the run, and are to come back to it."""
+    pushes: dict[str, PushesTold] = field(default_factory=dict)
+    """By worker: what those had pushed who left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,9 @@ class ComeBack:
     """The highest that it has heard of."""
     left: WorkerState | None = None
     """What it left with, where it has."""
+    lost: dict[Name, Count] = field(default_factory=dict)
+    """What it had pushed in vain, by the incarnation of what replaced the lost server: `LostUpdates` again,
+    which the meeting before may not have passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,8 @@ class AllLostUpdates:
     """Of the workers that have said."""
     missing: tuple[Count, ...]
     """Workers that have not said yet."""
+    lost: tuple[Count, ...] = ()
+    """Workers that were lost as well: nobody knows what they had pushed in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +290,10 @@ class News:
     """By worker: those whose work the chief is to give back."""
     dealt: DealtPosition | None = None
     """What the worker who asks was dealt last."""
+    joined: tuple[Count, ...] = ()
+    """Workers beside the chief that have a part in the run, those who left it too; for the chief."""
+    pushes: dict[str, PushesTold] = field(default_factory=dict)
+    """By worker: what those had pushed who left; for the chief."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +376,8 @@ class Leave:
     gives_back: bool = False
     """Whether it leaves work to the others, who go on."""
     member: Name | None = None
+    pushes: PushesTold | None = None
+    """What it had pushed to each server: it may be gone when one of them is lost."""
 
 
 @dataclass(frozen=True, slots=True)

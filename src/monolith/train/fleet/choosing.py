@@ -28,7 +28,8 @@ from monolith.cluster.security import Guard
 from monolith.errors import ClusterError, ConfigError, DeadlineExceededError, UnavailableError
 from monolith.store.servers import SERVICE
 from monolith.train.fleet.bodies import AssignShare, EndRun
-from monolith.wire.bodies import write_body
+from monolith.train.fleet.standby_bodies import StandbyStanding
+from monolith.wire.bodies import read_body, write_body
 from monolith.wire.flight import Caller
 
 _log = logging.getLogger(__name__)
@@ -229,12 +230,25 @@ class ServerChoice:
             )
         return None
 
+    def _copied_by(self, address: str) -> int | None:
+        """Return the share of which a server keeps the copy; None where it keeps none, or does not answer."""
+        with suppress(ClusterError):
+            follows = read_body(StandbyStanding, self._calls(address, "standby.standing")).follows
+            return None if follows is None else follows.index
+        return None
+
     def _taking_over(self, share: int, used: Sequence[str]) -> str:
-        """Return a server that nobody uses, and that has taken the share."""
+        """Return a server that nobody uses, and that has taken the share.
+
+        One that keeps the copy of another share comes last: that share would have no standby then.
+        """
         spares = [address for address in self._manager.registered_ps() if address not in used]
-        for address in spares:
+        copied = {address: self._copied_by(address) for address in spares} if len(spares) > 1 else {}
+        for address in sorted(spares, key=lambda one: copied.get(one) not in (None, share)):
             with suppress(ClusterError):  # gone, or it still holds an earlier run
                 self._calls.assign(address, share, self._num_ps)
+                if (other := copied.get(address)) not in (None, share):
+                    _log.warning("the copy of share %d at %s is given up for share %d", other, address, share)
                 return address
         raise UnavailableError(
             f"parameter server {share} at {used[share]} does not answer, and no spare is there to take over"

@@ -330,6 +330,8 @@ class Fleet:
             departures=self._departures.last,
             gone={worker: one for worker, one in self._departures.gone.items() if int(worker) not in present},
             dealt={str(worker): one for worker, one in self._dealt.items()},
+            joined=() if listener is None else listener.joined,
+            pushes={} if listener is None else dict(listener.pushes),
         )
         tell(server, 0, "meeting.begin", body)
 
@@ -578,7 +580,8 @@ class Fleet:
         """
         if self._return is not None:
             self._return.left = state
-        gone = Leave(self._run, self.index, state, gives_back=gives_back, member=self._member)
+        pushes = self._pushes.told() if self.keeps_going else None
+        gone = Leave(self._run, self.index, state, gives_back=gives_back, member=self._member, pushes=pushes)
         self._surely("meeting.leave", gone)
 
     # Workers that come and go
@@ -778,6 +781,8 @@ class Fleet:
 
     def end(self) -> None:
         """Tell everybody, as the chief, that the run is over and saved; who is gone is passed over."""
+        if self._recovery is not None:
+            self._recovery.wait_until_counted()  # while the others are there to say it
         self._close_listener()
         limit = self._clock() + FAREWELL.total_seconds()
         with _passed_over("server 0"):

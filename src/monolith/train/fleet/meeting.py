@@ -91,6 +91,8 @@ from monolith.train.fleet.bodies import (
     Served,
     Stop,
 )
+from monolith.train.fleet.push_bodies import PushesTold
+from monolith.train.fleet.pushes import marked, take_lost_of
 from monolith.train.peers import Start, WorkerState
 from monolith.wire.bodies import Answer, Gone, PollAnswer
 
@@ -172,6 +174,10 @@ class _Run:
     """Place -> who serves it, where that is not who did at first."""
     updates: dict[str, dict[int, int]] = field(default_factory=dict)
     """Incarnation -> what each worker had pushed in vain to what it replaced."""
+    joined: set[int] = field(default_factory=set)
+    """Workers that have a part in it, of whom another meeting knew, until they are back."""
+    pushes: dict[int, PushesTold] = field(default_factory=dict)
+    """Worker -> what it had pushed when it left."""
     returned: list[Returned] = field(default_factory=list)
     departing: dict[int, Departure] = field(default_factory=dict)
     """Worker -> what it left with, until its work was given back."""
@@ -196,6 +202,19 @@ class _Run:
     def others(self) -> set[int]:
         """The workers that there are, or should be back soon, beside the chief."""
         return self.heard.keys() - {0}
+
+    @property
+    def having_part(self) -> set[int]:
+        """The workers beside the chief whose processes have a part in it, or had when they left."""
+        here = {worker for worker, member in self.members.items() if worker and member != _NOBODY}
+        return here | self.joined
+
+    def count_for_those_who_left(self) -> None:
+        """Note what workers that left had pushed in vain to servers that were replaced since."""
+        for worker, told in self.pushes.items():
+            self.pushes[worker], lost = take_lost_of(told, self.servers)
+            for incarnation, updates in lost.items():
+                self.updates.setdefault(incarnation, {}).setdefault(worker, updates)
 
 
 class Meeting:
@@ -287,7 +306,10 @@ class Meeting:
                 departures=body.departures,
                 gone=_by_number(body.gone),
                 dealt=_by_number(body.dealt),
+                joined=set(body.joined),
+                pushes=_by_number(body.pushes),
             )
+            self._run.count_for_those_who_left()
             self._note(self._run)
 
     def _resume(self, body: ResumeMeeting) -> MeetingResumed:
@@ -325,20 +347,26 @@ class Meeting:
         with self._changed:
             run = self._of(body)
             run.servers[body.server] = body.served
+            run.count_for_those_who_left()
             self._note(run)
 
     def _updates(self, body: AskLostUpdates) -> AllLostUpdates:
-        """Wait until every worker has said what it had pushed in vain; say how much, and who has not."""
+        """Wait until every worker has said what it had pushed in vain; say how much, and who has not.
+
+        Those who left said it when they did."""
         with self._changed:
             run = self._of(body)
             said = run.updates.setdefault(body.incarnation, {})
 
-            def missing() -> list[int]:
-                here = {worker for worker, member in run.members.items() if worker and member != _NOBODY}
-                return sorted(here - run.left.keys() - run.lost.keys() - run.departing.keys() - said.keys())
+            def lost() -> set[int]:
+                return (run.lost.keys() | run.departing.keys()) - said.keys()
+
+            def missing() -> set[int]:
+                return run.having_part - said.keys() - lost()
 
             self._wait(lambda: self._run is not run or not missing(), body.wait)
-            return AllLostUpdates(sum(said.values()), tuple(missing()))
+            updates = sum(said.values())
+            return AllLostUpdates(updates, tuple(sorted(missing())), tuple(sorted(lost() - {0})))
 
     def _halt(self, body: OfRun) -> HaltNumber:
         with self._changed:
@@ -469,6 +497,10 @@ class Meeting:
             if run.hands_out:
                 self._begin_with_nothing(run, worker)
             run.members[worker] = member
+            run.joined.discard(worker)
+            run.pushes.pop(worker, None)
+            for served in run.servers.values():
+                run.updates.setdefault(served.incarnation, {}).setdefault(worker, 0)
             run.heard[worker] = self._clock()
             run.parted.pop(worker, None)
             run.answered.pop(worker, None)
@@ -489,6 +521,9 @@ class Meeting:
                 failed = FailedRun(body.run, "the run was begun again without this worker", False, 0.0)
                 return Joined(failed=failed)
             run.members[body.worker] = body.member
+            run.joined.discard(body.worker)
+            for incarnation, updates in body.lost.items():
+                run.updates.setdefault(incarnation, {}).setdefault(body.worker, updates)
             run.heard[body.worker] = self._clock()
             run.parted.pop(body.worker, None)
             run.answered.pop(body.worker, None)
@@ -503,7 +538,10 @@ class Meeting:
 
     def _lost(self, body: LostUpdates) -> None:
         with self._changed:
-            self._of(body).updates.setdefault(body.incarnation, {})[body.worker] = body.updates
+            run = self._of(body)
+            said = run.updates.setdefault(body.incarnation, {})
+            if body.worker not in said or body.worker not in run.pushes:  # what it left with says it as well
+                said[body.worker] = body.updates
             self._changed.notify_all()
 
     def _news(self, body: AskNews, gone: Gone) -> News | None:
@@ -541,6 +579,8 @@ class Meeting:
                 present=tuple(sorted(run.others)) if run.hands_out else (),
                 departing=_by_text(run.departing),
                 dealt=run.dealt.get(worker),
+                joined=() if worker else tuple(sorted(run.having_part)),
+                pushes={} if worker else _by_text(run.pushes),
             )
 
     def _arrive(self, body: Arrive) -> None:
@@ -563,12 +603,13 @@ class Meeting:
                 self._fail(run, f"worker {worker} failed: {body.failure}", final=body.final)
             elif body.state is None:
                 raise RequestError("state: it is missing; only a worker that failed may leave without one")
-            elif body.gives_back and run.hands_out and worker:
-                if worker not in run.departing:  # it may say so twice
-                    self._depart(run, worker, body.state)
             else:
-                run.left[worker] = body.state
-                self._note(run)
+                self._keep_pushes(run, worker, body.pushes)
+                if not (body.gives_back and run.hands_out and worker):
+                    run.left[worker] = body.state
+                    self._note(run)
+                elif worker not in run.departing:  # it may say so twice
+                    self._depart(run, worker, body.state)
 
     def _given_back(self, body: GivenBack) -> None:
         with self._changed:
@@ -644,6 +685,13 @@ class Meeting:
         if state is None:
             run.members[worker] = _NOBODY
         self._note(run)
+
+    def _keep_pushes(self, run: _Run, worker: int, pushes: PushesTold | None) -> None:
+        """Note what a worker that leaves had pushed; the next cut has all of it."""
+        if pushes is not None and worker not in run.pushes:
+            cut = self._halts + 1 if run.halt is None else run.halt
+            run.pushes[worker] = marked(pushes, cut)
+            run.count_for_those_who_left()
 
     def _let_go(self, run: _Run, body: GivenBack) -> None:
         """Note that the others have the work of a worker that departed."""

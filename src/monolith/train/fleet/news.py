@@ -23,6 +23,7 @@ from monolith.train.fleet.bodies import (
     Served,
 )
 from monolith.train.fleet.calls import ask
+from monolith.train.fleet.push_bodies import PushesTold
 
 _RETRY_AFTER = 0.1
 
@@ -87,6 +88,10 @@ class FleetNews:
         """Worker -> what it left with, where the chief is to give its work back."""
         self.dealt: DealtPosition | None = None
         """What this worker was dealt last, known at the latest when the halt for that is over."""
+        self.joined: tuple[int, ...] = ()
+        """Other workers that have a part in the run, as the chief."""
+        self.pushes: Mapping[str, PushesTold] = {}
+        """By worker: what those had pushed who left, as the chief."""
         self._error: Exception | None = None
         self.saved = 0
         self._over = False
@@ -195,6 +200,7 @@ class FleetNews:
                 self.halt, self.stop_reason = news.halt, news.stop or self.stop_reason
                 self.saved, self._over = news.saved, news.over
                 self.present = news.present
+                self.joined, self.pushes = news.joined, news.pushes
                 self.departing = {int(worker): one for worker, one in news.departing.items()}
                 self._finished = not news.unfinished
             self._changed.notify_all()

@@ -69,6 +69,7 @@ from monolith.train.fleet.bodies import (
 from monolith.train.fleet.jobs import Jobs
 from monolith.train.fleet.meeting import LONGEST_WAIT, LOST_AFTER, RETURN_WITHIN, Meeting
 from monolith.train.fleet.published_share import PublishedShare
+from monolith.train.fleet.push_bodies import CopiedPushes
 from monolith.train.fleet.standby_bodies import (
     STANDBY_CALLS,
     CopyOpened,
@@ -659,7 +660,7 @@ class ServedShare:
             self._taken = ShareTaken(
                 rows=sum(stats.rows for stats in held.model.stats().values()),
                 behind=behind,
-                applied={sender: known.applied for sender, known in applied.items()},
+                copied={sender: CopiedPushes(*known) for sender, known in applied.items()},
             )
             return self._taken
 

@@ -134,8 +134,7 @@ class ServerRecovery:
     @property
     def lost(self) -> Lost:
         """What was lost so far; waits a moment for workers to say their part."""
-        for thread in list(self._counting):
-            thread.join(COUNT_WITHIN)
+        self.wait_until_counted()
         with self._changed:
             return Lost(servers=tuple(self._lost_servers), workers=self._lost_workers)
 
@@ -144,6 +143,11 @@ class ServerRecovery:
         """How often a server was missed."""
         with self._changed:
             return self._losses
+
+    def wait_until_counted(self) -> None:
+        """Return when workers have said their part of what was lost so far, or had time to."""
+        for thread in list(self._counting):
+            thread.join(COUNT_WITHIN)
 
     def wait_until_whole(self, timeout: float) -> None:
         """Return when all servers are there.
@@ -321,7 +325,7 @@ class ServerRecovery:
                     refused,
                 )
                 return False
-            updates = self._serve(server, place, Served(address, incarnation, applied=taken.applied))
+            updates = self._serve(server, place, Served(address, incarnation, copied=taken.copied))
         found = LostServer(
             server=server,
             rows=max(rows_before - taken.rows, 0),
@@ -350,8 +354,7 @@ class ServerRecovery:
             everybody = dict(self._served)
         if server == 0:
             self._take_over_meeting(place, everybody)
-        updates = self._pushes.take_lost_with(server, served)
-        self._group.replace(server, served.address, served.incarnation)
+        updates = self._pushes.replace(server, served)
         if server != 0:
             self._publish(server, served)
         return updates
@@ -390,19 +393,34 @@ class ServerRecovery:
         """Add what workers had pushed in vain, when they have said it, and report the loss."""
 
         def count() -> None:
-            others = 0
-            with contextlib.suppress(ClusterError):
-                asked = AskLostUpdates(self._run, incarnation, COUNT_WITHIN)
-                others = ask(self._group, 0, "meeting.updates", asked, AllLostUpdates).updates
-            self._report(found, others)
+            self._report(found, self._count_others(incarnation))
 
         thread = threading.Thread(target=count, name="count-lost", daemon=True)
         self._counting.append(thread)
         thread.start()
 
-    def _report(self, found: LostServer, others: int) -> None:
+    def _count_others(self, incarnation: str) -> AllLostUpdates | None:
+        """Return what the others had pushed in vain; None where nobody can say. A meeting that was lost as
+        well is asked when it is back."""
+        limit = self._how.clock() + COUNT_WITHIN
+        while True:
+            left = max(0.0, limit - self._how.clock())
+            try:
+                asked = AskLostUpdates(self._run, incarnation, left)
+                return ask(self._group, 0, "meeting.updates", asked, AllLostUpdates)
+            except ClusterError as error:
+                if left <= 0 or self._closed:
+                    _log.warning("cannot count the updates of others that were lost: %s", error)
+                    return None
+                self._how.sleep(LOOK_EVERY)
+
+    def _report(self, found: LostServer, others: AllLostUpdates | None) -> None:
         """Say what was lost: to the log, to metrics, and to who asks for all of it."""
-        whole = replace(found, updates=found.updates + others)
+        if others is None:
+            whole = replace(found, uncounted=None)
+        else:
+            uncounted = tuple(sorted({*others.missing, *others.lost}))
+            whole = replace(found, updates=found.updates + others.updates, uncounted=uncounted)
         _log.warning("%s", whole.describe())
         self._count_servers.inc()
         self._count_rows.inc(whole.rows or 0)

@@ -48,6 +48,8 @@ class WorkerReturn:
         self._patience = patience
         self.left: WorkerState | None = None
         """What this worker left the run with, once it has."""
+        self._said: dict[int, tuple[str, int]] = {}
+        """Place -> the incarnation that replaced a lost one, and what was pushed in vain to that."""
 
     def find_meeting(self, cause: RetryableError) -> None:
         limit = self._how.clock() + self._patience.total_seconds()
@@ -67,7 +69,8 @@ class WorkerReturn:
             self._how.sleep(LOOK_EVERY)
 
     def _come_back(self, address: str) -> Joined | None:
-        asked = ComeBack(self._run, self._worker, self._member, self._group.step, self.left)
+        lost = dict(self._said.values())
+        asked = ComeBack(self._run, self._worker, self._member, self._group.step, self.left, lost)
         with contextlib.closing(self._how.connect(address)) as server, contextlib.suppress(ClusterError):
             return ask(server, 0, "meeting.back", asked, Joined)
         return None
@@ -76,8 +79,8 @@ class WorkerReturn:
         for place, served in ((int(place), served) for place, served in servers.items()):
             if self._group.incarnations[place] == served.incarnation:
                 continue
-            updates = self._pushes.take_lost_with(place, served)
-            self._group.replace(place, served.address, served.incarnation)
+            updates = self._pushes.replace(place, served)
+            self._said[place] = served.incarnation, updates
             with contextlib.suppress(ClusterError):  # a figure of a report is no reason to fail
                 said = LostUpdates(self._run, self._worker, served.incarnation, updates)
                 tell(self._group, 0, "meeting.lost", said)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from monolith.train.fleet.bodies import OfRun
-from monolith.wire.bodies import Count, Name, Nothing, Seconds, Text
+from monolith.train.fleet.push_bodies import CopiedPushes
+from monolith.wire.bodies import Bounds, Count, Name, Nothing, Seconds, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class FollowShare:
 
     run: Name
     index: Count
-    num_ps: Count
+    num_ps: Annotated[int, Bounds(1, 1 << 20)]
     address: Name
     """As `CopyOpened` says."""
     incarnation: Name
@@ -63,8 +65,8 @@ class ShareTaken:
     rows: Count = 0
     behind: Seconds = 0.0
     """Since the newest change that it has came."""
-    applied: dict[Name, Count] = field(default_factory=dict)
-    """Sender to the number of its pushes that the copy has."""
+    copied: dict[Name, CopiedPushes] = field(default_factory=dict)
+    """Sender to which of its pushes the copy has."""
 
 
 STANDBY_CALLS: Mapping[str, type] = {

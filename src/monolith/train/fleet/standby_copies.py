@@ -120,7 +120,7 @@ class CopiedShare:
         known = self._known.__dict__.pop("pushes", None)
         about = {
             "pushes": {
-                sender: [one.highest, one.applied, one.missing]
+                sender: [one.highest, one.missing]
                 for sender, one in (self._pushes() if known is None else known).items()
             },
             "scales": {name: table.scales for name, table in self._tables.items()},
@@ -199,8 +199,8 @@ class StandbyCopy(Generic[H]):
             if name in self._tables:
                 self._tables[name].set_scales(scales)
         return {
-            sender: KnownPushes(int(highest), int(applied), tuple(map(int, missing)))
-            for sender, (highest, applied, missing) in about["pushes"].items()
+            sender: KnownPushes(int(highest), tuple(map(int, missing)))
+            for sender, (highest, missing) in about["pushes"].items()
         }
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from monolith.observe import Doublings
 from monolith.sync.messages import LearnedUpTo, LogPlace
 from monolith.sync.publish_config import GuardConfig
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
+from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.share import SharePublisher
 
 _log = logging.getLogger(__name__)
@@ -107,18 +108,29 @@ class Steward:
     Args:
         metric: Says what is wrong with the model as a whole; None while nothing is.
         every: Seconds between two looks.
+        hold_file: Told how all stand, for the next start of the run.
     """
 
     def __init__(
-        self, holders: Holders, config: GuardConfig, metric: Callable[[], str | None], *, every: float
+        self,
+        holders: Holders,
+        config: GuardConfig,
+        metric: Callable[[], str | None],
+        *,
+        every: float,
+        hold_file: HoldFile | None = None,
     ) -> None:
         self._holders = holders
         self._config = config
         self._metric = metric
         self._every = every
+        self._hold_file = hold_file
         self._closed = threading.Event()
         self._failed = Doublings()
         self._failures = 0
+        self._turn = threading.Lock()  # held while somebody is told something
+        self.standing: Sequence[ShareStanding] = ()
+        """Where each share was when it was last asked; replaced as a whole."""
         self._thread = threading.Thread(target=self._run, name="publish-steward", daemon=True)
 
     def start(self) -> None:
@@ -131,17 +143,28 @@ class Steward:
 
     def look(self) -> None:
         """See that all stand together. Called by the thread of its own, and by tests."""
-        found = self._holders.obey(PublishOrder("status"))
-        held = [one for one in found if one.held]
-        reason = self._metric()
-        if not held and reason is not None:
-            self._holders.obey(PublishOrder("hold", reason, by_guard=True))
-        elif held and len(held) < len(found):
-            first = held[0]
-            self._holders.obey(_as_held(first))
-        elif held and reason is None and self._may_go_on(held):
-            _log.warning("what held publishing back is within bounds again; publishing goes on")
-            self._holders.obey(PublishOrder("resume", by_guard=True))
+        with self._turn:
+            found = self._tell(PublishOrder("status"))
+            held = [one for one in found if one.held]
+            reason = self._metric()
+            if not held and reason is not None:
+                self._tell(PublishOrder("hold", reason, by_guard=True))
+            elif held and len(held) < len(found):
+                self._tell(_as_held(held[0]))
+            elif held and reason is None and self._may_go_on(held):
+                _log.warning("what held publishing back is within bounds again; publishing goes on")
+                self._tell(PublishOrder("resume", by_guard=True))
+
+    def obey(self, order: PublishOrder) -> Sequence[ShareStanding]:
+        """Have all holders do something, and keep it for the next start; see `Holders.obey`."""
+        with self._turn:
+            return self._tell(order)
+
+    def _tell(self, order: PublishOrder) -> Sequence[ShareStanding]:
+        self.standing = found = self._holders.obey(order)
+        if self._hold_file is not None:
+            self._hold_file.note(found)
+        return found
 
     def _may_go_on(self, held: Sequence[ShareStanding]) -> bool:
         recovered = all(one.by_guard and one.recovered for one in held)

@@ -13,6 +13,7 @@ from monolith.sync.publish_config import PublishConfig
 from monolith.train.hook import Hook, Run, StepResult
 from monolith.train.model import Model
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
+from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.holders import Holders, Steward
 from monolith.train.publishing.metric_guard import MetricGuard
 
@@ -25,6 +26,7 @@ class PublishHook(Hook):
     Args:
         guard: Of the model as a whole; shown every batch that this process trains on.
         leads: Whether this process sees that all holders stand together.
+        hold_file: Where it is kept whether publishing is held, as the process that leads.
         refresh: Makes the weights of this process the newest there are.
         timer: Seconds that only grow.
     """
@@ -37,6 +39,7 @@ class PublishHook(Hook):
         guard: MetricGuard,
         *,
         leads: bool,
+        hold_file: HoldFile | None = None,
         refresh: Callable[[], None] = lambda: None,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -49,9 +52,11 @@ class PublishHook(Hook):
         self._brought = 0.0
         self._step = -1
         """The step of the weights that were brought last."""
-        self._steward = (
-            Steward(holders, config.guard, lambda: guard.reason, every=self._every) if leads else None
-        )
+        self._steward: Steward | None = None
+        if leads:
+            self._steward = Steward(
+                holders, config.guard, lambda: guard.reason, every=self._every, hold_file=hold_file
+            )
 
     def after_create(self, run: Run) -> None:
         self._bring(run.step)
@@ -85,7 +90,12 @@ class PublishHook(Hook):
         """Have all holders do something, as the process that leads; see `Holders.obey`."""
         if order.action == "resume":
             self._guard.accept()
-        return self.holders.obey(order)
+        return self.holders.obey(order) if self._steward is None else self._steward.obey(order)
+
+    @property
+    def standing(self) -> Sequence[ShareStanding]:
+        """Where each share was a moment ago, as the process that leads; empty before any was published."""
+        return () if self._steward is None else self._steward.standing
 
     def places(self) -> Mapping[str, Any]:
         """Return how far each share is published, for a checkpoint."""

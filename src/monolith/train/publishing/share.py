@@ -6,6 +6,8 @@
             a guard   ▼    │
                        held ──rollback──► held, and servers go back to an exported version
 
+One that was held when the run ended, or was killed, is held from its start (see `hold_file`).
+
 Whatever a channel does wrong is counted and said in the log, and training goes on: nothing here waits for
 anybody who reads, and nothing raises into a step.
 """
@@ -27,11 +29,12 @@ from monolith.errors import MonolithError
 from monolith.observe import Doublings, Metrics
 from monolith.sync.channel import DeltaWriter
 from monolith.sync.guard import AllGuards, RecoveringGuard, RowGuard
-from monolith.sync.messages import LearnedUpTo, LogPlace
+from monolith.sync.messages import LearnedUpTo, LogPlace, PublishState
 from monolith.sync.publish_config import PublishConfig
 from monolith.sync.publisher import DELTA_IDS, Publisher
 from monolith.train.publishing.bodies import PublishOrder, ShareStanding
 from monolith.train.publishing.counted_writer import CountedWriter
+from monolith.train.publishing.hold_file import HoldFile
 from monolith.train.publishing.learning import Learning
 
 _log = logging.getLogger(__name__)
@@ -48,6 +51,8 @@ class PublishPlan:
     run: str
     """Names the run, in every message."""
     open_writer: OpenShareWriter
+    hold_file: HoldFile | None = None
+    """Where it is kept whether publishing is held; None forgets it when the run ends."""
     metrics: Metrics = field(default_factory=Metrics)
     clock: Callable[[], float] = time.time
     """Unix seconds."""
@@ -115,6 +120,7 @@ class SharePublisher:
             problem=self._rows.problem,
             clock=plan.clock,
         )
+        kept = None if plan.hold_file is None else plan.hold_file.read()
         publisher = Publisher(
             self._tables,
             writer,
@@ -125,8 +131,17 @@ class SharePublisher:
             dense=self._newest_weights,
             learned=self._learned,
             guard=self._guard,
+            state=None if kept is None else PublishState(True, kept.reason, kept.since, kept.version),
             clock=plan.clock,
         )
+        if kept is not None:
+            self._by_person = not kept.by_guard
+            _log.warning(
+                "publishing share %d of %d is %s. It was so before this start, and stays so until somebody "
+                "resumes it: monolith publish resume",
+                *self._share,
+                kept.describe(),
+            )
         thread = threading.Thread(target=self._run, name="publish", daemon=True)
         self._opened = _Opened(publisher, writer, thread)
         thread.start()

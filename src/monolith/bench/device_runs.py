@@ -1,0 +1,139 @@
+"""Those that train on a GPU, window after window.
+
+A device works behind the back of its host, so no single step can be timed by a clock: a run trains on so many
+batches and returns when the device is done with them. What a batch is made of is ready before: ids of
+features as a reader of data hands them over, positions for torch in pinned memory, labels on the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from monolith.bench.timing import Contender, Timing, race
+from monolith.bench.trainers import FusedTorchTrainer, OurTrainer
+from monolith.cuda import Device
+from monolith.feature import FeatureIds
+from monolith.model import PreparedBatch
+from monolith.train.lane import Lane
+
+_LEAST_STEPS = 4
+_MOST_STEPS = 400
+_PREPARED = 4
+"""Batches whose rows are on the device while it works alone."""
+
+
+Run = Callable[[Iterable[int]], None]
+"""Trains on the batches of these numbers, or does a part of it."""
+
+
+class DeviceRun(Protocol):
+    """A trainer on a GPU, with the batches it is to train on."""
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        """Bring batches into the form in which it takes them: positions, int64 of (examples, features)."""
+
+    def run(self, numbers: Iterable[int]) -> None:
+        """Train on the batches of these numbers, and return when the device is done."""
+
+
+class TorchRun:
+    """torch's rows; positions go up from pinned memory in each step."""
+
+    def __init__(self, trainer: FusedTorchTrainer, device: Device) -> None:
+        self._trainer = trainer
+        self._device = device
+        self._batches: list[Tensor] = []
+        self._labels = torch.empty(0)
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        self._batches = [self._device.pinned(tuple(one.shape), one.dtype).copy_(one) for one in batches]
+        self._labels = labels.to(self._device.torch_device)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._trainer.step(self._batches[number], self._labels)
+        self._device.current_stream().synchronize()
+
+
+class PlainRun:
+    """Our rows, in a plain loop: for rows that lie on the device."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        self.trainer = trainer
+        self._device = device
+        self._batches: list[FeatureIds] = []
+        self._labels = torch.empty(0)
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        self._batches = [self.trainer.batch_of(one) for one in batches]
+        self._labels = labels.to(self._device.torch_device)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.trainer.train(self._batches[number], self._labels)
+        self._device.current_stream().synchronize()
+
+
+class PipelinedRun(PlainRun):
+    """Our rows in host memory: looked up ahead and updated behind by a lane, as in `monolith train`."""
+
+    def run(self, numbers: Iterable[int]) -> None:
+        with Lane(iter(numbers), self._prepare) as lane:
+            while (found := lane.next()) is not None:
+                _, prepared = found
+                self.trainer.train(prepared, self._labels, push=lane.push)
+            lane.drain()
+        self._device.current_stream().synchronize()
+
+    def run_host(self, numbers: Iterable[int]) -> None:
+        """Do what the host does of these steps: find distinct ids, look rows up, update them."""
+        gradients = torch.zeros(0)
+        for number in numbers:
+            prepared = self._prepare(number)
+            floats = prepared.gathered.floats
+            if len(gradients) < floats:
+                gradients = torch.full((floats,), 1e-6)
+            self.trainer.store.apply_gradients(prepared.keys, gradients[:floats])
+
+    def run_device(self, numbers: Iterable[int]) -> None:
+        """Do what the device does of these steps, on rows that are there."""
+        prepared = [self._prepare(number) for number in range(min(_PREPARED, len(self._batches)))]
+        self._device.current_stream().synchronize()
+        self.trainer.model.eval()  # then nobody takes the gradients of the rows
+        for number in numbers:
+            self.trainer.compute(prepared[number % len(prepared)], self._labels)
+        self.trainer.model.train()
+        self._device.current_stream().synchronize()
+
+    def _prepare(self, number: int) -> PreparedBatch:
+        return self.trainer.model.embeddings.prepare(self._batches[number])
+
+
+def race_windows(runs: Mapping[str, Run], batches: int, timing: Timing) -> dict[str, float]:
+    """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
+    contenders = {}
+    for name, run in runs.items():
+        steps = steps_in(run, batches, timing["window"])
+        first = itertools.count(step=steps)
+        contenders[name] = Contender(steps, _window(run, steps, batches), first)
+    return race(contenders, repeats=timing["repeats"], window=0.0)
+
+
+def steps_in(run: Run, batches: int, window: float) -> int:
+    """Return how many steps fill a window, after some to warm up."""
+    numbers = [number % batches for number in range(_LEAST_STEPS)]
+    run(numbers)
+    began = time.perf_counter()
+    run(numbers)
+    seconds = (time.perf_counter() - began) / len(numbers)
+    return int(min(max(window / seconds, _LEAST_STEPS), _MOST_STEPS))
+
+
+def _window(run: Run, steps: int, batches: int) -> Callable[[int], None]:
+    return lambda first: run([number % batches for number in range(first, first + steps)])

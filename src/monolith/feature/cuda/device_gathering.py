@@ -1,0 +1,386 @@
+"""Gathering on a CUDA device: ids go up, and from then on everything of a batch is there.
+
+Nobody finds distinct ids: rows are looked up as ids occur, table after table, and a gradient belongs to an
+occurrence. So the host knows all sizes without asking the device, and never waits for it. One launch fills
+all outputs of a model, another brings their gradients back (a third, before it, where features are shared).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from monolith.cuda import Device, blocks_for
+from monolith.errors import FeatureError
+from monolith.feature.batches import FeatureIds
+from monolith.feature.combiners import Max
+from monolith.feature.cuda.device_plan import PART, BatchStruct, DevicePlan
+from monolith.feature.layouts import LayoutPlan
+
+_EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
+_MOST = 1 << 31
+
+
+class DeviceGatherer:
+    """All layouts of one model, ready for batches whose rows are on a device. Thread-safe."""
+
+    distinct = False
+
+    def __init__(self, plan: LayoutPlan, device: Device) -> None:
+        self.plan = plan
+        self.device = device
+        self.on_device = DevicePlan(plan, device)
+        self._upload = device.new_stream()
+        self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self._maxima = [isinstance(plan.features[f].combiner, Max) for f in self.on_device.order]
+        self._combines_all = not any(feature.combiner.length for feature in plan.features)
+
+    def read(self, batch: FeatureIds, *, one_each: bool | None = None) -> DeviceBatch:
+        """Bring a batch to the device. Features the model does not read are passed over.
+
+        It is on its way when this returns, by a stream of its own, for which the current one waits.
+
+        Args:
+            one_each: Whether every cell that is read has exactly one id, said by who has looked and found the
+                splits sound; None looks.
+
+        Raises:
+            FeatureError: The splits do not fit the ids, or the number of examples.
+        """
+        where = self._places.get(batch.names)
+        if where is None:
+            where = self._places[batch.names] = self._where(batch.names)
+        cells = np.where(np.array(batch.shared, np.bool_), 1, batch.batch_size)
+        begins = np.concatenate([[0], np.cumsum(cells)])
+        if one_each is None:
+            one_each = _check(batch, int(begins[-1]))
+        splits = batch.splits.numpy()
+        there = where >= 0
+        first_cell = begins[where]
+        starts = splits[first_cell]
+        ends = splits[np.where(there, begins[where + 1], first_cell)]
+        counts = ends - starts
+        weighted = self._weighted(batch, starts, ends)
+        about, sizes = self._about(counts)
+        about["cell"] = np.where(there, first_cell, -1)
+        about["shift"] = about["first"] - starts
+        about["step"] = there & ~np.append(np.array(batch.shared, np.bool_), False)[where]
+        about["weighted"] = weighted
+        n = int(counts.sum())
+        weighs = bool(weighted.any())
+        staged = _Staged(
+            self.device,
+            features=about.nbytes,
+            ids=n,
+            weights=n if weighs else 0,
+            splits=0 if one_each else len(splits),
+        )
+        staged.features.numpy()[:] = about.view(np.uint8)
+        for source, to, count in _runs(starts, about["first"], counts):
+            staged.ids[to : to + count].copy_(batch.ids[source : source + count])
+            if batch.weights is not None and staged.weights is not None:
+                staged.weights[to : to + count].copy_(batch.weights[source : source + count])
+        if staged.splits is not None:
+            staged.splits.copy_(batch.splits)
+        buffer = self._sent(staged.memory)
+        return DeviceBatch(
+            self,
+            buffer,
+            staged.over(buffer),
+            sizes,
+            batch.batch_size,
+            plain=one_each and not weighs and bool(there.all()) and self._combines_all,
+            shared=any(batch.shared),
+        )
+
+    def sum_equal(self, ids: Tensor, sizes: Tensor, gradients: Tensor) -> Tensor:
+        """Give the first of equal ids of a table the sum of their gradients, and the others zeros.
+
+        So norms are those of what rows are trained by, and what is applied is the same.
+
+        Args:
+            ids: int64, as they occur, table after table.
+            sizes: int64 of shape (tables,), on the CPU.
+            gradients: float32, laid out as the rows of the ids.
+
+        Returns:
+            As `gradients`. Nothing is waited for.
+        """
+        n, dims = len(ids), self.on_device.dims
+        if n == 0:
+            return gradients.clone()
+        parts = np.zeros(len(dims), PART)
+        many = sizes.numpy()
+        parts["first"] = np.cumsum(many) - many
+        parts["floats"] = np.cumsum(many * dims) - many * dims
+        parts["dim"] = dims
+        device = self.device
+        pinned = device.pinned((parts.nbytes + 8 * len(dims),), torch.uint8)
+        pinned.numpy()[:] = np.concatenate([parts.view(np.uint8), np.cumsum(many).view(np.uint8)])
+        with device.active():
+            about = torch.empty_like(pinned, device=device.torch_device, pin_memory=False)
+            about.copy_(pinned, non_blocking=True)
+            ends = about[parts.nbytes :].view(torch.int64)
+            positions = torch.arange(n, device=device.torch_device)
+            tables = torch.bucketize(positions, ends, right=True, out_int32=True)
+            by_id = torch.argsort(ids, stable=True)
+            order = by_id[torch.argsort(tables[by_id], stable=True)]
+            out = torch.empty_like(gradients)
+            self.launch(
+                "sum_equal",
+                blocks_for(n * 32),
+                ids,
+                tables,
+                order,
+                about,
+                ctypes.c_int(n),
+                gradients.contiguous(),
+                out,
+            )
+        return out
+
+    def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
+        """Launch one of the plan's kernels on the current stream."""
+        stream = self.device.current_stream().handle
+        self.on_device.kernels.launch(kernel, blocks, *arguments, stream=stream)
+
+    def _sent(self, staged: Tensor) -> Tensor:
+        """Return what was staged, on its way to the device."""
+        device = self.device
+        with device.active():
+            with device.on(self._upload):
+                buffer = torch.empty(len(staged), dtype=torch.uint8, device=device.torch_device)
+                buffer.copy_(staged, non_blocking=True)
+            current = device.current_stream()
+            current.wait_for(self._upload)
+            current.keep(buffer)
+        return buffer
+
+    def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
+        places = {name: place for place, name in enumerate(names)}
+        if len(places) < len(names):
+            raise FeatureError(f"batch: a feature stands twice in {list(names)}")
+        features = self.plan.features
+        return np.array([places.get(features[f].name, -1) for f in self.on_device.order], dtype=np.int64)
+
+    def _weighted(
+        self, batch: FeatureIds, starts: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Return which features have a weight other than 1."""
+        if batch.weights is None:
+            return np.zeros(len(starts), np.bool_)
+        others = np.concatenate([[0], np.cumsum(batch.weights.numpy() != 1)])
+        weighted: NDArray[np.bool_] = others[ends] > others[starts]
+        if (weighted & np.array(self._maxima, np.bool_)).any():
+            raise FeatureError("batch: a feature that takes the maximum has no weights")
+        return weighted
+
+    def _about(self, counts: NDArray[np.int64]) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+        """Return where the rows of each feature lie, and how many each table has."""
+        plan = self.on_device
+        dims, tables = plan.dims, plan.table_of
+        sizes = np.zeros(len(dims), np.int64)
+        np.add.at(sizes, tables, counts)
+        floats = np.cumsum(sizes * dims) - sizes * dims
+        firsts = np.cumsum(sizes) - sizes
+        about = plan.features.copy()
+        about["first"] = np.cumsum(counts) - counts
+        about["base"] = (floats - firsts * dims)[tables]
+        about["begin"] = about["base"] + about["first"].astype(np.int64) * about["dim"]
+        if int((counts * about["dim"]).max(initial=0)) >= _MOST:
+            raise FeatureError("batch: a feature has 2^31 floats or more; use smaller batches on a GPU")
+        return about, sizes
+
+
+class _Staged:
+    """What goes up of one batch, in one stretch of pinned memory."""
+
+    def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
+        ends = np.cumsum([features, 8 * ids, 4 * weights, 4 * splits]).tolist()
+        self._ends: list[int] = ends
+        self.memory = device.pinned((max(ends[-1], 1),), torch.uint8)
+        self.features, self.ids, self.weights, self.splits = self.over(self.memory)
+
+    def over(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return features, ids, weights and splits in memory of this size."""
+        one, two, three, four = self._ends
+        return (
+            memory[:one],
+            memory[one:two].view(torch.int64),
+            memory[two:three].view(torch.float32) if three > two else None,
+            memory[three:four].view(torch.int32) if four > three else None,
+        )
+
+
+class DeviceBatch:
+    """One batch on a device: its ids as they occur, and the way from their rows to the outputs and back."""
+
+    distinct = False
+    counts = None
+
+    def __init__(
+        self,
+        gatherer: DeviceGatherer,
+        buffer: Tensor,
+        parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        sizes: NDArray[np.int64],
+        batch_size: int,
+        *,
+        plain: bool,
+        shared: bool,
+    ) -> None:
+        features, self.ids, weights, splits = parts
+        self.batch_size = batch_size
+        self.sizes = gatherer.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send it along
+        self.sizes.numpy()[:] = sizes
+        self.floats = int(sizes @ gatherer.on_device.dims)
+        self._gatherer = gatherer
+        self._buffer = buffer
+        self._gather = "gather_plain" if plain else "gather"
+        self._shared = shared
+        self._struct = BatchStruct(
+            features.data_ptr(),
+            None if splits is None else splits.data_ptr(),
+            None if weights is None else weights.data_ptr(),
+            batch_size,
+            len(gatherer.on_device.order),
+        )
+
+    def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
+        """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.
+
+        Args:
+            rows: float32 of shape (floats,), on the device: a row for each of `ids`.
+            scale: Asked in each backward pass by what to multiply the gradient of `rows`; None leaves it.
+        """
+        device = self._gatherer.device
+        if rows.shape != (self.floats,) or rows.dtype is not torch.float32 or not device.holds(rows):
+            raise FeatureError(
+                f"rows must be float32 of shape ({self.floats},) on {device.torch_device}, got "
+                f"{str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)} on {rows.device}"
+            )
+        found: tuple[Tensor, ...] = _Gathered.apply(rows, self, scale)  # type: ignore[no-untyped-call]
+        return found
+
+    def layouts(self, outputs: tuple[Tensor, ...]) -> dict[str, Tensor | list[Tensor]]:
+        """Return outputs by layout: a tensor, or for NONE a list with one for each slice."""
+        return self._gatherer.plan.by_name(outputs)
+
+    def sum_equal(self, gradients: Tensor) -> Tensor:
+        """Bring the gradients of equal ids together; see `DeviceGatherer.sum_equal`."""
+        return self._gatherer.sum_equal(self.ids, self.sizes, gradients)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether gradients depend on the rows."""
+        return self._gatherer.on_device.takes_maximum
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, ...]:
+        gatherer, plan = self._gatherer, self._gatherer.on_device
+        threads = blocks_for(self.batch_size, per_block=_EXAMPLES) * plan.width
+        if threads >= _MOST:
+            raise FeatureError(
+                f"batch: {self.batch_size:,} examples of {plan.width:,} floats are too many for one call on "
+                "a GPU; use smaller batches"
+            )
+        with gatherer.device.active():
+            outputs = tuple(rows.new_empty((self.batch_size, *shape)) for shape in gatherer.plan.shapes)
+            pointers, blocks = plan.pointers(outputs), blocks_for(threads)
+            gatherer.launch(self._gather, blocks, self._struct, plan.struct, pointers, rows.detach())
+        return outputs
+
+    def scatter(self, rows: Tensor | None, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
+        """Return the gradient of `rows` from those of the outputs, of which None is zeros."""
+        gatherer, plan = self._gatherer, self._gatherer.on_device
+        device = gatherer.device.torch_device
+        with gatherer.device.active():
+            given = [None if one is None else one.to(torch.float32).contiguous() for one in gradients]
+            pointers = plan.pointers(given)
+            sums = None
+            if self._shared:
+                sums = torch.empty(plan.width, dtype=torch.float32, device=device)
+                examples = ctypes.c_int(self.batch_size)
+                gatherer.launch("sum_examples", blocks_for(plan.width), plan.struct, pointers, examples, sums)
+            out = torch.empty(self.floats, dtype=torch.float32, device=device)
+            gatherer.launch(
+                "scatter",
+                blocks_for(blocks_for(self.floats, per_block=_FLOATS)),
+                self._struct,
+                plan.struct,
+                pointers,
+                sums,
+                rows,
+                ctypes.c_float(scale),
+                ctypes.c_int64(self.floats),
+                out,
+            )
+        return out
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, batch: DeviceBatch, scale: Callable[[], float] | None
+    ) -> tuple[Tensor, ...]:
+        ctx.batch = batch
+        ctx.scale = scale
+        ctx.set_materialize_grads(False)
+        if batch.needs_rows:
+            ctx.save_for_backward(rows)
+        return batch.gather(rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors or (None,)
+        scale = 1.0 if ctx.scale is None else ctx.scale()
+        return ctx.batch.scatter(rows, gradients, scale), None, None
+
+
+def _check(batch: FeatureIds, cells: int) -> bool:
+    """See that a batch makes sense; return whether every cell has one id.
+
+    Raises:
+        FeatureError: It does not. In the words of the core.
+    """
+    splits, ids = batch.splits, len(batch.ids)
+    if len(splits) != cells + 1:
+        raise FeatureError(
+            f"batch: splits must have one entry per cell and one more: expected {cells + 1}, "
+            f"got {len(splits)}"
+        )
+    first, last = int(splits[0]), int(splits[-1])
+    if first != 0 or last != ids:
+        raise FeatureError(
+            f"batch: splits must begin with 0 and end with the number of ids, {ids}: got {first} and {last}"
+        )
+    if ids >= _MOST or cells >= _MOST:
+        raise FeatureError("batch: a batch on a GPU may have 2^31 - 1 ids")
+    before, after = splits[:-1], splits[1:]
+    if ids == cells and bool((after > before).all()):
+        return True
+    if not bool((after >= before).all()):
+        raise FeatureError("batch: splits must not fall")
+    return False
+
+
+def _runs(
+    starts: NDArray[np.int64], firsts: NDArray[np.int32], counts: NDArray[np.int64]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield what of a batch's ids goes where: begin, place and number. What lies together goes together."""
+    begin = to = count = 0
+    for start, first, many in zip(starts.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+        if many and start == begin + count and count:
+            count += many
+        elif many:
+            if count:
+                yield begin, to, count
+            begin, to, count = start, first, many
+    if count:
+        yield begin, to, count

@@ -1,0 +1,645 @@
+"""SpillingTable: a table on a device whose rows overflow to host memory.
+
+    table = SpillingTable.within(config, device_bytes=40 << 30)
+
+A row is near, on the device, or far, in host memory, never both. A batch that is written brings its far rows
+near first, with their state and times, and where that leaves no room those that were not written for longest
+go far, many at a time; rows of the batch itself stay. What a batch has beyond all room on the device is
+worked on where it is: a row learns the same near and far, to the bit.
+
+    written             near ---- not written for longest, and room is needed ----> far
+    by a batch --> new                                                               |
+                        near <--------------- in a batch that is written ------------+
+
+Looking up moves nothing: far rows are answered from host memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from monolith import native
+from monolith.cuda.device import Device
+from monolith.errors import ConfigError, TableClosedError
+from monolith.table import arguments
+from monolith.table.admission import AdmissionFilter
+from monolith.table.compressors import OneBit
+from monolith.table.config import TableConfig
+from monolith.table.cuda import newcomers
+from monolith.table.cuda.cuda_table import CudaTable
+from monolith.table.cuda.joined_scans import JoinedCut, joined
+from monolith.table.cuts import DumpableTable
+from monolith.table.lazy_decay import decays_lazily, newest_step
+from monolith.table.native_table import NativeTable
+from monolith.table.table import FollowedTable, Rows, Scan, TableStats
+from monolith.table.touched_keys import TouchedKeySet
+
+_PART = 8  # of the device's rows go far at once, as a share,
+_MOST_AT_ONCE = 1 << 18  # but no more than these: nobody waits long
+_RESERVE = 16  # of the device's rows are kept for those that come near, as a share, where there is a ceiling
+_CHUNK = 1 << 16  # rows that are carried at once
+_INDEX_BYTES = 32  # of a far row at most, for its place in the index
+
+
+class KeepableTable(DumpableTable, FollowedTable, Protocol):
+    """A table in this process that can be dumped and followed."""
+
+
+class NearTable(KeepableTable, Protocol):
+    """A table with room for some rows, which knows those that were not written for longest."""
+
+    @property
+    def owner(self) -> Device:
+        """The device, as those who launch kernels know it."""
+
+    @property
+    def most_rows(self) -> int | None:
+        """How many rows it has room for; None for any number."""
+
+    def idle(self, count: int, besides: Tensor) -> Tensor:
+        """Return the ids of rows that were not written for longest, `count` at most, none of `besides`."""
+
+    def expire_oldest(self, count: int, latest: int) -> int:
+        """Drop rows with the oldest event times, none newer than `latest`; return how many.
+
+        Args:
+            count: So many or some more, where there are.
+        """
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What the halves have counted because rows moved, and nothing came or went."""
+
+    inserted: int = 0
+    removed: int = 0
+    refused: int = 0
+    evicted: int = 0
+
+
+class SpillingTable:
+    """A `Table` on a device and in host memory. Thread-safe: calls follow one another.
+
+    Tensors on the device are answered there. As long as no row is far, lookups and batches wait for the
+    device as those of a `CudaTable` do; from then on each waits once, to learn which ids are not near.
+
+    A row is as recent as the last batch that wrote it. Rows that are restored go where there is room, near
+    first, and move nothing. In a table with `capacity_bytes` that is nearly full no more rows go far than
+    come near: new ids have what room is left, and then are refused or let the oldest rows go, as the config
+    says.
+
+    Args:
+        config: `capacity_bytes` is that of both halves together.
+        near: Where rows are trained; with a number of rows it has room for.
+        far: Where the others are. Both are of this config but for its capacity, share one filter, and are
+            this table's to close.
+        touched: Told the ids that got another row, or lost theirs; see `touch`.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        near: NearTable,
+        far: KeepableTable,
+        *,
+        touched: TouchedKeySet | None = None,
+    ) -> None:
+        if near.most_rows is None:
+            raise ConfigError(f"table {config.name!r}: rows spill where the device has a budget; it has none")
+        self._config = config
+        self._near, self._far = near, far
+        self._most = near.most_rows
+        # New rows leave some of the room, so that rows can change places when the other half is full.
+        self._room = self._most - (self._most // _RESERVE if config.capacity_bytes is not None else 0)
+        self._row_bytes = 4 * (config.dim + config.state_dim) + _INDEX_BYTES
+        self._decays_lazily = decays_lazily(config)
+        self._counts_steps = self._decays_lazily or any(
+            isinstance(segment.compressor, OneBit) for segment in config.segments
+        )
+        self._lock = threading.Lock()
+        self._thawed = threading.Condition(self._lock)
+        # All below is guarded by the lock.
+        self._frozen = 0
+        self._closed = False
+        self._bound = len(near)  # no more rows than these are near
+        self._steps = 0  # one more than the newest step, where rows decay lazily
+        self._moves = _Moves()
+        self._touched: list[TouchedKeySet] = []
+        if touched is not None:
+            self.touch(touched)
+
+    @classmethod
+    def within(
+        cls,
+        config: TableConfig,
+        *,
+        device_bytes: int,
+        admission: AdmissionFilter | None = None,
+        touched: TouchedKeySet | None = None,
+        device: torch.device | Device | None = None,
+        workers: native.Workers | None = None,
+    ) -> SpillingTable:
+        """Make a table that takes so much of a device's memory, all of it at once, and host memory beyond.
+
+        Args:
+            device: The current CUDA device by default.
+            workers: Threads that share what is done in host memory.
+
+        Raises:
+            AcceleratorError: There is no such device.
+            ConfigError: The device's share is less than the smallest table needs, or not less than the
+                config's `capacity_bytes`.
+        """
+        near, far = halves(
+            config, device_bytes=device_bytes, admission=admission, device=device, workers=workers
+        )
+        return cls(config, near, far, touched=touched)
+
+    @property
+    def config(self) -> TableConfig:
+        return self._config
+
+    @property
+    def dim(self) -> int:
+        return self._config.dim
+
+    @property
+    def state_dim(self) -> int:
+        return self._config.state_dim
+
+    @property
+    def owner(self) -> Device:
+        """The device that tensors are answered on, if they lie there."""
+        return self._near.owner
+
+    @property
+    def near(self) -> NearTable:
+        """The rows on the device, to look at."""
+        return self._near
+
+    @property
+    def far(self) -> KeepableTable:
+        """The rows in host memory, to look at."""
+        return self._far
+
+    def __len__(self) -> int:
+        with self._open():
+            return len(self._near) + len(self._far)
+
+    # Reading
+
+    def lookup(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        with self._open():
+            answer = self._near.lookup(ids, out=out)
+            if (places := self._not_near(ids)) is not None:
+                found = self._far.lookup(ids[places].cpu())
+                answer.index_copy_(0, places, found.to(answer.device))
+            return answer
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Rows]:
+        with self._open():
+            found, rows = self._near.lookup_rows(ids)
+            if (places := self._not_near(ids)) is not None:
+                is_far, beyond = self._far.lookup_rows(ids[places].cpu())
+                found.index_copy_(0, places, is_far.to(found.device))
+                for column in ("event_times", "values", "state"):
+                    into, given = getattr(rows, column), getattr(beyond, column)
+                    into.index_copy_(0, places, given.to(into.device))
+            return found, rows
+
+    def contains(self, ids: Tensor) -> Tensor:
+        with self._open():
+            found = self._near.contains(ids)
+            if (places := self._not_near(ids)) is not None:
+                found.index_copy_(0, places, self._far.contains(ids[places].cpu()).to(found.device))
+            return found
+
+    # Writing
+
+    def assign(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._open(writing=True):
+            n = self._check_ids(ids)
+            self._check_floats(values, (n, self.dim), "values")
+            self._check_times(event_time, n)
+            for table, _, part in self._settled(ids, values=values, event_time=event_time):
+                table.assign(**part)
+
+    def assign_add(self, ids: Tensor, values: Tensor, *, event_time: int | Tensor = 0) -> None:
+        with self._open(writing=True):
+            n = self._check_ids(ids)
+            self._check_floats(values, (n, self.dim), "values")
+            self._check_times(event_time, n)
+            for table, _, part in self._settled(ids, values=values, event_time=event_time):
+                table.assign_add(**part)
+
+    def apply_gradients(
+        self,
+        ids: Tensor,
+        gradients: Tensor,
+        *,
+        step: int = 0,
+        event_time: int | Tensor = 0,
+        learning_rates: Tensor | None = None,
+        dedup: bool = False,
+        latest_values: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> None:
+        with self._open(writing=True):
+            arguments.check_trainable(self._config, "apply_gradients")
+            arguments.check_step(step)
+            if learning_rates is not None:
+                arguments.rate_array(learning_rates, self._config, step)
+            n = self._check_ids(ids)
+            if latest_values is None:
+                arguments.latest_array(None, self._config, n)
+            else:
+                self._check_floats(latest_values, (n, self.dim), "latest_values")
+            self._check_floats(gradients, (n, self.dim), "gradients")
+            self._check_times(event_time, n)
+            arguments.count_array(None if counts is None else counts.cpu(), n)
+            for table, _, part in self._settled(
+                ids, gradients=gradients, event_time=event_time, latest_values=latest_values, counts=counts
+            ):
+                table.apply_gradients(**part, step=step, learning_rates=learning_rates, dedup=dedup)
+            self._tell_step(step, learning_rates)
+
+    def reinitialize(self, ids: Tensor, *, now: int) -> Tensor:
+        """Reset rows; -1 for an id that had no row and found no room for one."""
+        with self._open(writing=True):
+            arguments.check_trainable(self._config, "reinitialize")
+            arguments.event_second(now, "now")
+            status = torch.empty(self._check_ids(ids), dtype=torch.int8, device=ids.device)
+            for table, places, part in self._settled(ids, event_time=now):
+                del part["event_time"]
+                found = table.reinitialize(**part, now=now).to(ids.device)
+                if places is None:
+                    return found
+                status.index_copy_(0, places, found)
+            return status
+
+    def remove(self, ids: Tensor) -> int:
+        with self._open(writing=True):
+            return self._near.remove(ids) + (self._far.remove(ids.cpu()) if len(self._far) else 0)
+
+    def count_expired(self, now: int) -> int:
+        with self._open():
+            return self._near.count_expired(now) + self._far.count_expired(now)
+
+    def evict(self, now: int | None = None) -> int:
+        with self._open(writing=True):
+            moment = self._newest() if now is None else now
+            return self._near.evict(moment) + self._far.evict(moment)
+
+    # Whole tables
+
+    def scan(
+        self, cursor: int | None = None, *, limit: int = 65536, shard: int = 0, num_shards: int = 1
+    ) -> Scan:
+        """Return rows in the order of their hashes, on the CPU: a shard is a range of hashes."""
+        with self._open():
+            how = {"limit": limit, "shard": shard, "num_shards": num_shards}
+            return joined([table.scan(cursor, **how) for table in (self._near, self._far)], limit)
+
+    def restore(self, rows: Rows) -> None:
+        """Insert or overwrite whole rows where they are; new ones near, as long as there is room."""
+        with self._open(writing=True):
+            given = Rows(rows.ids.cpu(), rows.event_times.cpu(), rows.values.cpu(), rows.state.cpu())
+            arguments.row_arrays(given, self._config)
+            places = (~self._near.contains(given.ids)).nonzero().squeeze(1)
+            beyond = _distinct(given.ids[places])
+            is_far = self._far.contains(beyond)
+            coming = beyond[~is_far]
+            born = self._free(len(coming))
+            self._bound += born
+            far = torch.cat([beyond[is_far], coming[born:]])
+            stays = torch.isin(given.ids, far)
+            self._near.restore(given.keep(~stays))
+            self._far.restore(given.keep(stays))
+            self._tell_steps_of(given)
+
+    def clear(self, *, expect_rows: int = 0) -> None:
+        with self._open(writing=True):
+            self._near.clear(expect_rows=self._most)
+            self._far.clear(expect_rows=max(0, expect_rows - self._most))
+            self._bound = self._steps = 0
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold writers off while the block runs; readers go on. Nests."""
+        with self._open():
+            self._frozen += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._frozen -= 1
+                self._thawed.notify_all()
+
+    def cut(self) -> JoinedCut:
+        """Hold this moment fast; see `JoinedCut` for rows that move afterwards."""
+        with self._open():
+            return JoinedCut(self._config, (self._near, self._far))
+
+    def track_changes(self, on: bool = True) -> None:
+        with self._open():
+            for table in (self._near, self._far):
+                table.track_changes(on)
+
+    def touch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._touched.append(touched)
+            for table in (self._near, self._far):
+                table.touch(touched)
+
+    def untouch(self, touched: TouchedKeySet) -> None:
+        with self._open():
+            self._touched = [other for other in self._touched if other is not touched]
+            for table in (self._near, self._far):
+                table.untouch(touched)
+
+    def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
+        with self._open():
+            return self._near.digests(buckets, share=share) + self._far.digests(buckets, share=share)
+
+    @property
+    def scales(self) -> list[float]:
+        """One per segment: how steep a one_bit segment has become."""
+        with self._open():
+            return self._near.scales
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        with self._open():
+            for table in (self._near, self._far):
+                table.set_scales(list(scales))
+
+    def stats(self) -> TableStats:
+        with self._open():
+            near, far, moves = self._near.stats(), self._far.stats(), self._moves
+            return TableStats(
+                rows=near.rows + far.rows,
+                bytes_total=near.bytes_total + far.bytes_total,
+                bytes_rows=near.bytes_rows + far.bytes_rows,
+                bytes_index=near.bytes_index + far.bytes_index,
+                load=(near.load + far.load) / 2,
+                inserted=near.inserted + far.inserted - moves.inserted,
+                filtered=near.filtered + far.filtered,
+                refused=near.refused + far.refused - moves.refused,
+                evicted=near.evicted + far.evicted - moves.evicted,
+                removed=near.removed + far.removed - moves.removed,
+                max_event_time=max(near.max_event_time, far.max_event_time),
+                non_finite=near.non_finite + far.non_finite,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for table in (self._near, self._far):
+                table.close()
+
+    # Inside. Every method below is called with the lock held.
+
+    @contextmanager
+    def _open(self, *, writing: bool = False) -> Iterator[None]:
+        with self._lock:
+            if writing:
+                self._thawed.wait_for(lambda: not self._frozen)
+            if self._closed:
+                raise TableClosedError(f"table {self._config.name!r} was closed")
+            yield
+
+    # What lies on the device is looked at as far as can be done without waiting for it.
+
+    def _check_ids(self, ids: Tensor) -> int:
+        if not self._is_near(ids):
+            return len(arguments.id_array(ids))
+        if ids.dtype is not torch.int64 or ids.ndim != 1:
+            arguments.refuse("ids", "int64 of shape (n,)", ids)
+        return len(ids)
+
+    def _check_floats(self, values: Tensor, shape: tuple[int, int], name: str) -> None:
+        if not self._is_near(values):
+            arguments.float_array(values, shape, name)
+        elif values.dtype is not torch.float32 or values.shape != shape:
+            arguments.refuse(name, f"float32 of shape {shape}", values)
+
+    def _check_times(self, event_time: int | Tensor, n: int) -> None:
+        if not isinstance(event_time, Tensor) or not self._is_near(event_time):
+            arguments.event_time_array(event_time, n)
+        elif event_time.dtype is not torch.int64 or event_time.shape != (n,):
+            arguments.refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
+
+    def _is_near(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, Tensor) and self.owner.holds(tensor)
+
+    def _not_near(self, ids: Tensor) -> Tensor | None:
+        """Return the positions of ids that are not near, where any is far at all; waits for the device."""
+        if not len(self._far):
+            return None
+        places = (~self._near.contains(ids)).nonzero().squeeze(1)
+        return places if len(places) else None
+
+    def _settled(
+        self, ids: Tensor, **columns: Any
+    ) -> Iterator[tuple[KeepableTable, Tensor | None, dict[str, Any]]]:
+        """Bring a batch near as far as there is room; yield what each half works on, and its positions.
+
+        A table that is full and lets its oldest rows go takes a large batch in parts: later ids of it may
+        push out earlier ones.
+        """
+        whole = {"ids": ids, **columns}
+        if not self._lets_go(ids):
+            yield from self._split(whole, None)
+            return
+        for part in newcomers.parts(ids.cpu().numpy(), max(1, self._room // _PART)):
+            places = torch.from_numpy(part).nonzero().squeeze(1).to(ids.device)
+            yield from self._split({name: _at(column, places) for name, column in whole.items()}, places)
+
+    def _split(
+        self, batch: dict[str, Any], at: Tensor | None
+    ) -> Iterator[tuple[KeepableTable, Tensor | None, dict[str, Any]]]:
+        """Do that for a part of a batch, whose positions are `at`."""
+        ids: Tensor = batch["ids"]
+        stays = self._settle(ids, batch["event_time"])
+        if stays is None:
+            yield self._near, at, batch
+            return
+        if isinstance(batch["event_time"], Tensor):
+            arguments.event_time_array(batch["event_time"].cpu(), len(ids))  # nobody may have looked yet
+        for table, mask in ((self._near, ~stays), (self._far, stays)):
+            places = mask.nonzero().squeeze(1)
+            part = {name: _at(column, places) for name, column in batch.items()}
+            if table is self._far:
+                part = {name: one.cpu() if isinstance(one, Tensor) else one for name, one in part.items()}
+            yield table, places if at is None else at[places], part
+
+    def _settle(self, ids: Tensor, times: int | Tensor) -> Tensor | None:
+        """Return a bool for each position whose row stays far or is made there; None where there is none."""
+        if not len(self._far) and self._bound + len(ids) <= self._room:
+            self._bound += len(ids)
+            return None
+        coming = _distinct(ids[~self._near.contains(ids)].cpu())
+        is_far = self._far.contains(coming)
+        far, new = coming[is_far], coming[~is_far]
+        if (missing := len(coming) - self._free(len(coming))) > 0:
+            wanted = max(missing, min(self._most // _PART, _MOST_AT_ONCE))
+            if self._takes(wanted):
+                self._spill(wanted, ids)
+        rise = min(len(far), max(0, self._most - self._bound))
+        self._bring(far[:rise])
+        if self._bound > self._room:
+            self._spill(self._bound - self._room, ids)
+        born = self._free(len(new))
+        if born < len(new) and self._lets_go(ids):
+            # Each half has its share of them, and lets its own oldest rows go.
+            share = len(new) * self._room // (self._room + len(self._far))
+            if share > born:
+                latest = int(times.max()) if isinstance(times, Tensor) else times
+                self._bound -= self._near.expire_oldest(share - born, latest)
+                born = max(born, self._free(share))
+        self._bound += born
+        stays = torch.cat([far[rise:], new[born:]])
+        return torch.isin(ids, stays.to(ids.device)) if len(stays) else None
+
+    def _lets_go(self, ids: Tensor) -> bool:
+        """Whether rows may have to go for those of a batch."""
+        return self._config.when_full == "expire_oldest" and not self._takes(len(ids))
+
+    def _free(self, wanted: int) -> int:
+        """Return for how many new rows there is room near, `wanted` at most."""
+        if self._bound + wanted > self._room:
+            self._bound = len(self._near)
+        return min(wanted, max(0, self._room - self._bound))
+
+    def _takes(self, rows: int) -> bool:
+        """Whether the far half surely has room for so many."""
+        ceiling = self._far.config.capacity_bytes
+        return ceiling is None or self._far.stats().bytes_total + 2 * rows * self._row_bytes <= ceiling
+
+    def _spill(self, count: int, besides: Tensor) -> None:
+        """Let idle rows go far, but those of a batch; who finds no room there stays."""
+        with self._untold():
+            for ids in _chunks(self._near.idle(count, besides)):
+                _, rows = self._near.lookup_rows(ids)
+                before = self._far.stats()
+                self._far.restore(rows)
+                after = self._far.stats()
+                arrived = self._far.contains(ids)
+                gone = self._near.remove(ids[arrived])
+                made = after.inserted - before.inserted
+                self._moves.inserted += made
+                self._moves.refused += after.refused - before.refused
+                self._moves.evicted += made - gone  # let in, and pushed out by others of these
+                self._moves.removed += gone
+                self._bound -= gone
+                if gone < len(ids) and self._config.when_full == "expire_oldest":
+                    self._drop_oldest(ids[~arrived])
+
+    def _drop_oldest(self, ids: Tensor) -> None:
+        """Let rows go that are idle, and older than all that are far, which has no room left."""
+        for touched in self._touched:
+            touched.insert(ids)
+        gone = self._near.remove(ids)
+        self._moves.removed += gone
+        self._moves.evicted -= gone
+        self._bound -= gone
+
+    def _bring(self, ids: Tensor) -> None:
+        """Have far rows come near. There must be room."""
+        with self._untold():
+            for some in _chunks(ids):
+                self._near.restore(self._far.lookup_rows(some)[1])
+                moved = self._far.remove(some)
+                self._moves.inserted += moved
+                self._moves.removed += moved
+                self._bound += moved
+
+    @contextmanager
+    def _untold(self) -> Iterator[None]:
+        """Tell nobody of rows that move: they are what they were."""
+        for table in (self._near, self._far):
+            for touched in self._touched:
+                table.untouch(touched)
+        try:
+            yield
+        finally:
+            for table in (self._near, self._far):
+                for touched in self._touched:
+                    table.touch(touched)
+
+    def _tell_step(self, step: int, rates: Tensor | None) -> None:
+        """Have both halves be at a step, whichever of them had rows in it."""
+        if self._counts_steps:
+            none, nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, self.dim)
+            for table in (self._near, self._far):
+                table.apply_gradients(none, nothing, step=step, learning_rates=rates, latest_values=nothing)
+            self._steps = max(self._steps, step + 1)
+
+    def _tell_steps_of(self, rows: Rows) -> None:
+        """Have both halves be at the newest step of rows that only one of them was given."""
+        if not self._decays_lazily or not rows.state.shape[1] or not len(rows):
+            return
+        newest = newest_step(self._config, rows)
+        if newest > self._steps:
+            scales = self._near.scales
+            rates = [segment.decay_rate for segment in self._config.segments]
+            self._tell_step(newest - 1, torch.tensor(rates, dtype=torch.float32))
+            for table in (self._near, self._far):
+                table.set_scales(scales)
+
+    def _newest(self) -> int:
+        return max(self._near.stats().max_event_time, self._far.stats().max_event_time)
+
+
+def halves(
+    config: TableConfig,
+    *,
+    device_bytes: int,
+    admission: AdmissionFilter | None = None,
+    device: torch.device | Device | None = None,
+    workers: native.Workers | None = None,
+) -> tuple[CudaTable, NativeTable]:
+    """Return the near and the far half of a table; see `SpillingTable.within`."""
+    whole = config.capacity_bytes
+    if whole is not None and whole <= device_bytes:
+        raise ConfigError(
+            f"table {config.name!r}: capacity_bytes is {whole:,} and {device_bytes:,} of that may be on "
+            "the device: nothing would spill. Use a CudaTable"
+        )
+    all_rows = device_bytes // (4 * config.dim)
+    near = CudaTable(
+        replace(config, capacity_bytes=device_bytes, when_full="refuse", initial_rows=all_rows),
+        admission=admission,
+        device=device,
+        remembers_use=True,
+    )
+    beyond = max(0, config.initial_rows - (near.most_rows or 0))
+    far = NativeTable(
+        replace(config, capacity_bytes=None if whole is None else whole - device_bytes, initial_rows=beyond),
+        admission=admission,
+        workers=workers,
+    )
+    return near, far
+
+
+def _at(column: Any, places: Tensor) -> Any:
+    return column[places.to(column.device)] if isinstance(column, Tensor) else column
+
+
+def _chunks(ids: Tensor) -> Iterator[Tensor]:
+    for at in range(0, len(ids), _CHUNK):
+        yield ids[at : at + _CHUNK]
+
+
+def _distinct(ids: Tensor) -> Tensor:
+    """Return each id once, in the order of first sight."""
+    found, inverse = torch.unique(ids, return_inverse=True)
+    first = torch.full((len(found),), len(ids)).scatter_reduce_(0, inverse, torch.arange(len(ids)), "amin")
+    ordered: Tensor = found.index_select(0, first.argsort())
+    return ordered

@@ -1,0 +1,339 @@
+"""Gathering on a device: the same outputs as the core's to the bit, and a gradient for each occurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from services.emulated_cuda import device_named, device_names, nothing_waits
+from services.properties import tries
+from torch import Tensor
+from torch.testing import assert_close
+
+from monolith.cuda import Device
+from monolith.errors import FeatureError
+from monolith.feature import (
+    ADDN,
+    CONCAT,
+    NONE,
+    STACK,
+    FeatureIds,
+    FirstN,
+    Gatherer,
+    InputSpec,
+    LayoutKind,
+    LayoutPlan,
+    LayoutSpec,
+    Max,
+    Mean,
+    SliceSpec,
+    Sum,
+    plan_layouts,
+)
+from monolith.feature.cuda import DeviceGatherer
+from monolith.tensors import RaggedTensor
+
+
+def ragged(*rows: list[int]) -> RaggedTensor:
+    return RaggedTensor.from_list(list(rows), dtype=torch.int64, ragged_rank=1)
+
+
+def layout(name: str, kind: LayoutKind, *slices: tuple[str, int, int]) -> LayoutSpec:
+    return LayoutSpec(name, kind, tuple(SliceSpec(*part) for part in slices))
+
+
+TABLES = {"t": 3, "u": 2}
+FEATURES = [
+    InputSpec("sum", "t", Sum()),
+    InputSpec("mean", "t", Mean()),
+    InputSpec("max", "t", Max()),
+    InputSpec("seq", "u", FirstN(2)),
+    InputSpec("also", "u", Sum()),
+]
+LAYOUTS = [
+    layout("add", ADDN, ("sum", 0, 1), ("mean", 0, 1), ("max", 2, 3)),
+    layout("cat", CONCAT, ("mean", 1, 3), ("max", 0, 3), ("sum", 0, 2)),
+    layout("list", NONE, ("sum", 0, 3), ("seq", 0, 2), ("also", 0, 2)),
+    layout("stack", STACK, ("max", 1, 3), ("sum", 1, 3)),
+    layout("steps", CONCAT, ("seq", 1, 2), ("seq", 0, 2)),
+]
+PLAN = plan_layouts(TABLES, FEATURES, LAYOUTS)
+BATCH = FeatureIds.pack(
+    {
+        "sum": ragged([1, 2], [2], []),
+        "other": ragged([77], [], [78, 79]),
+        "mean": ragged([3, 4], [], [4, 4, 3]),
+        "max": ragged([1], [5, 6], [7, 7]),
+        "seq": ragged([1, 2, 3], [3], [2, 2]),
+        "also": ragged([2], [9], [1]),
+    }
+)
+
+
+@pytest.fixture(params=device_names())
+def device(request: pytest.FixtureRequest) -> Device:
+    return device_named(request.param)
+
+
+def tables_of(plan: LayoutPlan, sizes: Tensor) -> list[str]:
+    return [table for table, many in zip(plan.tables, sizes.tolist(), strict=True) for _ in range(many)]
+
+
+def split(plan: LayoutPlan, sizes: Tensor, rows: Tensor) -> list[Tensor]:
+    """Return rows one by one."""
+    dims = dict(zip(plan.tables, plan.table_dims, strict=True))
+    return list(rows.split([dims[table] for table in tables_of(plan, sizes)]))
+
+
+class Both:
+    """A batch in host memory and on a device, with the same rows."""
+
+    def __init__(
+        self, plan: LayoutPlan, batch: FeatureIds, device: Device, values: Callable[[int], Tensor]
+    ) -> None:
+        self.plan = plan
+        self.host = Gatherer(plan).read(batch)
+        self.there = DeviceGatherer(plan, device).read(batch)
+        self.rows = values(self.host.floats)
+        ids = zip(tables_of(plan, self.host.sizes), self.host.ids.tolist(), strict=True)
+        self.by_id = dict(zip(ids, split(plan, self.host.sizes, self.rows), strict=True))
+        found = [self.by_id[one] for one in self.occurrences]
+        self.occurring = (torch.cat(found) if found else torch.zeros(0)).to(device.torch_device)
+
+    @property
+    def occurrences(self) -> list[tuple[str, int]]:
+        tables = tables_of(self.plan, self.there.sizes)
+        return list(zip(tables, self.there.ids.tolist(), strict=True))
+
+    def gradients(self, scale: float) -> tuple[Tensor, Tensor]:
+        """Return those of distinct rows: the core's, and the sums of the device's."""
+        host = self._gradient(self.host, self.rows, scale)
+        there = self._gradient(self.there, self.occurring, scale)
+        sums = {key: torch.zeros_like(row) for key, row in self.by_id.items()}
+        for key, one in zip(self.occurrences, split(self.plan, self.there.sizes, there.cpu()), strict=True):
+            sums[key] += one
+        return host, torch.cat(list(sums.values())) if sums else torch.zeros(0)
+
+    def _gradient(self, batch: Any, rows: Tensor, scale: float) -> Tensor:
+        rows = rows.clone().requires_grad_()
+        outputs = batch.outputs(rows, lambda: scale)
+        weights = [torch.linspace(-1, 2, out.numel()).view(out.shape).to(out) for out in outputs]
+        torch.autograd.backward(list(outputs), weights)
+        assert rows.grad is not None
+        return rows.grad
+
+    def assert_same(self, scale: float = 1.0) -> None:
+        for found, expected in zip(
+            self.there.outputs(self.occurring), self.host.outputs(self.rows), strict=True
+        ):
+            assert torch.equal(found.cpu(), expected)
+        host, there = self.gradients(scale)
+        assert_close(there, host, rtol=1e-6, atol=1e-6)
+
+
+def random(seed: int) -> Callable[[int], Tensor]:
+    return lambda floats: torch.randn(floats, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(seed: int) -> Callable[[int], Tensor]:
+    """Return values of which some are equal."""
+    return lambda floats: random(seed)(floats).round()
+
+
+# Batches
+
+
+def test_ids_stand_as_they_occur_table_after_table(device: Device) -> None:
+    found = DeviceGatherer(PLAN, device).read(BATCH)
+    assert found.ids.device == device.torch_device
+    assert not found.distinct
+    # Within a table features are in the order of their names: max, mean, sum; also, seq.
+    assert found.ids.tolist() == [1, 5, 6, 7, 7, 3, 4, 4, 4, 3, 1, 2, 2, 2, 9, 1, 1, 2, 3, 3, 2, 2]
+    assert found.sizes.tolist() == [13, 9]
+    assert found.floats == 13 * 3 + 9 * 2
+
+
+def test_outputs_have_the_bits_of_the_core_and_gradients_its_sums(device: Device) -> None:
+    Both(PLAN, BATCH, device, random(0)).assert_same(scale=3.0)
+    Both(PLAN, BATCH, device, rounded(1)).assert_same()  # maxima tie
+
+
+def test_one_id_in_each_cell_is_the_plain_case(device: Device) -> None:
+    features = [InputSpec(f"f{i}", "tu"[i % 2], [Sum(), Mean(), Max()][i % 3]) for i in range(7)]
+    names = [feature.name for feature in features]
+    layouts = [
+        layout("bias", ADDN, *((name, 0, 1) for name in names)),
+        layout("vectors", CONCAT, *((name, 0, 2) for name in names)),
+    ]
+    ids = torch.randint(0, 5, (9, 7), generator=torch.Generator().manual_seed(0))
+    both = Both(plan_layouts(TABLES, features, layouts), FeatureIds.one_each(names, ids), device, random(0))
+    both.assert_same(scale=9.0)
+
+
+def test_a_gradient_is_bit_equal_where_each_float_of_a_row_goes_to_one_place(device: Device) -> None:
+    plan = plan_layouts({"t": 3}, [InputSpec("a", "t", Mean())], [layout("a", CONCAT, ("a", 0, 3))])
+    batch = FeatureIds.pack({"a": ragged([1, 2], [3, 1, 1], [], [2])})
+    host, there = Both(plan, batch, device, random(0)).gradients(7.0)
+    assert torch.equal(there, host)
+
+
+def test_absent_features_read_as_zeros_and_have_no_gradients(device: Device) -> None:
+    batch = FeatureIds.pack({"sum": ragged([1], [2]), "other": ragged([8], [9])})
+    found = DeviceGatherer(PLAN, device).read(batch)
+    assert found.ids.tolist() == [1, 2]
+    outputs = found.layouts(found.outputs(torch.arange(6.0, device=device.torch_device)))
+    assert outputs["cat"].tolist() == [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 3, 4]]  # type: ignore[union-attr]
+    Both(PLAN, batch, device, random(0)).assert_same()
+
+
+def test_a_shared_feature_reads_the_same_everywhere_and_takes_all_gradients(device: Device) -> None:
+    batch = FeatureIds.pack(
+        {
+            "mean": ragged([3, 4]),
+            "sum": ragged([1], [2], [1]),
+            "seq": ragged([9, 8, 7]),
+            "max": ragged([5, 5, 6]),
+        },
+        shared=["mean", "seq", "max"],
+    )
+    Both(PLAN, batch, device, rounded(0)).assert_same(scale=3.0)
+
+
+def test_weights_multiply_embeddings_and_their_gradients(device: Device) -> None:
+    features = [
+        InputSpec("sum", "t", Sum()),
+        InputSpec("mean", "t", Mean()),
+        InputSpec("seq", "u", FirstN(2)),
+        InputSpec("plain", "t", Mean()),
+    ]
+    layouts = [layout(feature.name, CONCAT, (feature.name, 0, 2)) for feature in features]
+    weights = torch.tensor([0.5, -1.5, 3.0, 0.25, 0.0])
+    batch = FeatureIds.pack(
+        {feature.name: ragged([1, 2, 3], [], [2], [3]) for feature in features},
+        weights=dict.fromkeys(("sum", "mean", "seq"), weights),
+    )
+    Both(plan_layouts(TABLES, features, layouts), batch, device, random(0)).assert_same(scale=4.0)
+
+
+def test_weights_go_with_no_maximum(device: Device) -> None:
+    batch = FeatureIds.pack({"max": ragged([1, 2])}, weights={"max": torch.full((2,), 0.5)})
+    with pytest.raises(FeatureError, match="takes the maximum has no weights"):
+        DeviceGatherer(PLAN, device).read(batch)
+
+
+def test_outputs_that_are_not_used_count_as_zeros(device: Device) -> None:
+    both = Both(PLAN, BATCH, device, random(0))
+    rows = both.occurring.requires_grad_()
+    both.there.layouts(both.there.outputs(rows))["list"][0].sum().backward()  # type: ignore[union-attr]
+    assert rows.grad is not None
+    keys = zip(both.occurrences, split(PLAN, both.there.sizes, rows.grad.cpu()), strict=True)
+    found = [gradient.tolist() for _, gradient in keys]
+    assert found == [[0] * 3] * 10 + [[1] * 3] * 3 + [[0] * 2] * 9
+
+
+def test_a_batch_may_be_empty(device: Device) -> None:
+    found = DeviceGatherer(PLAN, device).read(FeatureIds.pack({"sum": ragged()}))
+    rows = torch.zeros(0, device=device.torch_device)
+    assert [out.shape[0] for out in found.outputs(rows)] == [0] * len(PLAN.shapes)
+    nobody = DeviceGatherer(PLAN, device).read(FeatureIds.pack({"sum": ragged([], [])}))
+    assert not any(out.any() for out in nobody.outputs(rows))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"splits": torch.tensor([0, 1])}, "splits must have one entry per cell"),
+        ({"splits": torch.tensor([0, 2, 1, 3])}, "splits must not fall"),
+        ({"splits": torch.tensor([0, 1, 2, 4])}, "end with the number of ids, 3"),
+        ({"splits": torch.tensor([1, 1, 2, 3])}, "begin with 0"),
+        ({"batch_size": 2}, "splits must have one entry per cell"),
+        ({"names": ("sum", "sum")}, "stands twice"),
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
+    whole = {"names": ("sum",), "ids": torch.tensor([1, 2, 3]), "splits": torch.arange(4), "batch_size": 3}
+    with pytest.raises(FeatureError, match=message):
+        DeviceGatherer(PLAN, device_named(device_names()[0])).read(FeatureIds(**(whole | change)))
+
+
+def test_rows_of_another_size_or_type_are_refused(device: Device) -> None:
+    found = DeviceGatherer(PLAN, device).read(BATCH)
+    for rows in (torch.zeros(3), torch.zeros(found.floats, dtype=torch.float64)):
+        with pytest.raises(FeatureError, match=f"must be float32 of shape \\({found.floats},\\)"):
+            found.outputs(rows.to(device.torch_device))
+
+
+def test_more_outputs_than_kernels_can_be_told_of_are_refused(device: Device) -> None:
+    many = [layout(f"l{number}", CONCAT, ("sum", 0, 1)) for number in range(449)]
+    with pytest.raises(FeatureError, match="448 outputs, got 449"):
+        DeviceGatherer(plan_layouts(TABLES, FEATURES, many), device)
+
+
+# Equal ids
+
+
+def test_equal_ids_of_a_table_are_brought_together_at_their_first_place(device: Device) -> None:
+    plan = plan_layouts(
+        {"t": 2, "u": 1},
+        [InputSpec("a", "t", Sum()), InputSpec("b", "t", Sum()), InputSpec("c", "u", Sum())],
+        [layout("a", CONCAT, ("a", 0, 2), ("b", 0, 2)), layout("c", CONCAT, ("c", 0, 1))],
+    )
+    batch = FeatureIds.pack({"a": ragged([5, 1], [5]), "b": ragged([1], [2]), "c": ragged([1], [1, 5])})
+    found = DeviceGatherer(plan, device).read(batch)
+    gradient = torch.tensor([1.0, 2, 10, 20, 100, 200, 3, 4, 30, 40, 7, 8, 9], device=device.torch_device)
+    assert found.sum_equal(gradient).tolist() == [101, 202, 13, 24, 0, 0, 0, 0, 30, 40, 15, 0, 9]
+
+
+def test_long_runs_of_equal_ids_are_summed_in_the_order_of_the_batch(device: Device) -> None:
+    plan = plan_layouts({"t": 3}, [InputSpec("a", "t", Sum())], [layout("a", CONCAT, ("a", 0, 3))])
+    ids = torch.tensor([7] * 100 + [3] * 31 + [7] * 40)
+    found = DeviceGatherer(plan, device).read(FeatureIds.one_each(["a"], ids[:, None]))
+    gradient = torch.randn(171, 3, generator=torch.Generator().manual_seed(0))
+    summed = found.sum_equal(gradient.view(-1).to(device.torch_device)).cpu().view(171, 3)
+    expected = torch.zeros(3)
+    for one in gradient[ids == 7]:
+        expected = expected + one
+    assert torch.equal(summed[0], expected)
+    assert_close(summed[100], gradient[100:131].sum(0))
+    assert not summed[ids == 7][1:].any()
+    assert found.sum_equal(torch.zeros(513, device=device.torch_device)).shape == (513,)
+
+
+def test_nobody_waits_for_the_device(device: Device) -> None:
+    found = DeviceGatherer(PLAN, device).read(BATCH)
+    rows = torch.randn(found.floats, device=device.torch_device).requires_grad_()
+    upstream = [torch.ones(3, *shape, device=device.torch_device) for shape in PLAN.shapes]
+    with nothing_waits(device):
+        torch.autograd.backward(list(found.outputs(rows)), upstream)
+    assert rows.grad is not None
+
+
+# Any batch
+
+
+@st.composite
+def batches(draw: Any) -> FeatureIds:
+    size = draw(st.integers(1, 6))
+    features, shared, weights = {}, [], {}
+    for feature in FEATURES:
+        if draw(st.booleans()):
+            rows = 1 if draw(st.booleans()) else size
+            ids = st.lists(st.integers(-3, 3), max_size=4)
+            cells = draw(st.lists(ids, min_size=rows, max_size=rows))
+            features[feature.name] = ragged(*cells)
+            shared += [feature.name] if rows == 1 else []
+            many = sum(map(len, cells))
+            if many and feature.name != "max" and draw(st.booleans()):
+                some = draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, -1.0]), min_size=many, max_size=many))
+                weights[feature.name] = torch.tensor(some)
+    return FeatureIds.pack(features, shared=shared, batch_size=size, weights=weights)
+
+
+@settings(max_examples=tries(15), deadline=None)
+@given(batch=batches(), seed=st.integers(0, 9))
+def test_any_batch_is_gathered_as_by_the_core(batch: FeatureIds, seed: int) -> None:
+    Both(PLAN, batch, device_named(device_names()[0]), rounded(seed)).assert_same(scale=2.0)

@@ -1,0 +1,102 @@
+"""What was held stays so over a restart: it is kept in a file of the model_dir."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from train.publishing.test_holders import STANDING, TwoHolders
+
+from monolith.sync import MemoryChannel
+from monolith.sync.publish_config import GuardConfig, PublishConfig
+from monolith.train.publishing.bodies import PublishOrder
+from monolith.train.publishing.hold_file import NAME, HoldFile, KeptHold
+from monolith.train.publishing.holders import Steward
+from monolith.train.publishing.share import PublishPlan, SharePublisher
+
+HELD = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
+
+
+def test_what_is_held_is_kept_and_what_goes_on_is_not(tmp_path: Path) -> None:
+    file = HoldFile(str(tmp_path / "not" / "there yet"))
+    assert file.read() is None
+    file.note([STANDING, HELD])
+    assert HoldFile(str(tmp_path / "not" / "there yet")).read() == KeptHold("a bad upstream", 5.0)
+    file.note([replace(HELD, version="1200", by_guard=True)])
+    assert file.read() == KeptHold("a bad upstream", 5.0, "1200", by_guard=True)
+    file.note([STANDING])
+    assert file.read() is None
+
+
+def test_where_nobody_knows_how_it_stands_what_was_kept_stays(tmp_path: Path) -> None:
+    file = HoldFile(str(tmp_path))
+    file.note([HELD])
+    file.note([])
+    assert file.read() is not None
+
+
+def test_the_same_is_not_written_again(tmp_path: Path) -> None:
+    file = HoldFile(str(tmp_path))
+    file.note([HELD])
+    (tmp_path / NAME).unlink()
+    file.note([HELD])
+    assert file.read() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"reason": 3}', '{"reason": "", "since": -1}', "null"])
+def test_a_file_that_nobody_can_read_holds_as_well(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    kept = HoldFile(str(tmp_path)).read()
+    assert kept is not None
+    assert "cannot be read" in kept.reason
+
+
+def test_a_file_that_cannot_be_written_keeps_nobody_from_holding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    HoldFile(str(tmp_path / "file")).note([HELD])
+    assert "not known to the next start" in caplog.text
+
+
+def test_what_a_guard_or_a_person_holds_is_kept_by_who_leads(tmp_path: Path) -> None:
+    holders, file = TwoHolders(), HoldFile(str(tmp_path))
+    steward = Steward(holders, GuardConfig(), lambda: None, every=60.0, hold_file=file)
+    holders.hold(1, by_guard=True, since=7.0)
+    steward.look()
+    kept = file.read()
+    assert kept is not None
+    assert kept.by_guard
+    assert [one.held for one in steward.standing] == [True, True]
+    steward.obey(PublishOrder("resume"))
+    assert file.read() is None
+    steward.obey(PublishOrder("hold", "for a while"))
+    assert file.read() == KeptHold("for a while", 0.0)
+
+
+@pytest.mark.parametrize("by_guard", [True, False])
+def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: bool) -> None:
+    file = HoldFile(str(tmp_path))
+    file.note([replace(HELD, version="1200", by_guard=by_guard)])
+    channel = MemoryChannel()
+    plan = PublishPlan(
+        config=PublishConfig(to="memory"), run="r", open_writer=lambda _: channel.writer(), hold_file=file
+    )
+    share = SharePublisher({}, (0, 1), plan)
+    share.start()
+    try:
+        share.publish()
+        (found,) = share.obey(PublishOrder("status"))
+        assert (found.held, found.reason, found.since, found.version, found.by_guard, found.deltas) == (
+            True,
+            "a bad upstream",
+            5.0,
+            "1200",
+            by_guard,
+            0,
+        )
+        (found,) = share.obey(PublishOrder("resume"))
+        assert (found.held, found.version) == (False, None)
+    finally:
+        share.close()
