@@ -492,7 +492,7 @@ class CudaTable:
         self._watch.writing(self._held, claimed)
         batch.work(claimed)
         self._fill.grew(len(batch.ids), self._limit)
-        self._watch.wrote(batch.ids, claimed.places)
+        self._watch.wrote(batch.ids if self._watch.idle else batch.ids.clone(), claimed.places)
 
     def _write_full(self, batch: _Batch, skip: Tensor | None) -> None:
         """Write where there may not be room for all: those who come first are let in."""
@@ -551,7 +551,7 @@ class CudaTable:
     @property
     def _writes_alone(self) -> bool:
         """Whether what is written needs more than places, so that it cannot be written with other tables'."""
-        return self._admission is not None or not self._watch.idle or self._room.bounded
+        return self._admission is not None or self._room.bounded or self._remembers_use
 
     @property
     def _limit(self) -> int:

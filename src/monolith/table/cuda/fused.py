@@ -5,7 +5,8 @@ a batch. So tables whose rows are alike are worked on together: a launch is told
 lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
 many launches there are does not depend on how many tables there are, up to MOST_CELLS.
 
-What needs more than that (a filter, a set of touched ids, a byte budget) a table does by itself.
+What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
+table by table, of every id of a batch: also of those by whose gradients nothing was trained.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -335,11 +336,24 @@ class FusedTables:
         groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
         groups = [(alike, numbers) for alike, numbers in groups if len(numbers)]
         work = self._with_room(work, sizes.tolist())
-        claimed = self._claim(work, batch, spans, alone)
+        watched = [
+            (table, slice(at, at + size))
+            for table, at, size in zip(self._fused, spans.ids.tolist(), sizes.tolist(), strict=True)
+            if size and table is not None and not table._watch.idle
+        ]
+        ids = places = batch.ids
+        if watched:
+            ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
+        claimed = self._claim(work, batch, spans, alone, places if watched else None)
+        for table, own in watched:
+            mine = replace(claimed, places=places[own], made=claimed.made[own])
+            table._watch.writing(table._held, mine)
         finite = self._stay_finite(batch.rates)
         for alike, numbers in groups:
             checked = not all(finite[number] for number in numbers)
             self._step(work, alike, spans.some(numbers), batch, claimed, checked=checked)
+        for table, own in watched:
+            table._watch.wrote(ids[own], places[own])
         self._count(work, sizes.tolist())
 
     def _with_room(self, work: _Work, sizes: Sequence[int]) -> _Work:
@@ -351,8 +365,19 @@ class FusedTables:
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
-    def _claim(self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_]) -> Claimed:
-        """Give every id its place, and bring all tables into one order."""
+    def _claim(
+        self,
+        work: _Work,
+        batch: FusedBatch,
+        spans: Spans,
+        alone: NDArray[np.bool_],
+        found: Tensor | None,
+    ) -> Claimed:
+        """Give every id its place, and bring all tables into one order.
+
+        Args:
+            found: Filled with places in the order of the ids.
+        """
         n, device = len(batch.ids), self.device.torch_device
         keys = np.where(alone, 1, work.known.places + BESIDE + 1)
         ends = np.cumsum(keys)
@@ -372,7 +397,7 @@ class FusedTables:
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if wide else ""
         for cells, blocks in parts:
-            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times
+            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
             self._index.launch(f"claim_tables{width}", blocks, *given, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
         for cells, blocks in parts:
