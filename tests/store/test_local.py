@@ -100,6 +100,7 @@ def test_rows_on_a_device_are_not_said_to_fill_host_memory(
         assert words in caplog.text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_rows_cannot_be_there() -> None:
     config = {"item": TableConfig(name="item", segments=(Segment(dim=1),))}
     with pytest.raises(AcceleratorError, match="'item': no CUDA device"):
