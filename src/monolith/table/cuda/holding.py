@@ -157,7 +157,7 @@ class HeldRows:
         self.watch.writing(self.memory, claimed)
         batch.work(claimed)
         self.fill.grew(len(batch.ids), self.limit)
-        self.watch.wrote(batch.ids, claimed.places)
+        self.watch.wrote(batch.ids if self.watch.idle else batch.ids.clone(), claimed.places)
 
     def _write_full(self, batch: WriteBatch, skip: Tensor | None) -> None:
         """Write where there may not be room for all: those who come first are let in."""
@@ -200,7 +200,7 @@ class HeldRows:
     @property
     def writes_alone(self) -> bool:
         """Whether what is written needs more than places, so that it cannot be written with other tables'."""
-        return self._admission is not None or not self.watch.idle or self.room.bounded
+        return self._admission is not None or self.room.bounded or self._remembers_use
 
     def reserve(self, ids: int) -> None:
         """Grow if so many ids may not find room, such that some batches more will before it comes to that."""
