@@ -17,7 +17,7 @@ from torch import Tensor
 
 from monolith.bench.timing import Contender, Timing, race
 from monolith.bench.trainers import FusedTorchTrainer, OurTrainer
-from monolith.cuda import Device
+from monolith.cuda import Device, ModuleGraph
 from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
 from monolith.train.lane import Lane
@@ -78,6 +78,26 @@ class PlainRun:
         for number in numbers:
             self.trainer.train(self._batches[number], self._labels)
         self._device.current_stream().synchronize()
+
+
+class GraphedRun(PlainRun):
+    """The same with the dense half replayed from CUDA graphs, captured for each size of batches."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._graphs: dict[int, ModuleGraph] = {}
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        if len(labels) not in self._graphs:
+            self._graphs[len(labels)] = self.trainer.model.capture(len(labels))
+            self._graphs[len(labels)].enabled = False
+
+    def run(self, numbers: Iterable[int]) -> None:
+        graph = self._graphs[len(self._labels)]
+        graph.enabled = True
+        super().run(numbers)
+        graph.enabled = False
 
 
 class PipelinedRun(PlainRun):

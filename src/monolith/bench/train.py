@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.bench.device_runs import DeviceRun, PipelinedRun, PlainRun, TorchRun, race_windows
+from monolith.bench.device_runs import DeviceRun, GraphedRun, PipelinedRun, PlainRun, TorchRun, race_windows
 from monolith.bench.ids import DISTRIBUTIONS
 from monolith.bench.options import BenchTrainOptions
 from monolith.bench.report import Report, cores
@@ -218,6 +218,8 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
         "monolith, rows on the device": PlainRun(there, device),
         HERE: here,
     }
+    if device.torch_device.type == "cuda":  # an emulated one has no graphs
+        runs["monolith, rows on the device, dense half as a graph"] = GraphedRun(there, device)
     for batch, name in itertools.product(plan.batches, DISTRIBUTIONS):
         case = f"{name}, batches of {batch:,}"
         report.say(f"training, {case}")
