@@ -106,7 +106,8 @@ void bind_layouts(nb::module_& m) {
           "counts", [](nb::handle self) { return view(self, nb::cast<const LayoutBatch&>(self).counts()); },
           nb::sig("def counts(self) -> NDArray[numpy.int64]"), "How often each distinct id was met.")
       .def_prop_ro("batch_size", &LayoutBatch::batch_size)
-      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.");
+      .def_prop_ro("floats", &LayoutBatch::floats, "Of the distinct ids' rows, one after another.")
+      .def_prop_ro("one_each", &LayoutBatch::one_each, "Whether every cell that is read has exactly one id.");
 
   nb::class_<Layouts>(m, "Layouts", "From looked-up rows to a model's inputs, and back. Thread-safe.")
       .def(nb::new_(&make), "table_dims"_a, "features"_a, "uses"_a, "output_floats"_a, "workers"_a.none(),

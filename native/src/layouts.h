@@ -47,6 +47,12 @@ class LayoutBatch {
   std::span<const std::int64_t> counts() const { return counts_; }  // how often each was met
   std::size_t batch_size() const { return batch_size_; }
   std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
+  // Whether every cell that is read has exactly one id.
+  bool one_each() const {
+    for (const Cells& cells : cells_)
+      if (cells.count != 0 && !cells.one_each) return false;
+    return true;
+  }
 
  private:
   friend class Layouts;
@@ -118,12 +124,17 @@ class Layouts {
   void number(const LayoutBatch& batch, std::span<std::int64_t> out) const;
 
  private:
-  struct Peak;
-  struct Back;
+  class Scattering;
   void weigh(LayoutBatch& batch, std::span<const float> weights) const;
   void check(const LayoutBatch& batch, std::size_t rows, std::size_t outputs) const;
+  // A use in the order of gathering; the first of a feature asks for columns [begin, end) of its rows.
+  struct Placing {
+    UseSpec use;
+    int begin = 0, end = 0;
+  };
+  std::vector<Placing> order_uses() const;
   template <int kWidth>
-  void gather_use(const LayoutBatch& batch, const UseSpec& use, const float* rows, float* output,
+  void gather_use(const LayoutBatch& batch, const Placing& placing, const float* rows, float* output,
                   std::size_t begin, std::size_t end) const;
   template <class Each>
   void spread(std::size_t count, std::size_t grain, Each&& each) const;
@@ -134,7 +145,7 @@ class Layouts {
   const std::vector<std::int64_t> output_floats_;
   const std::shared_ptr<Workers> workers_;
   std::vector<std::vector<int>> features_of_;  // by table
-  std::vector<std::vector<int>> uses_of_;      // by feature
+  std::vector<Placing> placings_;              // what gathering does, in order
   bool takes_maximum_ = false;
 };
 

@@ -1,8 +1,11 @@
+#include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -37,6 +40,9 @@ void distinct_ids_are_numbered_as_they_come() {
   Ids numbers(6, -1);
   layouts.number(*batch, numbers);
   CHECK(numbers == (Ids{0, 1, 0, 1, 2, 3}));
+  CHECK(!batch->one_each());
+  CHECK(layouts.plan(Ids{5, 6}, Ids{0, 1, 2}, Bytes{0, 0}, Ids{0, 1}, 1)->one_each());
+  CHECK(layouts.plan(Ids{5, 6, 7}, Ids{0, 2, 3}, Bytes{0, 0}, Ids{-1, 1}, 1)->one_each());
 }
 
 void outputs_are_gathered_and_gradients_scattered() {
@@ -161,6 +167,76 @@ void threads_give_the_same_bits() {
   for (const auto& result : results) CHECK(result == results[0]);
 }
 
+// One table for all features: threads then share its ids. `widths` may have columns in common.
+void check_sums_of_one_table(const std::vector<std::pair<int, int>>& columns, std::uint64_t range) {
+  constexpr std::size_t kExamples = 7000;
+  constexpr int kDim = 18;
+  std::mt19937_64 random(3);
+  std::vector<UseSpec> uses;
+  std::int64_t floats = 0;
+  for (int f = 0; f < 3; ++f)
+    for (const auto& [start, width] : columns) {
+      uses.push_back({f, start, width, 0, floats, 0, false});
+      floats += width;
+    }
+  Ids ids, splits{0};
+  for (int f = 0; f < 3; ++f)
+    for (std::size_t cell = 0; cell < kExamples; ++cell) {
+      for (std::uint64_t i = f < 2 ? 1 : random() % 3; i > 0; --i)
+        ids.push_back(static_cast<std::int64_t>(random() % range));
+      splits.push_back(static_cast<std::int64_t>(ids.size()));
+    }
+  Floats gradients(kExamples * floats);
+  for (float& value : gradients) value = static_cast<float>(random() % 2001) * 0.01f - 10;
+
+  // Gradient by gradient, as ids are met.
+  std::map<std::int64_t, Floats> sums;
+  for (int f = 0; f < 3; ++f)
+    for (std::size_t cell = 0; cell < kExamples; ++cell)
+      for (auto at = splits[f * kExamples + cell]; at < splits[f * kExamples + cell + 1]; ++at) {
+        Floats& sum = sums.try_emplace(ids[at], kDim, 0.0f).first->second;
+        for (const UseSpec& use : uses)
+          for (int i = 0; i < use.width && use.feature == f; ++i)
+            sum[use.start + i] += gradients[cell * floats + use.offset + i] * 0.7f;
+      }
+  for (const int threads : {1, 2, 7}) {
+    const Layouts layouts({kDim}, std::vector<FeatureSpec>(3, {0, Pooling::kSum, 0}), uses, {floats},
+                          std::make_shared<Workers>(threads));
+    const auto batch = layouts.plan(ids, splits, Bytes{0, 0, 0}, Ids{0, 1, 2}, kExamples);
+    Floats out(batch->floats(), 5.0f);
+    layouts.scatter(*batch, {}, std::vector<std::span<const float>>{gradients}, 0.7f, out);
+    bool same = batch->ids().size() == sums.size();
+    for (std::size_t i = 0; i < batch->ids().size(); ++i)
+      same &= std::equal(out.begin() + i * kDim, out.begin() + (i + 1) * kDim, sums[batch->ids()[i]].begin());
+    CHECK(same);
+  }
+}
+
+void gradients_are_summed_in_the_order_ids_are_met() {
+  check_sums_of_one_table({{0, 1}, {1, 16}}, 1 << 20);    // hardly an id twice
+  check_sums_of_one_table({{0, 1}, {1, 16}}, 300);        // most of them often
+  check_sums_of_one_table({{2, 16}, {0, 8}, {5, 5}}, 9);  // stretches that have columns in common
+}
+
+// Outputs that read features in different orders: what is added up is added up in the order of its uses.
+void uses_of_an_output_stay_in_order() {
+  const std::vector<float> rows{1e8f, 1.0f, -1e8f};  // (1e8 + 1) - 1e8 is 0, (1e8 - 1e8) + 1 is 1
+  const std::vector<FeatureSpec> features(3, {0, Pooling::kSum, 0});
+  const Layouts layouts({1}, features,
+                        {{0, 0, 1, 0, 0, 0, false},
+                         {1, 0, 1, 0, 0, 0, true},
+                         {2, 0, 1, 0, 0, 0, true},
+                         {2, 0, 1, 1, 0, 0, false},
+                         {0, 0, 1, 1, 0, 0, true},
+                         {1, 0, 1, 1, 0, 0, true}},
+                        {1, 1});
+  const auto batch = layouts.plan(Ids{1, 2, 3}, Ids{0, 1, 2, 3}, Bytes{0, 0, 0}, Ids{0, 1, 2}, 1);
+  Floats one(1), other(1);
+  layouts.gather(*batch, rows, std::vector<std::span<float>>{one, other});
+  CHECK_EQUAL(one[0], 0.0f);
+  CHECK_EQUAL(other[0], 1.0f);
+}
+
 void fids_have_slot_and_signature() {
   CHECK_EQUAL(make_fid(2, 1, 100), 281474976710756);
   CHECK_EQUAL(make_fid(1, 1023, 1ULL << 54), static_cast<std::int64_t>(18428729675200069632ULL));
@@ -180,6 +256,8 @@ int main() {
       {"what does not fit is refused", what_does_not_fit_is_refused},
       {"layouts that reach beyond are refused", layouts_that_reach_beyond_are_refused},
       {"threads give the same bits", threads_give_the_same_bits},
+      {"gradients are summed in the order ids are met", gradients_are_summed_in_the_order_ids_are_met},
+      {"uses of an output stay in order", uses_of_an_output_stay_in_order},
       {"fids have slot and signature", fids_have_slot_and_signature},
   });
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import threading
@@ -159,8 +160,9 @@ def test_an_entry_answers_with_the_rows_of_serving_servers(tmp_path, capsys):
     shared = ("--discovery", registry)
     with ExitStack() as open_things:
         for shard in ("0", "1"):
-            words = [folder, "--role", "ps", "--shard", shard, *shared]
-            open_things.callback(Server(*words, until="rows").close)
+            words = [folder, "--role", "ps", "--shard", shard, "--metrics-port", "0", *shared]
+            rows = Server(*words, until="rows")
+            open_things.callback(rows.close)
         entry = Server(folder, "--role", "entry", *shared, "--http-port", "0", "--grpc-port", "None")
         open_things.callback(entry.close)
         words = shlex.split(entry.said("ask it"))
@@ -171,6 +173,10 @@ def test_an_entry_answers_with_the_rows_of_serving_servers(tmp_path, capsys):
             wanted = predictor.predict({name: [value] for name, value in row.items()})
         assert said["outputs"]["click"] == pytest.approx(wanted.outputs["click"].tolist())
         assert "missing_shards" not in said
+        with urllib.request.urlopen(rows.said("metrics"), timeout=PATIENCE) as answer:
+            counted = answer.read().decode()
+        (lookups,) = re.findall(r'serve_lookups_total\{shard="[^"]+:ps_1"\} (\S+)', counted)
+        assert float(lookups) >= 1
 
 
 def test_what_cannot_be_served_is_said(tmp_path, capsys):
@@ -178,6 +184,7 @@ def test_what_cannot_be_served_is_said(tmp_path, capsys):
     assert "nothing to serve in" in capsys.readouterr().err
     for words, says in (
         (["--version-policy", "newest"], "version policy"),
+        (["--metrics-port", "0"], "--metrics-port is for --role ps"),
         (["--role", "ps"], "say with --discovery"),
         (["--processes", "0"], "--processes must be at least 1"),
         (["--processes", "2", "--split", "x"], "cannot read the route"),

@@ -30,6 +30,8 @@ from monolith.store import (
 from monolith.store.rank_exchange import RankStore
 from monolith.table import DictTable, NativeTable, TableConfig
 
+FEW = 4096
+"""Bytes on a device for all tables of a test: dozens of rows each."""
 Dense = Callable[[], tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]
 """Makes the dense half of a model, as every process of a job does for itself."""
 MakeStore = Callable[..., Store]
@@ -70,10 +72,10 @@ def serve(
     return servers
 
 
-def _remote(count: int) -> MakeStores:
+def _remote(count: int, **options: Any) -> MakeStores:
     def bind(stack: ExitStack) -> MakeStore:
         def make(configs: Mapping[str, TableConfig], **more: Any) -> Store:
-            servers = serve(stack, configs, count, **more)
+            servers = serve(stack, configs, count, **options, **more)
             group = ServerGroup([server.address for server in servers])
             stack.callback(group.close)
             return ParameterServerStore(group, 0, configs)
@@ -202,14 +204,16 @@ def _kept(size: int) -> Sequence[RankGroups]:
     return connect(size, pulse_every=timedelta(seconds=1))
 
 
-def _ranks(size: int) -> MakeStores:
+def _ranks(size: int, **options: Any) -> MakeStores:
     numbers = count()
 
     def bind(_: ExitStack) -> MakeStore:
         def make(configs: Mapping[str, TableConfig], *, dense: Dense | None = None, **more: Any) -> Any:
             groups, number = _kept(size), next(numbers)
             stores = [
-                AllToAllStore(LocalStore.from_configs(configs, threads=1, **more), configs, one, number)
+                AllToAllStore(
+                    LocalStore.from_configs(configs, threads=1, **options, **more), configs, one, number
+                )
                 for one in groups
             ]
             return _Together(stores, dense)
@@ -239,7 +243,16 @@ def _served_ranks(size: int, servers: int) -> MakeStores:
 
 def _on_devices() -> dict[str, MakeStores]:
     """Return stores on the device there is, and on an emulated one wherever it can be compiled."""
-    return {f"rows on the {name} device": _local(device=device_named(name)) for name in device_names()}
+    found: dict[str, MakeStores] = {}
+    for name in device_names():
+        device = device_named(name)
+        found |= {
+            f"rows on the {name} device": _local(device=device),
+            f"few rows on the {name} device": _local(device=device, device_bytes=FEW),
+            f"2 servers with rows on the {name} device": _remote(2, device=device),
+            f"2 ranks with rows on the {name} device": _ranks(2, device=device),
+        }
+    return found
 
 
 STORES: dict[str, MakeStores] = {

@@ -146,6 +146,7 @@ def test_each_id_of_a_batch_has_the_number_of_its_distinct_one() -> None:
     assert found.numbers().tolist() == [0, 6, 6, 4, 5, 5, 5, 4, 0, 1, 2, 3, 3, 7, 8, 9, 9, 8, 8]
     other = Gatherer(PLAN).read(FeatureIds.pack({"other": ragged([8], [9]), "sum": ragged([1], [2])}))
     assert other.numbers().tolist() == [0, 0, 0, 1]
+    assert (found.one_each, other.one_each) == (False, True)
 
 
 def test_the_order_of_a_batchs_features_does_not_matter() -> None:

@@ -19,6 +19,7 @@ from monolith.table import (
     Segment,
     SlidingFilter,
     SlotThresholds,
+    SpillingTable,
     TableConfig,
 )
 
@@ -61,6 +62,45 @@ def test_rows_are_on_a_device_when_asked_for(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("name", device_names())
+def test_what_a_device_has_no_room_for_is_in_host_memory(name: str) -> None:
+    """A table that is full before it could spill is on the device alone, and leaves the rest to others."""
+    segments = (Segment(dim=4),)
+    configs = {
+        "item": TableConfig(name="item", segments=segments),
+        "user": TableConfig(name="user", segments=segments, capacity_bytes=1000),
+    }
+    store = LocalStore.from_configs(configs, device=device_named(name), device_bytes=4000)
+    item, user = store.table("item"), store.table("user")
+    assert isinstance(item, SpillingTable)
+    assert isinstance(user, CudaTable)
+    assert 2000 < item.near.stats().bytes_total <= 3000
+    ids = TableIds(torch.arange(500), torch.tensor([500, 0]))
+    store.apply_gradients(ids, torch.ones(2000))
+    assert len(item.far) > 400
+    assert store.lookup(ids).shape == (2000,)
+    store.close()
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_rows_on_a_device_are_not_said_to_fill_host_memory(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TableConfig(name="item", segments=(Segment(dim=4),))
+    device = device_named(name)
+    spilling = SpillingTable.within(config, device_bytes=2000, device=device)
+    for table, words in (
+        (CudaTable(config, device=device), "no tables: rows are on the device"),
+        (spilling, f"{100 - (spilling.near.most_rows or 0)} rows"),
+    ):
+        caplog.clear()
+        memory = MemoryWatch(lambda: MemoryUse(60 * MIB, 90 * MIB, 100 * MIB), clock=lambda: 0.0)
+        store = LocalStore({"item": table}, memory=memory)
+        store.apply_gradients(TableIds(torch.arange(100), torch.tensor([100])), torch.ones(400))
+        assert words in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_rows_cannot_be_there() -> None:
     config = {"item": TableConfig(name="item", segments=(Segment(dim=1),))}
     with pytest.raises(AcceleratorError, match="'item': no CUDA device"):

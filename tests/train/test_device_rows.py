@@ -15,7 +15,7 @@ from train.tasks import Clicks, rows_of
 from monolith.cuda import Device
 from monolith.errors import ConfigError
 from monolith.store import LocalStore
-from monolith.table import CudaTable
+from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
 from monolith.train import TrainConfig, Trainer
 from monolith.train.accelerator import Cpu
 from monolith.train.device_rows import store_maker
@@ -51,12 +51,16 @@ class Rows(Hook):
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
         self.kinds: set[type] = set()
+        self.far = 0
+        """Rows of tables on a device that are in host memory."""
 
     def end(self, run: Run) -> None:
         module: Any = run.model
         store = module.embeddings.store
         self.found = rows_of(module)
-        self.kinds = {type(store.table(name)) for name in store.tables}
+        tables = [store.table(name) for name in store.tables]
+        self.kinds = {type(table) for table in tables}
+        self.far = sum(len(table.far) for table in tables if isinstance(table, SpillingTable))
 
 
 def trainer(device: Device | None, *hooks: Hook, task: Any = TASK, **config: Any) -> Trainer:
@@ -130,6 +134,45 @@ def test_a_subscriber_ends_equal_to_a_trainer_whose_rows_are_on_a_device(device:
     trained = {name: {key: tuple(row[1]) for key, row in of.items()} for name, of in rows.found.items()}
     assert following.values == trained
     assert any(trained.values())
+
+
+def test_rows_that_a_device_has_no_room_for_are_trained_all_the_same(device: Device) -> None:
+    host, there = Rows(), Rows()
+    for where, rows, more in ((None, host, {}), (device, there, {"device_memory_bytes": 3100})):
+        trainer(where, rows, deterministic=True, **more).train()
+    assert there.kinds == {SpillingTable}
+    assert there.far > 10
+    assert_same_rows(there.found, host.found)
+
+
+@pytest.mark.parametrize("first, then", [({}, None), ({"device_memory_bytes": 3100}, None), (None, {})])
+def test_a_run_goes_on_from_its_checkpoint_wherever_rows_were(
+    device: Device, tmp_path: Path, first: dict[str, Any] | None, then: dict[str, Any] | None
+) -> None:
+    """Half of the steps with rows on the device and half with rows in host memory, or the other way round."""
+    moved, stayed = Rows(), Rows()
+    for folder, rows, halves in (("moved", moved, (first, then)), ("stayed", stayed, (None, None))):
+        for steps, more in zip((3, 6), halves, strict=True):
+            config: Any = {"max_steps": steps, "model_dir": str(tmp_path / folder), **(more or {})}
+            report = trainer(None if more is None else device, rows, deterministic=True, **config).train()
+            assert report.step == steps
+    assert_same_rows(moved.found, stayed.found)
+
+
+def test_memory_for_rows_on_a_device_is_for_such_rows() -> None:
+    for wrong in ({"rows_on": "host"}, {"device_memory_bytes": 0}):
+        config: Any = {"accelerator": "cuda", "rows_on": "device", "device_memory_bytes": 1000} | wrong
+        with pytest.raises(ConfigError, match="device_memory_bytes"):
+            TrainConfig(**config)
+
+
+def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(device: Device) -> None:
+    config = TrainConfig(rows_on="device", accelerator="cuda", device_memory_bytes=1 << 20)
+    make = store_maker(config, OnDevice(device), LocalStore.from_configs)
+    tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
+    make(tables, thresholds=None, threads=1).close()
+    with pytest.raises(ConfigError, match="several embedding collections"):
+        make(tables, thresholds=None, threads=1)
 
 
 def test_rows_on_a_device_need_a_gpu() -> None:

@@ -50,6 +50,10 @@ def run(options: ServeOptions) -> int:
     """Serve until told to stop."""
     if options.processes < 1:
         raise ConfigError(f"serve: --processes must be at least 1, got {options.processes}")
+    if options.metrics_port is not None and options.role != "ps":
+        raise ConfigError(
+            "serve: --metrics-port is for --role ps; others show metrics at /metrics of their port for HTTP"
+        )
     if options.role == "ps":
         return serve_rows(options)
     if options.processes > 1:

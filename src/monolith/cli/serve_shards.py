@@ -17,15 +17,16 @@ from monolith.cli.data_service import reachable_host, say, told_to_stop
 from monolith.cli.options.security import guard_of, limits_of, security_of
 from monolith.cli.options.serve import ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
-from monolith.cluster.security import Guard, guard_caller
+from monolith.cluster.security import Guard, guard_caller, ssl_context
 from monolith.errors import ConfigError
-from monolith.observe import progress
+from monolith.observe import Metrics, MetricsServer, progress
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import read_servable
 from monolith.serve.shards import ServingServer, ShardsConfig, open_remote_rows
 from monolith.sync.channel import OpenReader
 from monolith.sync.channels import open_reader, parse_channel_url
+from monolith.wire.ports import join_address
 
 FROM_DISCOVERY = "discovery"
 """The URL of a trainer whose addresses are in the registry."""
@@ -43,7 +44,9 @@ def serve_rows(options: ServeOptions) -> int:
         told_to_stop(os.environ) as stop,
         open_discovery_url(url, os.environ) as discovery,
         trainer_of(options) as trainer,
+        ExitStack() as shown,
     ):
+        metrics = Metrics()
         server = ServingServer(
             options.folders[0],
             options.shard,
@@ -57,8 +60,13 @@ def serve_rows(options: ServeOptions) -> int:
             limits=limits_of(options.security, os.environ),
             follow=trainer,
             following=follow_config(options),
+            metrics=metrics,
         )
         with server:
+            if options.metrics_port is not None:
+                port = shown.enter_context(_show(metrics, options, guard))
+                scheme = "https" if security_of(options.security, os.environ).uses_tls else "http"
+                say(f"metrics  {scheme}://{join_address(options.host, port.port)}/metrics")
             with progress(f"Loading shard {options.shard}", server.file_bytes, "bytes") as bar:
                 server.prefault(bar)
             server.start()
@@ -67,6 +75,17 @@ def serve_rows(options: ServeOptions) -> int:
             )
             stop.wait()
     return 0
+
+
+def _show(metrics: Metrics, options: ServeOptions, guard: Guard) -> MetricsServer:
+    """Serve metrics to those who may ask for rows."""
+    assert options.metrics_port is not None
+    return metrics.serve(
+        options.metrics_port,
+        options.host,
+        context=ssl_context(security_of(options.security, os.environ), server=True),
+        admits=None if guard.token is None else guard.admits,
+    )
 
 
 def remote_rows(options: ServeOptions, guard: Guard, stop: threading.Event) -> Callable[[str], RowSource]:

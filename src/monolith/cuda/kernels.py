@@ -23,6 +23,7 @@ from monolith.errors import AcceleratorError
 THREADS = 256
 """Threads of a block, where nothing speaks for another number."""
 
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 OPTIONS = ("--std=c++17", "--fmad=false", "-default-device")
 """What every source is compiled with: no product is fused with a sum, so that bits are those of the host."""
 
@@ -99,18 +100,20 @@ class _Driver:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes the context that modules are loaded into
-        self._device = device
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as cause:
             raise AcceleratorError(f"the CUDA driver cannot be loaded: {cause}") from cause
+        self._check(self._cuda.cuInit(0))
+        number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._cuda.cuDeviceGet(ctypes.byref(number), device.index))
+        # The context that torch works in, too.
+        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number))
 
     def load(self, image: bytes) -> ctypes.c_void_p:
         module = ctypes.c_void_p()
-        with torch.cuda.device(self._device):
-            self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image))
+        self._check(self._cuda.cuCtxSetCurrent(self._context))
+        self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image))
         return module
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
@@ -126,8 +129,12 @@ class _Driver:
         stream: ctypes.c_void_p,
         arguments: ctypes.Array[ctypes.c_void_p],
     ) -> None:
-        sizes = (ctypes.c_uint(one) for one in (blocks, 1, 1, threads, 1, 1, 0))
-        self._check(self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None))
+        sizes = [ctypes.c_uint(one) for one in (blocks, 1, 1, threads, 1, 1, 0)]
+        status = self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None)
+        if status == _NO_CONTEXT:  # a thread that has not computed on the device before, such as autograd's
+            self._check(self._cuda.cuCtxSetCurrent(self._context))
+            status = self._cuda.cuLaunchKernel(function, *sizes, stream, arguments, None)
+        self._check(status)
 
     def _check(self, status: int) -> None:
         if status:

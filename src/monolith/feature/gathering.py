@@ -104,6 +104,11 @@ class GatheredBatch:
         """Of the distinct ids' rows, one after another."""
         return self._core.floats
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every cell that is read has exactly one id."""
+        return self._core.one_each
+
     def numbers(self) -> Tensor:
         """Return int64, for each id of the batch: its number among `ids`, or 0 where no feature reads it."""
         found = torch.empty(self._occurrences, dtype=torch.int64)

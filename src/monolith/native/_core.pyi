@@ -751,6 +751,10 @@ class LayoutBatch:
     def floats(self) -> int:
         """Of the distinct ids' rows, one after another."""
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every cell that is read has exactly one id."""
+
 class Layouts:
     """From looked-up rows to a model's inputs, and back. Thread-safe."""
 

@@ -18,7 +18,7 @@ def as_cpu_test(config: RunConfig) -> RunConfig:
     """Return the config of a run on one CPU, where `job.cpu_test` asks for a test of the task."""
     if not config.job.cpu_test:
         return config
-    train = replace(config.train, accelerator="cpu", rows_on="host")
+    train = replace(config.train, accelerator="cpu", rows_on="host", device_memory_bytes=None)
     return replace(config, job=replace(config.job, local=True), train=train)
 
 

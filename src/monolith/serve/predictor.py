@@ -102,6 +102,7 @@ class Predictor:
     ) -> None:
         self._clock = clock
         self._fresher: Fresher | None = None
+        self._notice: Callable[[], str] = str
         self._compiled = compiled
         self._threads = torch.get_num_threads() if threads is None else threads
         with ExitStack() as opened:
@@ -170,9 +171,10 @@ class Predictor:
         said["staleness"] = round(max(0.0, self._clock() - self._servable.created), 3)
         return said
 
-    def follow(self, freshness: Fresher) -> None:
-        """Say with every answer what `freshness` returns, unless it is None."""
-        self._fresher = freshness
+    def follow(self, freshness: Fresher, notice: Callable[[], str] = str) -> None:
+        """Say with every answer what `freshness` returns, unless it is None; and beside what is known of this
+        version what whoever runs it should know of whom it follows."""
+        self._fresher, self._notice = freshness, notice
 
     @property
     def servable(self) -> Servable:
@@ -195,6 +197,7 @@ class Predictor:
             "watermark": servable.watermark,
             "created": servable.created,
             "run": servable.run,
+            "following": self._notice(),
             "checkpoint": servable.checkpoint,
             "dense": None if servable.dense is None else servable.dense.kind,
             "rows": servable.rows,

@@ -20,9 +20,11 @@ from monolith.table import (
     MultiTable,
     NativeTable,
     SlotThresholds,
+    SpillingTable,
     Table,
     TableConfig,
     TableStats,
+    device_shares,
     make_filter,
 )
 
@@ -63,6 +65,7 @@ class LocalStore:
         threads: int | None = None,
         make_table: Callable[..., Table] = NativeTable,
         device: torch.device | Device | None = None,
+        device_bytes: int | None = None,
     ) -> LocalStore:
         """Make the tables of a model.
 
@@ -72,11 +75,15 @@ class LocalStore:
             threads: That share a batch, the caller counted; by default as many as torch uses.
             device: A GPU that holds the rows: tables are made there, whatever `make_table` is. None holds
                 them in host memory.
+            device_bytes: Of that GPU's memory, for all tables, as `device_shares` says; what does not fit is
+                in host memory, see `SpillingTable`. None takes as much as rows need.
 
         Raises:
             AcceleratorError: There is no such device.
+            ConfigError: The bytes are too few for the smallest tables.
         """
         team = native.Workers(torch.get_num_threads() if threads is None else threads)
+        shares = {} if device is None or device_bytes is None else device_shares(configs, device_bytes)
         tables: dict[str, Table] = {}
         filters: dict[str, AdmissionFilter] = {}
         for name, config in configs.items():
@@ -90,7 +97,7 @@ class LocalStore:
                 equal=counting.equal,
             )
             if device is not None:
-                tables[name] = CudaTable(config, admission=admission, device=device)
+                tables[name] = _on_device(config, admission, device, shares.get(name), team)
             elif make_table is NativeTable:
                 tables[name] = NativeTable(config, admission=admission, workers=team)
             else:
@@ -180,10 +187,34 @@ class LocalStore:
         self._multi.close()
 
     def _describe(self) -> str:
-        stats = self.stats()
-        total = sum(one.bytes_total for one in stats.values())
-        largest = max(stats, key=lambda name: stats[name].bytes_total)
+        """Say how much of host memory is tables'."""
+        stats = {name: _in_host_memory(table) for name, table in self._multi.tables.items()}
+        total = sum(one.bytes_total for one in stats.values() if one is not None)
+        largest = max(stats, key=lambda name: 0 if (one := stats[name]) is None else one.bytes_total)
+        if (most := stats[largest]) is None:
+            return "no tables: rows are on the device"
         return (
             f"{describe_bytes(total)} of tables, most of it in {largest!r} "
-            f"({describe_bytes(stats[largest].bytes_total)}, {stats[largest].rows:,} rows)"
+            f"({describe_bytes(most.bytes_total)}, {most.rows:,} rows)"
         )
+
+
+def _on_device(
+    config: TableConfig,
+    admission: AdmissionFilter,
+    device: torch.device | Device,
+    share: int | None,
+    workers: native.Workers,
+) -> Table:
+    whole = config.capacity_bytes
+    if share is None or (whole is not None and whole <= share):
+        return CudaTable(config, admission=admission, device=device)
+    return SpillingTable.within(
+        config, device_bytes=share, admission=admission, device=device, workers=workers
+    )
+
+
+def _in_host_memory(table: Table) -> TableStats | None:
+    if isinstance(table, SpillingTable):
+        return table.far.stats()
+    return None if isinstance(table, CudaTable) else table.stats()

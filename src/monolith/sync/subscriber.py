@@ -62,6 +62,10 @@ class Followed:
     """Unix seconds at which the message applied last came."""
     applied_at: float = 0.0
     state: PublishState = field(default_factory=PublishState)
+    run: str = ""
+    """The run that publishes it, as it says itself."""
+    generation: int = -1
+    """Of the target when that was applied: what another one holds has not learned from it."""
     error: str = ""
     """Why it cannot follow now, for a person; empty while it can."""
     deltas: int = 0
@@ -190,7 +194,7 @@ class Subscriber:
             number, of = log.share
             if of == total and number not in self._followers:
                 place = self._places.pop(number, None)
-                follower = _Follower(log.share, place, self._open_reader, self._target, self._stop)
+                follower = _Follower(log, place, self._open_reader, self._target, self._stop)
                 self._followers = {**self._followers, number: follower}
         self._look_for_missing(total)
 
@@ -309,14 +313,14 @@ class _Follower:
 
     def __init__(
         self,
-        share: IdShare,
+        log: ShareLog,
         place: LogPlace | None,
         open_reader: OpenReader,
         target: _SharedTarget,
         stop: threading.Event,
     ) -> None:
-        self.share = share
-        self.followed = Followed(share, place)
+        self.share = share = log.share
+        self.followed = Followed(share, place, run=log.run)
         self.stale = False
         """Whether the share is not, or not any more, one of as many as it was."""
         self._open_reader = open_reader
@@ -415,6 +419,8 @@ class _Follower:
             self.stale = True
             return False
         self.stale = False
+        if message.run != self.followed.run:
+            self.followed = replace(self.followed, run=message.run)
         return self._begin(message) if isinstance(message, SnapshotBegin) else self._take_delta(message)
 
     def _take_state(self, state: PublishState) -> bool:
@@ -452,6 +458,7 @@ class _Follower:
                 learned=delta.learned,
                 received_at=received,
                 applied_at=self._target.clock(),
+                generation=self._generation,
                 deltas=self.followed.deltas + 1,
             )
             if self._target.on_applied is not None:
@@ -538,6 +545,7 @@ class _Follower:
                 learned=begin.learned if begin.buckets is None else self.followed.learned,
                 received_at=snapshot.received_at,
                 applied_at=self._target.clock(),
+                generation=self._generation,
                 snapshots=self.followed.snapshots + 1,
             )
         self._target.turn.release()

@@ -18,7 +18,7 @@ from monolith.table.admission import (
 from monolith.table.admission_config import AdmissionConfig
 from monolith.table.compressors import COMPRESSORS, Compressor, FixedR8, Fp16, Fp32, OneBit
 from monolith.table.config import Segment, TableConfig
-from monolith.table.cuda import CudaTable, SpillingTable
+from monolith.table.cuda import CudaTable, SpillingTable, device_shares
 from monolith.table.cuts import DumpableTable, TableCut
 from monolith.table.dict_table import DictTable
 from monolith.table.digests import bucket_of, digest_rows, in_share, iterate_buckets
@@ -179,6 +179,7 @@ __all__ = [
     "TouchedKeySet",
     "Zeros",
     "bucket_of",
+    "device_shares",
     "digest_rows",
     "dump",
     "dump_changes",

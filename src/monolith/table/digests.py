@@ -30,6 +30,20 @@ def bucket_of(ids: Tensor) -> Tensor:
     return torch.from_numpy((mix(arguments.id_array(ids)) >> _SHIFT).astype(np.int64))
 
 
+def bucket_numbers(buckets: Tensor) -> Tensor:
+    """Return for each bucket there is where it stands among those given, int32; -1 for one that does not.
+
+    Raises:
+        TableArgumentError: They are not int64 in ascending order, from 0 to the last there is.
+    """
+    wanted = torch.from_numpy(arguments.id_array(buckets, "buckets"))
+    if len(wanted) and (wanted[0] < 0 or wanted[-1] >= BUCKETS or bool((wanted[1:] <= wanted[:-1]).any())):
+        raise TableArgumentError(f"digests: buckets must be ascending, from 0 to {BUCKETS - 1}")
+    numbers = torch.full((BUCKETS,), -1, dtype=torch.int32)
+    numbers[wanted] = torch.arange(len(wanted), dtype=torch.int32)
+    return numbers
+
+
 def check_share(share: tuple[int, int]) -> None:
     """Refuse a share that is not one of several.
 

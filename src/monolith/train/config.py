@@ -127,7 +127,11 @@ class TrainConfig:
     task has put it."""
     rows_on: Literal["host", "device"] = "host"
     """Where rows live: in host memory, or in that of the accelerator, which must be cuda, so that only ids go
-    there and no step waits for rows to come and go. For runs of one process whose rows fit into it."""
+    there and no step waits for rows to come and go. For runs of one process."""
+    device_memory_bytes: int | None = None
+    """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
+    start; beyond it the rows that were not trained for longest go to host memory. None takes as much as rows
+    need."""
     prefetch: int = 1
     """The number of batches whose rows are looked up ahead; 0 for none."""
     async_push: bool = True
@@ -187,6 +191,13 @@ class TrainConfig:
             raise ConfigError(
                 f"train: rows_on='device' keeps rows on a GPU, and accelerator is {self.accelerator!r}; set "
                 "accelerator to cuda, or rows_on to host"
+            )
+        if self.device_memory_bytes is not None and (
+            self.rows_on != "device" or self.device_memory_bytes < 1
+        ):
+            raise ConfigError(
+                f"train: device_memory_bytes is {self.device_memory_bytes:,}; it must be above 0, and is for "
+                "rows_on='device'. Leave it out, or keep rows on the device"
             )
         if self.dump_window is not None and not self.operator_files:
             raise ConfigError("train: dump_window is for runs with operator_files; set that, or leave it out")

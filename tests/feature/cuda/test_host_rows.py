@@ -66,7 +66,22 @@ WEIGHTED = FeatureIds.pack(
     weights={"sum": torch.tensor([0.5, 2.0, 1.0, 3.0])},
 )
 EMPTY = FeatureIds.pack({"sum": ragged([], [])})
-BATCHES = {"ragged": RAGGED, "one each": ONE_EACH, "shared": SHARED, "weighted": WEIGHTED, "empty": EMPTY}
+BESIDE = FeatureIds.pack(
+    {
+        "other": ragged([7, 8], [], [9]),
+        "sum": ragged([1], [2], [1]),
+        "max": ragged([3], [3], [2]),
+    }
+)
+"""One id of each feature that is read, behind one that is not."""
+BATCHES = {
+    "ragged": RAGGED,
+    "beside": BESIDE,
+    "one each": ONE_EACH,
+    "shared": SHARED,
+    "weighted": WEIGHTED,
+    "empty": EMPTY,
+}
 
 
 @pytest.fixture(params=device_names())

@@ -67,7 +67,9 @@ def release(servables: Path, root: Path) -> None:
 class FakeTrainer:
     """Has the rows and weights of a version, changes them, and publishes what a test tells it to."""
 
-    def __init__(self, version: Path, channel: MemoryChannel, share: IdShare = WHOLE) -> None:
+    def __init__(
+        self, version: Path, channel: MemoryChannel, share: IdShare = WHOLE, run: str | None = None
+    ) -> None:
         self.servable: Servable = read_servable(str(version))
         self.tables: dict[str, NativeTable] = {}
         for name, about in self.servable.tables.items():
@@ -81,7 +83,7 @@ class FakeTrainer:
         self.publisher = Publisher(
             self.tables,
             channel.writer(),
-            run="run",
+            run=self.servable.run if run is None else run,
             share=share,
             dense_interval=0.0,
             dense=lambda: dict(self.dense),
@@ -288,6 +290,52 @@ def test_servers_go_back_to_an_exported_version_and_follow_again(root: Path, ser
     trainer.publisher.close()
 
 
+def test_no_answer_claims_what_its_rows_are_not_while_servers_go_back_and_follow_again(
+    root: Path, servables: Path
+) -> None:
+    release(servables, root)
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "6", channel)
+    heard: list[tuple[tuple[str, int], Any]] = []
+    with following(root, channel) as server:
+        target = server.followers["served"].target
+        go_to, forget = target._go_to, target._forget
+
+        def hear() -> tuple[tuple[str, int], Any]:
+            said = ask(server)
+            heard.append(((said["model_version"], said["parameters"]["step"]), said["outputs"]))
+            return heard[-1]
+
+        def between(step: Any) -> Any:
+            def do(*version: Any) -> None:
+                hear()
+                step(*version)
+                hear()
+
+            return do
+
+        exported = hear()
+        trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        followed = hear()
+        target._go_to, target._forget = between(go_to), between(forget)  # type: ignore[method-assign]
+        trainer.publisher.rollback("3")
+        until(lambda: target.back == "3")
+        until(lambda: server.inference.repository.versions("served") == ("3",))
+        until(lambda: len(heard) >= 6)
+        back = hear()
+        trainer.publisher.resume()
+        until(lambda: len(heard) >= 11)
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        hear()
+    trainer.publisher.close()
+    true = dict([exported, followed, back])
+    assert list(true) == [("6", 6), ("6", 70), ("3", 3)]
+    assert [claim for claim, outputs in heard if true[claim] != outputs] == []
+
+
 def test_going_back_to_the_version_that_follows_drops_what_deltas_brought(root: Path) -> None:
     channel = MemoryChannel()
     trainer = FakeTrainer(root / "3", channel)
@@ -401,6 +449,43 @@ def test_dense_weights_that_do_not_fit_are_not_taken_and_counted(root: Path, cap
         until(lambda: "dense weights were not taken" in caplog.text)
         assert ask(server)["outputs"] == before
         assert "monolith_serve_follow_dense_refused_total" in server.inference.render_metrics().decode()
+    trainer.publisher.close()
+
+
+def test_a_trainer_of_another_run_is_followed_and_said_to_be(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel, run="/models/another")
+    with following(root, channel) as server:
+        ids, values = trainer.change()
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        follower = server.followers["served"]
+        follower.look()
+        follower.look()
+        said = f"exported from the run {trainer.servable.run!r}"
+        assert caplog.text.count(said) == 1, "once"
+        assert "says that it is the run '/models/another'" in caplog.text
+        assert torch.equal(lookup(server, ids), values), "its snapshot is taken all the same"
+        assert (
+            'monolith_serve_follows_other_run{model="served"} 1' in server.inference.render_metrics().decode()
+        )
+        with server.inference.repository.held("served") as held:
+            assert said in held.model.about["following"]
+    trainer.publisher.close()
+
+
+def test_a_trainer_of_the_run_of_the_export_is_nothing_to_speak_of(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    with following(root, channel) as server:
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        server.followers["served"].look()
+        assert server.followers["served"].notice == ""
+        assert (
+            'monolith_serve_follows_other_run{model="served"} 0' in server.inference.render_metrics().decode()
+        )
+    assert "another" not in caplog.text
     trainer.publisher.close()
 
 

@@ -26,7 +26,7 @@ from monolith.cuda.kernels import THREADS, Argument, pack, pointers_to
 HERE = Path(__file__).parent
 # Sources define the same names differently, so that none may be shared between what is made of them.
 ALONE = ["-fvisibility=hidden", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-OPTIONS = ["-std=c++17", "-Og", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+OPTIONS = ["-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
 KERNELS = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
 _streams = itertools.count(1)
 

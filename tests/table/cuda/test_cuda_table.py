@@ -29,6 +29,7 @@ from monolith.table import (
     iterate,
     load,
 )
+from monolith.table.cuda import cuda_table
 from monolith.table.cuda.memory import DeviceMemory
 
 SEGMENT = Segment(dim=8, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
@@ -269,7 +270,10 @@ def test_rows_that_come_and_go_in_a_full_table_are_found_and_never_two_memories_
     assert taken[-1] > 0.9 * capacity
 
 
-def test_evicting_gives_memory_back(device: Device) -> None:
+def test_evicting_goes_by_parts_and_gives_memory_back(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_table, "_AT_ONCE", 1000)
     config = TableConfig(name="item", segments=(SEGMENT,), expiry=Expiry.days(1))
     table = CudaTable(config, device=device)
     first = table.stats().bytes_total

@@ -61,7 +61,8 @@ def train(table: Any, ids: Any, time: int = 1) -> None:
 def test_copies_that_the_device_has_no_room_for_go_to_the_host(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "_BUFFER_BYTES", 0)
+    monkeypatch.setattr(aside, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(aside, "_MOST_BYTES", 0)
     monkeypatch.setattr(aside, "_LEAST_ROWS", 64)
     table = CudaTable(CONFIG, device=device)
     train(table, range(1000))
@@ -103,19 +104,6 @@ def test_a_table_that_serves_codes_is_cut_as_what_they_say(device: Device) -> No
     cut = table.cut()
     table.assign(torch.arange(25), torch.randn(25, 3), event_time=4)
     assert content(scanned(cut, limit=7)) == before
-
-
-def test_a_watched_table_says_so_and_an_unwatched_one_keeps_no_flags(device: Device) -> None:
-    table = CudaTable(CONFIG, device=device)
-    assert not table.watched
-    cut = table.cut()
-    assert table.watched
-    cut.close(saved=True)
-    assert not table.watched
-    table.track_changes()
-    assert table.watched
-    table.track_changes(False)
-    assert not table.watched
 
 
 def test_what_is_scanned_is_on_the_host(device: Device) -> None:

@@ -215,7 +215,6 @@ def test_a_step_takes_as_many_launches_whatever_the_number_of_tables() -> None:
     assert launches == dict.fromkeys(
         [
             "lookup_tables",
-            "find_unusable_tables",
             "claim_tables",
             "settle_tables",
             "sum_long_runs_of_tables",

@@ -225,7 +225,7 @@ def test_those_who_leave_are_remembered_right_however_often_places_are_tidied(de
     )
     used: dict[int, int] = {}  # id to the last step
     random = torch.Generator().manual_seed(0)
-    for step in range(60):
+    for step in range(25):
         batch = torch.randint(0, 100_000, (60,), generator=random).unique()
         if (count := len(near) + len(batch) - 220) > 0:  # fuller than a spilling table: places are short
             gone = near.idle(count, batch)

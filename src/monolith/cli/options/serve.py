@@ -48,6 +48,9 @@ class ServeOptions:
     """The port for HTTP; 0 chooses a free one, None serves no HTTP."""
     grpc_port: int | None = 8001
     """The port for gRPC; 0 chooses a free one, None serves no gRPC."""
+    metrics_port: int | None = None
+    """The port on which a serving server (--role ps) shows its metrics, at /metrics; 0 chooses a free one. By
+    default it shows none. The others show theirs on their port for HTTP."""
     processes: int = 1
     """The number of processes that share the ports; one that is killed is restarted."""
     version_policy: str = "latest"

@@ -48,7 +48,8 @@ class HostRowGatherer:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
         found = self._here.read(batch)
-        return HostRowBatch(self, found, self.there.read(replace(batch, ids=found.numbers())))
+        there = self.there.read(replace(batch, ids=found.numbers()), one_each=found.one_each)
+        return HostRowBatch(self, found, there)
 
 
 class HostRowBatch:

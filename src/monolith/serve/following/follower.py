@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from monolith.checkpoint.shares import WHOLE, IdShare
 from monolith.observe.metrics import Metrics
@@ -67,8 +68,12 @@ class ModelFollower:
         self._base: Servable | None = None
         self._listens_since = 0.0
         self._settle_at: float | None = None
+        self.notice = ""
+        """What whoever runs this server should know of what it follows; empty where that is as it should."""
         self._warned = False
         self._again = False
+        self._reached: dict[int, ServedUpTo] = {}
+        """Generation of the rows -> what they had learned from last; replaced as a whole, the latest few."""
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -89,7 +94,7 @@ class ModelFollower:
         else:
             self._rest_on(predictor.servable)
         self.target.add(predictor, newer_dense=self._is_ahead_of(predictor.servable))
-        predictor.follow(self.freshness)
+        predictor.follow(partial(self.freshness, self.target.generation), lambda: self.notice)
         self.begin()
 
     def attach_tables(
@@ -169,17 +174,27 @@ class ModelFollower:
         return {} if subscriber is None else dict(subscriber.standing)
 
     def up_to(self) -> ServedUpTo | None:
-        """Return what the oldest of all shares has learned from; None while some are as exported."""
-        known = [one for one in self.standing.values() if one.applied_at > 0]
-        if not known or (self._subscriber is not None and self._subscriber.missing):
+        """Return what the oldest of all shares has learned from; None while some are as exported, also where
+        what had come was let go of since."""
+        generation, standing = self.target.generation, self.standing
+        known = [one for one in standing.values() if one.applied_at > 0 and one.generation == generation]
+        missing = self._subscriber is not None and self._subscriber.missing
+        if not known or missing or len(known) < len(standing):
             return None
         oldest = min(known, key=lambda one: one.learned.published_at)
         return ServedUpTo(oldest.learned, oldest.received_at, oldest.applied_at)
 
-    def freshness(self) -> dict[str, bool | int | float | str] | None:
-        """Return what an answer says of how new it is; None where that is as the export says."""
+    def freshness(self, generation: int) -> dict[str, bool | int | float | str] | None:
+        """Return what an answer says of how new it is; None where that is as the export says.
+
+        Args:
+            generation: Of the rows that the answer is made of: those who were loaded before all of them were
+                let go of have them still, for as long as they answer.
+        """
         up_to = self.up_to()
-        return None if up_to is None or self.is_back else up_to.said(self._clock())
+        if self.target.generation != generation:
+            up_to = self._reached.get(generation)
+        return None if up_to is None else up_to.said(self._clock())
 
     def staleness(self) -> float:
         """Return the age of what is served, in seconds."""
@@ -196,6 +211,7 @@ class ModelFollower:
         staleness = self.staleness()
         rows = self.target.rows
         self._metrics.stands(staleness, rows.rows, rows.bytes)
+        self._compare_runs()
         if self.target.state.version != self.target.back:
             self.target.settle_state()
         if self._again:
@@ -210,6 +226,22 @@ class ModelFollower:
                 self._settle_at = None
         if due:
             _log.info("model %r: %d rows are as exported, and let go of", self._model, rows.settle())
+
+    def _compare_runs(self) -> None:
+        """Say where what is followed is of another run than what was exported: it may be another model."""
+        base, standing = self._base, self.standing
+        others = sorted({one.run for one in standing.values() if one.run and not _is_of(base, one)})
+        notice = ""
+        if base is not None and others:
+            notice = (
+                f"version {base.version} was exported from the run {base.run!r}, and the trainer that is "
+                f"followed says that it is the run {others[0]!r}: all of its rows are taken, whatever the "
+                "export has. If that is not meant, follow the run of the export, or serve one of its own."
+            )
+        if notice and notice != self.notice:
+            _log.warning("model %r: %s", self._model, notice)
+        self.notice = notice
+        self._metrics.follows(other_run=bool(notice))
 
     def _warn(self, staleness: float) -> None:
         bound = self._config.stale_after.total_seconds()
@@ -233,6 +265,10 @@ class ModelFollower:
     def _applied(self, followed: Followed) -> None:
         assert followed.place is not None
         up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at)
+        reached, generation = self.up_to(), followed.generation
+        if reached is not None and self.target.generation == generation:
+            before = {number: one for number, one in self._reached.items() if number >= generation - 1}
+            self._reached = {**before, generation: reached}
         self._metrics.served(followed.share[0], followed.place.sequence, up_to)
 
     def _watch(self) -> None:
@@ -248,3 +284,11 @@ class ModelFollower:
         self._leave()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
+
+
+def _is_of(base: Servable | None, followed: Followed) -> bool:
+    """Whether what is followed goes on with what was exported, as far as can be told."""
+    if base is None or base.run == followed.run:
+        return True
+    exported, place = base.log_places.get(str(followed.share[0])), followed.place
+    return exported is not None and place is not None and exported[0] == place.epoch

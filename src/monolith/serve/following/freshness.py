@@ -109,6 +109,13 @@ class FollowMetrics:
             "serve_rolled_back", "1 where an older version is served since the trainer said so", ("model",)
         )
 
+        self._other_run = metrics.gauge(
+            "serve_follows_other_run", "1 where the trainer is of another run than the export", ("model",)
+        )
+
+    def follows(self, *, other_run: bool) -> None:
+        self._other_run.set(float(other_run), model=self._model)
+
     def applied(self, rows: int) -> None:
         """Count the rows of a delta."""
         self._rows.inc(rows, model=self._model, by="delta")

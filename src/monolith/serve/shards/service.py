@@ -66,6 +66,8 @@ class ShardStatus:
     replica: Count
     lookups: Count
     versions: list[ShardAbout]
+    following: Text = ""
+    """What whoever runs it should know of whom it follows; empty where that is as it should."""
 
 
 def shard_part(shard: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -74,6 +75,7 @@ class ServingServer:
         follow: Opens an end of the channel by which a trainer brings the rows up to date; None serves them as
             they were exported.
         following: When to warn that nothing comes.
+        metrics: Where lookups are counted, and what was followed.
 
     Raises:
         FileMissingError: The folder has no version of the shard.
@@ -99,6 +101,7 @@ class ServingServer:
         on_lookup: Callable[[], None] | None = None,
         follow: OpenReader | None = None,
         following: ServeFollowConfig | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         if shard < 0 or replica < 0 or versions < 1:
             raise ConfigError(
@@ -108,6 +111,8 @@ class ServingServer:
         self.shard, self.replica = shard, replica
         self._versions = HeldVersions(folder, shard, most=versions, threads=threads)
         self._newest = self._versions.open(self._versions.newest())
+        metrics = Metrics() if metrics is None else metrics
+        self._counts = _Counts(metrics, self.role)
         self.follower: ModelFollower | None = None
         """Who brings the rows up to date."""
         if follow is not None:
@@ -115,7 +120,7 @@ class ServingServer:
                 self.role,
                 follow,
                 following or ServeFollowConfig(),
-                metrics=Metrics(),
+                metrics=metrics,
                 go_to=self._go_to,
                 share=(shard, self._newest.about.shards),
             )
@@ -176,6 +181,7 @@ class ServingServer:
             replica=self.replica,
             lookups=self._lookups,
             versions=[version.about for version in self._versions.all()],
+            following="" if self.follower is None else self.follower.notice,
         )
 
     def prefault(self, progress: Progress | None = None) -> None:
@@ -248,6 +254,9 @@ class ServingServer:
 
     def look_for_versions(self) -> None:
         """Open a version that is newer than the newest, and bring it into memory. The watch does this."""
+        if self.follower is not None and self.follower.is_back:
+            for one in self._versions.all():
+                one.over = None
         newest = self._versions.newest()
         if newest == self._newest.about.version:
             return
@@ -263,13 +272,15 @@ class ServingServer:
             version.over = self.follower.attach_tables(version.servable, version.tables)
 
     def _go_to(self, version: str | None) -> None:
-        """Serve all versions as they were exported, so that entries may go back to one; or follow again."""
+        """Serve a version as it was exported, so that entries may go back to it; or follow again.
+
+        Entries that have not gone back yet have the rows they speak of for a moment longer: until the watch
+        looks again.
+        """
         if version is None:
             self._attach(self._newest)
-            return
-        self._versions.open(version)
-        for one in self._versions.all():
-            one.over = None
+        else:
+            self._versions.open(version).over = None
 
     def _watch(self) -> None:
         said = ""
@@ -304,7 +315,9 @@ class ServingServer:
         if self._on_lookup is not None:
             self._on_lookup()
         self._lookups += 1
+        began = time.perf_counter()
         rows = self._rows(version, request)
+        self._counts.answered(about.ids, time.perf_counter() - began)
         return pack_answer(RowFlags.NONE, rows.numel()), rows.numpy()
 
     def _rows(self, version: ShardVersion, request: RowRequest) -> torch.Tensor:
@@ -326,3 +339,20 @@ class ServingServer:
                 f"its answer would have {4 * floats:,} bytes, and limits.message_bytes allows "
                 f"{self._limits.message_bytes:,}"
             )
+
+
+class _Counts:
+    """What a serving server has answered, for its metrics."""
+
+    def __init__(self, metrics: Metrics, role: str) -> None:
+        self._lookups = metrics.counter("serve_lookups", "Lookups of rows that were answered", ("shard",))
+        self._ids = metrics.counter("serve_lookup_ids", "Ids that lookups asked for", ("shard",))
+        self._seconds = metrics.histogram(
+            "serve_lookup_seconds", "How long a lookup took, but for the wire", ("shard",)
+        )
+        self._role = role
+
+    def answered(self, ids: int, seconds: float) -> None:
+        self._lookups.inc(shard=self._role)
+        self._ids.inc(ids, shard=self._role)
+        self._seconds.observe(seconds, shard=self._role)

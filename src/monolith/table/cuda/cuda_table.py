@@ -50,7 +50,7 @@ from monolith.table.cuda.recency import Recency
 from monolith.table.cuda.room import Room
 from monolith.table.cuda.scans import LAST_HASH, first_rows, joined
 from monolith.table.cuda.watch import Gone, RowWatch
-from monolith.table.digests import BUCKETS, check_share
+from monolith.table.digests import bucket_numbers, check_share
 from monolith.table.refusals import Refusals
 from monolith.table.table import Rows, Scan, TableStats
 from monolith.table.touched_keys import TouchedKeySet
@@ -89,9 +89,9 @@ class CudaTable:
     ids gradients are summed in the order of the batch.
 
     It may be followed (`touch`, `digests`) and cut. While a cut is open, and while changes are tracked, a
-    place costs one byte more; a cut has up to 256 MB on the device for rows that changed since, and host
-    memory for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a
-    table grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
+    place costs one byte more; a cut has up to 2 GB on the device for rows that changed since, and host memory
+    for more of those. `capacity_bytes` holds for index and rows without that, at every moment: while a table
+    grows, old and new together are not more. Memory that `evict` makes idle goes back to torch.
 
     Args:
         admission: Asked about ids without a row before they are given one; None admits all.
@@ -195,10 +195,6 @@ class CudaTable:
         """How many rows its budget has room for, with as many places free as a quick search needs."""
         return self._room.most_rows
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the device of this table."""
-        return self._owner.holds(tensor)
-
     def idle(self, count: int, besides: Tensor) -> Tensor:
         """Return the ids, on the CPU, of rows that were not written for longest; waits for the device.
 
@@ -301,10 +297,11 @@ class CudaTable:
 
     def evict(self, now: int | None = None) -> int:
         with self._open(writing=True) as memory:
-            ages = self._ages(self._fill.read().counters[NEWEST] if now is None else now)
+            seen = self._fill.read()
+            ages = self._ages(seen.counters[NEWEST] if now is None else now)
             evicted, more = 0, True
             while more:
-                _, places, found = memory.listed(_AT_ONCE, ages=ages)
+                _, places, found = memory.listed(min(_AT_ONCE, seen.rows), ages=ages, ordered=False)
                 evicted += self._drop(places)
                 more = found > len(places)
             self._evicted += evicted
@@ -359,7 +356,7 @@ class CudaTable:
             aside = self._watch.aside
             assert aside is not None
             moment = CutMoment(seen.rows, list(self._paces.scales), seen.counters[NEWEST], gone)
-            return CudaTableCut(self, self._config, self._owner, moment, lambda: aside.captured_bytes)
+            return CudaTableCut(self, self._config, self._owner, moment, aside)
 
     def read_cut(self, first: int, last: int, limit: int, *, changed_only: bool) -> CutChunk:
         """Return a chunk of the open cut, not waited for. Called by the cut."""
@@ -367,7 +364,7 @@ class CudaTable:
             aside = self._watch.aside
             if aside is None:
                 raise TableArgumentError("scan: the cut was closed")
-            aside.empty(memory)
+            aside.seal(memory)
             flags, held = BEFORE if changed_only else 0, self._fill.read().rows
             rows, following = first_rows(
                 memory, held, limit, first=first, last=last, flags=flags, no_flags=TAKEN
@@ -392,21 +389,11 @@ class CudaTable:
         with self._open():
             self._watch.untouch(touched)
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody follows, tracks or cuts the table: rows must be written by its own calls."""
-        with self._open():
-            return not self._watch.idle
-
     def digests(self, buckets: Tensor, *, share: tuple[int, int] = (0, 1)) -> Tensor:
-        wanted = torch.from_numpy(arguments.id_array(buckets, "buckets"))
+        into, count = bucket_numbers(buckets), len(buckets)
         check_share(share)
-        if len(wanted) and (int(wanted.min()) < 0 or int(wanted.max()) >= BUCKETS):
-            raise TableArgumentError(f"digests: buckets must be from 0 to {BUCKETS - 1}")
-        into = torch.full((BUCKETS,), -1, dtype=torch.int32)
-        into[wanted] = torch.arange(len(wanted), dtype=torch.int32)
         with self._open() as memory:
-            return memory.digests(into.to(self._device), *share, len(wanted)).cpu()
+            return memory.digests(into.to(self._device), *share, count).cpu()
 
     @property
     def scales(self) -> list[float]:
@@ -416,11 +403,7 @@ class CudaTable:
 
     def set_scales(self, scales: Sequence[float]) -> None:
         with self._open():
-            if len(scales) != len(self._paces.scales):
-                raise TableArgumentError(
-                    f"table {self._config.name!r}: needs {len(self._paces.scales)} scales, got {len(scales)}"
-                )
-            self._paces.scales = [float(np.float32(scale)) for scale in scales]
+            self._paces.set_scales(scales)
 
     def stats(self) -> TableStats:
         with self._open() as memory:
@@ -515,7 +498,7 @@ class CudaTable:
         """Write where there may not be room for all: those who come first are let in."""
         coming, room = self._newcomers(batch, skip)
         while len(coming) > room and self._config.when_full == "expire_oldest":
-            gone = self._expire_oldest(len(coming) - room, self._latest(batch, skip))
+            gone = self._expire_oldest(len(coming) - room, batch.times.latest(skip))
             if not gone:
                 break
             coming, room = self._newcomers(batch, skip)  # some of the batch may have gone
@@ -620,15 +603,6 @@ class CudaTable:
         turned[unknown] = verdict.waits * np.uint8(TURNED_AWAY)
         on_device = torch.from_numpy(turned).to(self._device)
         return on_device if skip is None else skip | on_device
-
-    def _latest(self, batch: _Batch, skip: Tensor | None) -> int:
-        each = batch.times.each
-        if each is None:
-            return batch.times.all
-        seconds = each.to(torch.int64) & 0xFFFF_FFFF
-        if skip is not None:
-            seconds = seconds[skip == 0]
-        return int(seconds.max()) if len(seconds) else 0
 
     def _expire_oldest(self, wanted: int, latest: int) -> int:
         """Drop the oldest rows that are not newer than `latest`: an event of the past pushes out none."""

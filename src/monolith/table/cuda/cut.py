@@ -7,7 +7,6 @@ is found and gathered while writers wait, on a stream of its own, and comes to t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +17,7 @@ from monolith.cuda.device import Device
 from monolith.errors import TableArgumentError
 from monolith.table import arguments
 from monolith.table.config import TableConfig
+from monolith.table.cuda.aside import Aside
 from monolith.table.cuda.scans import LAST_HASH, HashedRows, joined
 from monolith.table.cuda.watch import Gone
 from monolith.table.table import Scan
@@ -25,7 +25,7 @@ from monolith.table.table import Scan
 
 @dataclass(frozen=True, slots=True)
 class CutChunk:
-    """Rows of a range of hashes: those in place, on the device, and those that were copied, on the host."""
+    """Rows of a range of hashes, on the device and, of those that were copied, on the host."""
 
     in_place: HashedRows
     copied: list[HashedRows]
@@ -61,13 +61,13 @@ class CudaTableCut:
         config: TableConfig,
         device: Device,
         moment: CutMoment,
-        captured_bytes: Callable[[], int],
+        aside: Aside,
     ) -> None:
         self._table = table
         self._config = config
         self._device = device
         self._moment = moment
-        self._captured_bytes = captured_bytes
+        self._aside = aside
         self._lock = threading.Lock()  # guards what follows
         self._open = True
 
@@ -85,7 +85,7 @@ class CudaTableCut:
 
     @property
     def captured_bytes(self) -> int:
-        return self._captured_bytes()
+        return self._aside.captured_bytes
 
     @property
     def tracked(self) -> bool:
@@ -124,8 +124,9 @@ class CudaTableCut:
                 ready = reading.record()
             copying.wait_for_event(ready)
             with self._device.on(copying):
-                in_place = chunk.in_place.moved_to("cpu")
-        return joined([in_place, *chunk.copied], limit, chunk.following)
+                parts = [rows.moved_to("cpu") for rows in (chunk.in_place, *chunk.copied)]
+                self._aside.offload()
+        return joined(parts, limit, chunk.following)
 
     def close(self, *, saved: bool) -> None:
         with self._lock:

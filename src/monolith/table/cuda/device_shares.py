@@ -40,7 +40,7 @@ def device_shares(configs: Mapping[str, TableConfig], total: int) -> dict[str, i
         least = (KEYS + BESIDE) * per_place[name]
         if share < least:
             raise ConfigError(
-                f"train.device_memory: of {total:,} bytes for {len(configs)} tables {name!r} has {share:,}, "
-                f"and the smallest table of such rows needs {least:,}; raise it, or leave it out"
+                f"of {total:,} bytes on a device for {len(configs)} tables {name!r} has {share:,}, and the "
+                f"smallest table of such rows needs {least:,}; raise device_memory_bytes, or leave it out"
             )
     return shares

@@ -331,29 +331,15 @@ class FusedTables:
         if not sizes.any():
             return
         spans = Spans.of(batch.sizes, self._widths)
-        skip = torch.empty(len(batch.ids), dtype=torch.uint8, device=self.device.torch_device)
         groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
         groups = [(alike, numbers) for alike, numbers in groups if len(numbers)]
-        for alike, numbers in groups:
-            self._find_unusable(work, alike, spans.some(numbers), batch.gradients, skip)
         work = self._with_room(work, sizes.tolist())
-        claimed = self._claim(work, batch, spans, alone, skip)
+        claimed = self._claim(work, batch, spans, alone)
         finite = self._stay_finite(batch.rates)
         for alike, numbers in groups:
             checked = not all(finite[number] for number in numbers)
             self._step(work, alike, spans.some(numbers), batch, claimed, checked=checked)
         self._count(work, sizes.tolist())
-
-    def _find_unusable(
-        self, work: _Work, alike: _Alike, spans: Spans, gradients: Tensor, skip: Tensor
-    ) -> None:
-        rows = _WARP // alike.layout.lanes
-        for part in spans.parts(MOST_CELLS):
-            own = spans.some(part)
-            cells = own.cells(-(-own.sizes // rows), own.floats)
-            told = work.known.arrays, cells, gradients, skip
-            blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
-            alike.kernels.launch("find_unusable_tables", blocks, *told, stream=work.stream.handle)
 
     def _with_room(self, work: _Work, sizes: Sequence[int]) -> _Work:
         """Have every table grow that may not have room for all ids of a batch."""
@@ -364,9 +350,7 @@ class FusedTables:
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
-    def _claim(
-        self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_], skip: Tensor
-    ) -> Claimed:
+    def _claim(self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_]) -> Claimed:
         """Give every id its place, and bring all tables into one order."""
         n, device = len(batch.ids), self.device.torch_device
         keys = np.where(alone, 1, work.known.places + BESIDE + 1)
@@ -387,7 +371,7 @@ class FusedTables:
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if wide else ""
         for cells, blocks in parts:
-            given = arrays, cells, batch.ids, skip, seconds, ctypes.c_uint32(second), order, made, times
+            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times
             self._index.launch(f"claim_tables{width}", blocks, *given, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
         for cells, blocks in parts:

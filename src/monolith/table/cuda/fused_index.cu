@@ -14,12 +14,13 @@
   const bool there = i < cell.size;                                          \
   const int at = cell.ids + (there ? i : 0);
 
-// Gives every id its place. Event times that no row can keep count as 0, and are counted.
+// Gives every id its place; the clocks of tables are moved on by the steps. Event times that no row can keep
+// count as 0, and are counted.
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
-                                            const i64* __restrict__ ids, const u8* __restrict__ skip,
-                                            const i64* __restrict__ seconds, u32 time, Key* __restrict__ order,
-                                            u8* __restrict__ made, u32* __restrict__ times) {
+                                            const i64* __restrict__ ids, const i64* __restrict__ seconds,
+                                            u32 time, Key* __restrict__ order, u8* __restrict__ made,
+                                            u32* __restrict__ times) {
   OF_WARP
   if (cell.table < 0) {
     if (there) order[at] = (Key)cell.shift;
@@ -34,7 +35,7 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
     if (there) times[at] = time;
   }
   bool fresh;
-  const int place = claim_one(table.keys, table.buckets, table.counters, there, ids[at], skip[at], time, fresh);
+  const int place = claim_one(table.keys, table.buckets, table.counters, there, ids[at], 0, 0, fresh);
   if (there) {
     order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + BESIDE : (i64)place));
     made[at] = fresh;
@@ -52,10 +53,10 @@ __device__ __forceinline__ void settle_cells(const Arrays* __restrict__ tables, 
 }
 
 extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
-                                        const i64* __restrict__ ids, const u8* __restrict__ skip,
-                                        const i64* __restrict__ seconds, u32 time, int* __restrict__ order,
-                                        u8* __restrict__ made, u32* __restrict__ times) {
-  claim_cells(tables, cells, ids, skip, seconds, time, order, made, times);
+                                        const i64* __restrict__ ids, const i64* __restrict__ seconds,
+                                        u32 time, int* __restrict__ order, u8* __restrict__ made,
+                                        u32* __restrict__ times) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times);
 }
 
 extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
@@ -66,10 +67,10 @@ extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables, cons
 // The same for so many places that their numbers need 64 bits.
 extern "C" __global__ void claim_tables_wide(const Arrays* __restrict__ tables,
                                              const __grid_constant__ Cells cells, const i64* __restrict__ ids,
-                                             const u8* __restrict__ skip, const i64* __restrict__ seconds,
-                                             u32 time, i64* __restrict__ order, u8* __restrict__ made,
+                                             const i64* __restrict__ seconds, u32 time,
+                                             i64* __restrict__ order, u8* __restrict__ made,
                                              u32* __restrict__ times) {
-  claim_cells(tables, cells, ids, skip, seconds, time, order, made, times);
+  claim_cells(tables, cells, ids, seconds, time, order, made, times);
 }
 
 extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,

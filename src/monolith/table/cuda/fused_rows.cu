@@ -24,17 +24,6 @@ extern "C" __global__ void lookup_tables(const Table* __restrict__ tables, const
 
 #if !SERVING
 
-// A warp to a unit of 32 / LANES gradients.
-extern "C" __global__ void find_unusable_tables(const Table* __restrict__ tables,
-                                                const __grid_constant__ Cells cells,
-                                                const float* __restrict__ gradients, u8* __restrict__ skip) {
-  const int unit = (int)(((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  if (unit >= cells.units) return;
-  const Cell& cell = cells.at[cells.of(unit)];
-  const i64 i = ((i64)(unit - cell.begin) * 32 + (threadIdx.x & 31)) / LANES;
-  look_at(gradients + cell.shift, i, cell.size, skip + cell.ids, tables[cell.table].counters);
-}
-
 // The part of a batch that one table has. Positions are those of the whole batch, so that gradients begin where
 // they would if there were as many of this width before them as there are ids.
 __device__ __forceinline__ Writes writes_of(const Writes& writes, const Cell& cell) {

@@ -103,6 +103,15 @@ class Times:
     each: Tensor | None
     all: int
 
+    def latest(self, skip: Tensor | None) -> int:
+        """Return the newest of those that are not passed over, waiting for the device."""
+        if self.each is None:
+            return self.all
+        seconds = self.each.to(torch.int64) & 0xFFFF_FFFF
+        if skip is not None:
+            seconds = seconds[skip == 0]
+        return int(seconds.max()) if len(seconds) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
@@ -185,6 +194,7 @@ class DeviceMemory:
         self.counters = counters
         self._owner = device
         self._device = where = device.torch_device
+        self.recency: Recency | None = None
         total = places + BESIDE
         try:
             self._keys = torch.zeros(total, dtype=torch.int64, device=where)
@@ -200,7 +210,6 @@ class DeviceMemory:
         self._rows = device.kernels(layout.source, "rows")
         self._tiles = device.processors * _WARPS * 32 // layout.lanes
         self._lookup_blocks = LOOKUP_BLOCKS * device.processors
-        self.recency: Recency | None = None
 
     @property
     def bytes_index(self) -> int:
@@ -260,6 +269,7 @@ class DeviceMemory:
         ages: Ages | None = None,
         flags: int = 0,
         no_flags: int = 0,
+        ordered: bool = True,
     ) -> tuple[Tensor, Tensor, int]:
         """Return hashes and places, int64, of rows in the order of their hashes, and how many there are.
 
@@ -269,6 +279,7 @@ class DeviceMemory:
             latest: Only rows that are not newer.
             ages: Only rows that have expired.
             flags, no_flags: Only rows that have these flags, and none of those.
+            ordered: False for any order.
         """
         hashes = torch.empty(room, dtype=torch.int64, device=self._device)
         places = torch.empty(room, dtype=torch.int64, device=self._device)
@@ -289,6 +300,8 @@ class DeviceMemory:
             ctypes.c_uint64(room),
         )
         taken = min(found, room)
+        if not ordered:
+            return hashes[:taken], places[:taken], found
         # Hashes are unsigned: with their highest bit turned they are in order as torch sees them.
         order = (hashes[:taken] ^ SIGN).argsort()
         return hashes[:taken][order], places[:taken][order], found

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from monolith.errors import TableArgumentError
 from monolith.table.compressors import OneBit
 from monolith.table.config import TableConfig
 from monolith.table.update_rules import last_steps
@@ -28,12 +29,25 @@ class Paces:
     """
 
     def __init__(self, config: TableConfig, *, lazy: bool) -> None:
+        self._name = config.name
         self._segments = config.segments
         self._lazy = lazy
         self._alike = _trained_alike(config)
         self.scales = [float(np.float32(s.compressor.initial_scale)) for s in config.segments]
         self._decays = self._decays_at([segment.decay_rate for segment in config.segments])
         self._steps = 0  # one more than the newest
+
+    def set_scales(self, scales: Sequence[float]) -> None:
+        """Be as steep as that.
+
+        Raises:
+            TableArgumentError: There is not one for each segment.
+        """
+        if len(scales) != len(self.scales):
+            raise TableArgumentError(
+                f"table {self._name!r}: needs {len(self.scales)} scales, got {len(scales)}"
+            )
+        self.scales = [float(np.float32(scale)) for scale in scales]
 
     def begin(self, step: int, rates: Sequence[float]) -> None:
         """Take note of a step that is about to be taken."""

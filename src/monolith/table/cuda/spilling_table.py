@@ -56,11 +56,12 @@ class NearTable(KeepableTable, Protocol):
     """A table with room for some rows, which knows those that were not written for longest."""
 
     @property
+    def owner(self) -> Device:
+        """The device, as those who launch kernels know it."""
+
+    @property
     def most_rows(self) -> int | None:
         """How many rows it has room for; None for any number."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies where its rows do."""
 
     def idle(self, count: int, besides: Tensor) -> Tensor:
         """Return the ids of rows that were not written for longest, `count` at most, none of `besides`."""
@@ -172,6 +173,11 @@ class SpillingTable:
     @property
     def state_dim(self) -> int:
         return self._config.state_dim
+
+    @property
+    def owner(self) -> Device:
+        """The device that tensors are answered on, if they lie there."""
+        return self._near.owner
 
     @property
     def near(self) -> NearTable:
@@ -430,7 +436,7 @@ class SpillingTable:
             arguments.refuse("event_time", f"one number or int64 of shape ({n},)", event_time)
 
     def _is_near(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, Tensor) and self._near.holds(tensor)
+        return isinstance(tensor, Tensor) and self.owner.holds(tensor)
 
     def _not_near(self, ids: Tensor) -> Tensor | None:
         """Return the positions of ids that are not near, where any is far at all; waits for the device."""

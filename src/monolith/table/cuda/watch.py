@@ -159,7 +159,7 @@ class RowWatch:
         if self._touched:
             # So many at most: the set is full then, loses them by the last, and says so.
             most = 2 + max(touched.capacity for touched in self._touched)
-            ids = _ids(memory.listed(min(rows, most))[0])
+            ids = _ids(memory.listed(min(rows, most), ordered=False)[0])
             self._insert(ids[:-1])
             self._insert(ids[-1:])
         if self._gone is not None:
