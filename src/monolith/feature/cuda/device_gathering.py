@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from monolith.feature.layouts import LayoutPlan
 
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
 _MOST = 1 << 31
+_SHAPES = 16  # of batches that are remembered
 
 
 class DeviceGatherer:
@@ -37,7 +39,7 @@ class DeviceGatherer:
         self.device = device
         self.on_device = DevicePlan(plan, device)
         self._upload = device.new_stream()
-        self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self._shapes: dict[tuple[tuple[str, ...], tuple[bool, ...], int], _Cells] = {}
         self._maxima = [isinstance(plan.features[f].combiner, Max) for f in self.on_device.order]
         self._combines_all = not any(feature.combiner.length for feature in plan.features)
 
@@ -53,36 +55,25 @@ class DeviceGatherer:
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
-        where = self._places.get(batch.names)
-        if where is None:
-            where = self._places[batch.names] = self._where(batch.names)
-        cells = np.where(np.array(batch.shared, np.bool_), 1, batch.batch_size)
-        begins = np.concatenate([[0], np.cumsum(cells)])
+        cells = self._cells(batch)
         if one_each is None:
-            one_each = _check(batch, int(begins[-1]))
+            one_each = _check(batch, cells.count)
         splits = batch.splits.numpy()
-        there = where >= 0
-        first_cell = begins[where]
-        starts = splits[first_cell]
-        ends = splits[np.where(there, begins[where + 1], first_cell)]
-        counts = ends - starts
-        weighted = self._weighted(batch, starts, ends)
-        about, sizes = self._about(counts)
-        about["cell"] = np.where(there, first_cell, -1)
-        about["shift"] = about["first"] - starts
-        about["step"] = there & ~np.append(np.array(batch.shared, np.bool_), False)[where]
-        about["weighted"] = weighted
-        n = int(counts.sum())
-        weighs = bool(weighted.any())
+        if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
+            known = cells.one_each  # as in every batch of this shape
+            if known is None:
+                known = cells.one_each = self._placed(batch, cells, splits)
+        else:
+            known = self._placed(batch, cells, splits)
         staged = _Staged(
             self.device,
-            features=about.nbytes,
-            ids=n,
-            weights=n if weighs else 0,
+            features=known.about.nbytes,
+            ids=known.ids,
+            weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
         )
-        staged.features.numpy()[:] = about.view(np.uint8)
-        for source, to, count in _runs(starts, about["first"], counts):
+        staged.features.numpy()[:] = known.about.view(np.uint8)
+        for source, to, count in known.runs:
             staged.ids[to : to + count].copy_(batch.ids[source : source + count])
             if batch.weights is not None and staged.weights is not None:
                 staged.weights[to : to + count].copy_(batch.weights[source : source + count])
@@ -93,9 +84,9 @@ class DeviceGatherer:
             self,
             buffer,
             staged.over(buffer),
-            sizes,
+            known.sizes,
             batch.batch_size,
-            plain=one_each and not weighs and bool(there.all()) and self._combines_all,
+            plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
         )
 
@@ -162,6 +153,29 @@ class DeviceGatherer:
             current.keep(buffer)
         return buffer
 
+    def _cells(self, batch: FeatureIds) -> _Cells:
+        """Return where the cells of a batch's features are: the same for all batches of one shape."""
+        key = batch.names, batch.shared, batch.batch_size
+        found = self._shapes.get(key)
+        if found is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            found = self._shapes[key] = _Cells(self._where(batch.names), batch)
+        return found
+
+    def _placed(self, batch: FeatureIds, cells: _Cells, splits: NDArray[np.int64]) -> _Placed:
+        """Return where the ids of a batch go, and what kernels are told of its features."""
+        starts, ends = splits[cells.first], splits[cells.end]
+        counts = ends - starts
+        weighted = self._weighted(batch, starts, ends)
+        about, sizes = self._about(counts)
+        about["cell"] = np.where(cells.there, cells.first, -1)
+        about["shift"] = about["first"] - starts
+        about["step"] = cells.step
+        about["weighted"] = weighted
+        runs = list(_runs(starts, about["first"], counts))
+        return _Placed(about, sizes, runs, int(counts.sum()), bool(weighted.any()))
+
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(names):
@@ -196,6 +210,37 @@ class DeviceGatherer:
         if int((counts * about["dim"]).max(initial=0)) >= _MOST:
             raise FeatureError("batch: a feature has 2^31 floats or more; use smaller batches on a GPU")
         return about, sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """Where the ids of a batch go. Never changed."""
+
+    about: NDArray[np.void]
+    sizes: NDArray[np.int64]
+    runs: list[tuple[int, int, int]]
+    ids: int
+    weighs: bool
+
+
+class _Cells:
+    """Where the cells of each feature are, in batches of one shape.
+
+    Args:
+        where: The place of each feature among those of the batch; -1 for one that it does not have.
+    """
+
+    def __init__(self, where: NDArray[np.int64], batch: FeatureIds) -> None:
+        shared = np.array(batch.shared, np.bool_)
+        begins = np.concatenate([[0], np.cumsum(np.where(shared, 1, batch.batch_size))])
+        self.count = int(begins[-1])
+        self.there = where >= 0
+        self.all_there = bool(self.there.all())
+        self.first = begins[where]
+        self.end = np.where(self.there, begins[where + 1], self.first)
+        self.step = self.there & ~np.append(shared, False)[where]
+        self.one_each: _Placed | None = None
+        """Of batches whose cells, all of them, have one id each, without weights."""
 
 
 class _Staged:
