@@ -24,6 +24,7 @@ from monolith.train.lane import Lane
 
 _LEAST_STEPS = 4
 _MOST_STEPS = 400
+_BUSY = 16_384  # rows of a square matrix that takes a GPU longer to multiply than a host to launch a step
 _PREPARED = 4
 """Batches whose rows are on the device while it works alone."""
 
@@ -78,6 +79,30 @@ class PlainRun:
         for number in numbers:
             self.trainer.train(self._batches[number], self._labels)
         self._device.current_stream().synchronize()
+
+    def phases(self) -> dict[str, float]:
+        """Return what the host takes to launch a step, and the device to compute its phases, in milliseconds.
+
+        The device is kept busy until all is launched, so that it waits for nobody.
+        """
+        stream, trainer = self._device.current_stream(), self.trainer
+        stream.synchronize()
+        if self._device.torch_device.type == "cuda":
+            busy = torch.empty((_BUSY, _BUSY), device=self._device.torch_device)
+            torch.mm(busy, busy)
+        began, marks = time.perf_counter(), [stream.record(timed=True)]
+        prepared = trainer.model.embeddings.prepare(self._batches[0])
+        marks.append(stream.record(timed=True))
+        loss = trainer.forward(prepared, self._labels)
+        marks.append(stream.record(timed=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(stream.record(timed=True))
+        trainer.update()
+        marks.append(stream.record(timed=True))
+        launched = (time.perf_counter() - began) * 1e3
+        names = ("lookup", "forward", "backward", "update")
+        took = [mark.milliseconds_since(before) for before, mark in itertools.pairwise(marks)]
+        return {"launching": launched} | dict(zip(names, took, strict=True))
 
 
 class GraphedRun(PlainRun):

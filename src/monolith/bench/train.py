@@ -213,9 +213,10 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
     torchs = FusedTorchTrainer(*plan.shape, max(plan.batches), device=device.torch_device)
     there = OurTrainer(*plan.shape, plan.threads, device=device, rows_on="device")
     here = PipelinedRun(OurTrainer(*plan.shape, plan.threads, device=device), device)
+    on_device = PlainRun(there, device)
     runs: dict[str, DeviceRun] = {
         TORCHS: TorchRun(torchs, device),
-        "monolith, rows on the device": PlainRun(there, device),
+        "monolith, rows on the device": on_device,
         HERE: here,
     }
     if device.torch_device.type == "cuda":  # an emulated one has no graphs
@@ -228,6 +229,8 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             one.load(batches, labels)
         paces = race_windows({of: one.run for of, one in runs.items()}, GPU_MANY, plan.timing)
         report_paces(report, case, batch, paces)
+        for phase, took in on_device.phases().items():
+            report.add(f"{phase} of a step, monolith, rows on the device, {case}", "ms_per_step", took, "ms")
         halves = {"host work": here.run_host, "device work": here.run_device}
         once = Timing(repeats=1, window=plan.timing["window"])
         report_halves(report, case, paces[HERE], race_windows(halves, GPU_MANY, once))
