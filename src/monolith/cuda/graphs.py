@@ -35,7 +35,7 @@ class ModuleGraph:
         capture: Any = torch.cuda.make_graphed_callables
         capture(module, tuple(sample))  # it gives the module another forward
         self._captured = module.forward
-        module.forward = self._forward  # type: ignore[method-assign]
+        module.forward = self._forward
 
     def _forward(self, *inputs: Tensor) -> Any:
         fits = self.enabled and self._module.training and torch.is_grad_enabled()
