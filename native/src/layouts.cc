@@ -1,6 +1,7 @@
 #include "layouts.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <utility>
 
@@ -9,6 +10,8 @@
 
 namespace monolith {
 namespace {
+
+constexpr std::size_t kSplits = 1 << 16;  // taken over in one task
 
 // Numbers distinct ids in the order they come. It writes each to `ids`, and how often it came to `counts`.
 class Distinct {
@@ -55,7 +58,10 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
       uses_(std::move(uses)),
       output_floats_(std::move(output_floats)),
       workers_(std::move(workers)),
-      features_of_(table_dims_.size()) {
+      features_of_(table_dims_.size()),
+      planning_(workers_ != nullptr ? workers_->threads() : 1),
+      gathering_(workers_ != nullptr ? workers_->threads() : 1),
+      scattering_(workers_ != nullptr ? workers_->threads() : 1) {
   const auto within = [](std::int64_t number, std::size_t count) {
     return number >= 0 && static_cast<std::size_t>(number) < count;
   };
@@ -108,16 +114,21 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
     refuse("splits must begin with 0 and end with the number of ids, " + std::to_string(ids.size()) +
            ": got " + std::to_string(splits.front()) + " and " + std::to_string(splits.back()));
 
+  const MeasuredCall call(workers_.get(), planning_, ids.size());
   auto batch = std::make_unique<LayoutBatch>();
   batch->batch_size_ = batch_size;
-  batch->splits_.resize(splits.size());
-  std::int64_t before = 0;
-  bool falls = false;
-  for (std::size_t i = 0; i < splits.size(); ++i) {
-    falls |= splits[i] < before;
-    before = splits[i];
-    batch->splits_[i] = static_cast<std::uint32_t>(splits[i]);
-  }
+  batch->splits_ = {*memory_, splits.size()};
+  std::atomic<bool> falls = false;
+  spread(splits.size(), kSplits, [&](std::size_t begin, std::size_t end) {
+    std::int64_t before = splits[begin - std::min<std::size_t>(begin, 1)];
+    bool fell = false;
+    for (std::size_t i = begin; i < end; ++i) {
+      fell |= splits[i] < before;
+      before = splits[i];
+      batch->splits_[i] = static_cast<std::uint32_t>(splits[i]);
+    }
+    if (fell) falls.store(true, std::memory_order_relaxed);
+  });
   if (falls) refuse("splits must not fall");
 
   std::vector<std::uint8_t> taken(shared.size());
@@ -149,13 +160,12 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
     parts.push_back(parts.back());
     for (const int f : features_of_[t]) parts.back() += range(f).second - range(f).first;
   }
-  const auto found = std::make_unique_for_overwrite<std::int64_t[]>(parts.back());
-  const auto counts = std::make_unique_for_overwrite<std::int64_t[]>(parts.back());
-  batch->rows_.resize(ids.size());
+  const KeptArray<std::int64_t> found(*memory_, parts.back()), counts(*memory_, parts.back());
+  batch->rows_ = {*memory_, ids.size()};
   batch->sizes_.resize(tables);
   spread(tables, 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t t = begin; t < end; ++t) {
-      Distinct distinct(parts[t + 1] - parts[t], found.get() + parts[t], counts.get() + parts[t]);
+      Distinct distinct(parts[t + 1] - parts[t], found.data() + parts[t], counts.data() + parts[t]);
       for (const int f : features_of_[t]) {
         const auto [first, last] = range(f);
         for (std::size_t i = first; i < last; ++i) batch->rows_[i] = distinct.number(ids[i]);
@@ -171,14 +181,14 @@ std::unique_ptr<LayoutBatch> Layouts::plan(std::span<const std::int64_t> ids,
     batch->first_.push_back(batch->first_.back() + size);
     batch->floats_.push_back(batch->floats_.back() + size * table_dims_[t]);
   }
-  batch->ids_.reserve(batch->first_.back());
-  batch->counts_.reserve(batch->first_.back());
-  for (std::size_t t = 0; t < tables; ++t) {
-    const std::int64_t* const ids_of = found.get() + parts[t];
-    const std::int64_t* const counts_of = counts.get() + parts[t];
-    batch->ids_.insert(batch->ids_.end(), ids_of, ids_of + batch->sizes_[t]);
-    batch->counts_.insert(batch->counts_.end(), counts_of, counts_of + batch->sizes_[t]);
-  }
+  batch->ids_ = {*memory_, batch->first_.back()};
+  batch->counts_ = {*memory_, batch->first_.back()};
+  spread(tables, 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t t = begin; t < end; ++t) {
+      std::copy_n(found.data() + parts[t], batch->sizes_[t], batch->ids_.data() + batch->first_[t]);
+      std::copy_n(counts.data() + parts[t], batch->sizes_[t], batch->counts_.data() + batch->first_[t]);
+    }
+  });
   return batch;
 }
 

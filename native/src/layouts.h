@@ -16,6 +16,8 @@
 #include <span>
 #include <vector>
 
+#include "kept_memory.h"
+#include "team_choice.h"
 #include "workers.h"
 
 namespace monolith {
@@ -42,9 +44,11 @@ struct UseSpec {
 // One batch, planned. Never changes.
 class LayoutBatch {
  public:
-  std::span<const std::int64_t> ids() const { return ids_; }        // distinct, table after table
-  std::span<const std::int64_t> sizes() const { return sizes_; }    // how many of them each table has
-  std::span<const std::int64_t> counts() const { return counts_; }  // how often each was met
+  std::span<const std::int64_t> ids() const { return {ids_.data(), ids_.size()}; }  // distinct, by table
+  std::span<const std::int64_t> sizes() const { return sizes_; }  // how many of them each table has
+  std::span<const std::int64_t> counts() const {                  // how often each was met
+    return {counts_.data(), counts_.size()};
+  }
   std::size_t batch_size() const { return batch_size_; }
   std::size_t floats() const { return floats_.back(); }  // of the distinct ids' rows, one after another
   // Whether every cell that is read has exactly one id.
@@ -71,9 +75,10 @@ class LayoutBatch {
   };
 
   std::size_t batch_size_ = 0;
-  std::vector<std::int64_t> ids_, sizes_, counts_;
-  std::vector<std::uint32_t> splits_;  // where each cell begins among the batch's ids, then their number
-  std::vector<std::uint32_t> rows_;  // of each of the batch's ids: its number among its table's distinct ones
+  std::vector<std::int64_t> sizes_;
+  KeptArray<std::int64_t> ids_, counts_;
+  KeptArray<std::uint32_t> splits_;  // where each cell begins among the batch's ids, then their number
+  KeptArray<std::uint32_t> rows_;    // of each of the batch's ids: its number among its table's distinct ones
   std::vector<float> factors_;       // of each of the batch's ids, where features are weighted; see plan
   std::vector<Cells> cells_;         // by feature of the layouts
   std::vector<std::size_t> first_;   // by table: its first distinct id, then their number
@@ -147,6 +152,8 @@ class Layouts {
   std::vector<std::vector<int>> features_of_;  // by table
   std::vector<Placing> placings_;              // what gathering does, in order
   bool takes_maximum_ = false;
+  const std::shared_ptr<KeptMemory> memory_ = std::make_shared<KeptMemory>();
+  mutable TeamChoice planning_, gathering_, scattering_;
 };
 
 }  // namespace monolith

@@ -149,6 +149,7 @@ void Layouts::gather(const LayoutBatch& batch, std::span<const float> rows,
     if (outputs[o].size() != batch.batch_size_ * static_cast<std::size_t>(output_floats_[o]))
       refuse("output " + std::to_string(o) + " must have " + std::to_string(output_floats_[o]) +
              " floats per example");
+  const MeasuredCall call(workers_.get(), gathering_, batch.rows_.size());
   spread(batch.batch_size_, kExamples, [&](std::size_t begin, std::size_t end) {
     for (std::size_t at = begin; at < end; at += kExamples)
       for (const Placing& placing : placings_)

@@ -320,9 +320,10 @@ void Layouts::scatter(const LayoutBatch& batch, std::span<const float> rows,
         gradients[o].size() != batch.batch_size_ * static_cast<std::size_t>(output_floats_[o]))
       refuse("the gradient of output " + std::to_string(o) + " must have " +
              std::to_string(output_floats_[o]) + " floats per example");
+  const MeasuredCall call(workers_.get(), scattering_, batch.rows_.size());
   Scattering scattering(*this, batch, rows, scale, out);
   scattering.prepare(gradients);
-  const auto parts = scattering.parts(workers_ != nullptr ? workers_->threads() : 1);
+  const auto parts = scattering.parts(workers_ != nullptr ? workers_->at_hand() : 1);
   spread(parts.size(), 1, [&](std::size_t begin, std::size_t end) {
     for (std::size_t p = begin; p < end; ++p) scattering.run(parts[p]);
   });

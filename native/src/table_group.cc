@@ -86,7 +86,10 @@ FusedOffsets fused_offsets(std::span<const std::int64_t> dims, std::span<const s
 }
 
 TableGroup::TableGroup(std::vector<std::shared_ptr<Table>> tables, std::shared_ptr<Workers> workers)
-    : tables_(std::move(tables)), workers_(std::move(workers)) {
+    : tables_(std::move(tables)),
+      workers_(std::move(workers)),
+      reading_(workers_ != nullptr ? workers_->threads() : 1),
+      training_(workers_ != nullptr ? workers_->threads() : 1) {
   dims_.reserve(tables_.size());
   for (const auto& table : tables_) {
     if (table == nullptr) throw std::invalid_argument("a group needs tables, got none in its place");
@@ -104,6 +107,7 @@ void TableGroup::lookup(std::span<const std::int64_t> ids, std::span<const std::
   const FusedOffsets at = offsets(sizes, num_shards, ids.size());
   if (out.size() != static_cast<std::size_t>(at.floats.back()))
     refuse("out must hold dim floats per id", at.floats.back(), out.size());
+  const MeasuredCall call(workers_.get(), reading_, ids.size());
   each(sizes.size(), [&](std::size_t piece) {
     if (sizes[piece] > 0)
       tables_[piece % tables_.size()]->lookup(ids.subspan(at.ids[piece], sizes[piece]),
@@ -154,6 +158,7 @@ void TableGroup::apply_gradients(std::span<const std::int64_t> ids, std::span<co
     rates.push_back(segments);
     segments += table->entry().segments();
   }
+  const MeasuredCall call(workers_.get(), training_, ids.size());
   each(count, [&](std::size_t k) {
     Table& table = *tables_[k];
     Gather<std::int64_t> gather_ids;

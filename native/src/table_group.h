@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "table.h"
+#include "team_choice.h"
 #include "workers.h"
 
 namespace monolith {
@@ -62,6 +63,7 @@ class TableGroup {
   const std::vector<std::shared_ptr<Table>> tables_;
   const std::shared_ptr<Workers> workers_;
   std::vector<std::int64_t> dims_;
+  mutable TeamChoice reading_, training_;
 };
 
 }  // namespace monolith

@@ -14,7 +14,7 @@ constexpr std::size_t kAhead = 6;    // rows are fetched this long before the co
 // Ids per task, whole blocks: some tasks for every thread, and none that is not worth waking one for.
 std::size_t grain_of(std::size_t count, const Workers* workers) {
   if (count < 8 * kBlock) return 8 * kBlock;
-  const std::size_t tasks = 4 * (workers != nullptr ? workers->threads() : 1);
+  const std::size_t tasks = 4 * (workers != nullptr ? workers->at_hand() : 1);
   return std::clamp(count / tasks / kBlock, std::size_t{4}, std::size_t{16}) * kBlock;
 }
 

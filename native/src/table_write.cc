@@ -54,7 +54,7 @@ void Table::group(std::span<const std::int64_t> ids, int bits, Batch& batch) con
   const std::size_t count = ids.size();
   const std::size_t groups = std::size_t{1} << bits;
   Item* items = batch.items.ensure(count);
-  const int threads = workers_ != nullptr ? workers_->threads() : 1;
+  const int threads = workers_ != nullptr ? workers_->at_hand() : 1;
   const std::size_t chunks = threads > 1 && count >= 16384 ? threads : 1;
   const std::size_t chunk = (count + chunks - 1) / chunks;
   batch.counts.assign(chunks * groups, 0);
@@ -309,7 +309,7 @@ void Table::write(std::span<const std::int64_t> ids, EventTimes times, OnAbsent 
 
   // Tasks are runs of whole groups: an id is met by one thread only, in order.
   const std::size_t groups = batch->starts.size() - 1;
-  const std::size_t threads = workers_ != nullptr ? workers_->threads() : 1;
+  const std::size_t threads = workers_ != nullptr ? workers_->at_hand() : 1;
   const std::size_t target = std::clamp<std::size_t>(ids.size() / (threads * 8), 512, 16384);
   std::vector<std::size_t> cuts{0};
   for (std::size_t g = 1; g < groups; ++g)

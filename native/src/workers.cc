@@ -21,11 +21,25 @@ void linger(const Done& done) {
 
 }  // namespace
 
+thread_local Workers::Party* Workers::party_ = nullptr;
+
+Workers::Limit::Limit(Workers& workers, int threads)
+    : party_{&workers, std::clamp(threads, 1, workers.threads()), 0}, before_(Workers::party_) {
+  party_.room = party_.threads - 1;
+  if (workers.own_party() == nullptr) Workers::party_ = &party_;
+}
+
+Workers::Limit::~Limit() {
+  Workers::party_ = before_;
+}
+
 struct Workers::Job {
-  Job(const std::function<void(std::size_t)>& work, std::size_t tasks) : work(work), tasks(tasks) {}
+  Job(const std::function<void(std::size_t)>& work, std::size_t tasks, Party* party)
+      : work(work), tasks(tasks), party(party) {}
 
   const std::function<void(std::size_t)>& work;
   const std::size_t tasks;
+  Party* const party;  // within which it is run, or none
   std::atomic<std::size_t> next{0};
   std::atomic<int> helpers{0};  // changed under Workers::mutex_
   std::mutex failure_mutex;
@@ -71,20 +85,28 @@ void Workers::serve() {
       linger([&] { return queued_.load(std::memory_order_relaxed) > 0; });
       lock.lock();
     }
-    wanted_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+    Job* job = nullptr;
+    wanted_.wait(lock, [&] { return stopping_ || (job = find_job()) != nullptr; });
     if (stopping_) return;
-    Job* job = jobs_.front();
-    if (job->exhausted()) {
-      take_out(job);
-      continue;
-    }
     ++job->helpers;
+    if (job->party != nullptr) --job->party->room;
     lock.unlock();
+    party_ = job->party;
     help(*job);
+    party_ = nullptr;
     lock.lock();
+    if (job->party != nullptr) ++job->party->room;
     // The job lives on its caller's stack, and the caller leaves once helpers is back at zero.
     if (--job->helpers == 0) left_.notify_all();
   }
+}
+
+Workers::Job* Workers::find_job() {
+  while (!jobs_.empty() && jobs_.front()->exhausted()) take_out(jobs_.front());
+  const auto open = std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) {
+    return !job->exhausted() && (job->party == nullptr || job->party->room > 0);
+  });
+  return open != jobs_.end() ? *open : nullptr;
 }
 
 void Workers::take_out(Job* job) {
@@ -93,16 +115,17 @@ void Workers::take_out(Job* job) {
 }
 
 void Workers::run(std::size_t tasks, const std::function<void(std::size_t)>& work) {
-  Job job(work, tasks);
-  if (team_.empty() || tasks < 2) {
+  Job job(work, tasks, own_party());
+  if (team_.empty() || tasks < 2 || at_hand() == 1) {
     help(job);
   } else {
+    std::size_t useful = std::min(team_.size(), tasks - 1);
     {
       std::lock_guard lock(mutex_);
+      if (job.party != nullptr) useful = std::min(useful, static_cast<std::size_t>(job.party->room));
       jobs_.push_back(&job);
       queued_.store(jobs_.size(), std::memory_order_relaxed);
     }
-    const std::size_t useful = std::min(team_.size(), tasks - 1);
     for (std::size_t i = 0; i < useful; ++i) wanted_.notify_one();
     help(job);
     std::unique_lock lock(mutex_);

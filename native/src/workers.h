@@ -27,23 +27,57 @@ class Workers {
 
   int threads() const { return static_cast<int>(team_.size()) + 1; }
 
+  // How many threads measured calls have from now on, at most all; 0, as at first, lets a TeamChoice say.
+  void fix(int threads) { fixed_.store(threads, std::memory_order_relaxed); }
+  int fixed() const { return fixed_.load(std::memory_order_relaxed); }
+
+  // While it lives, what its thread runs here has at most `threads` threads, with all that this runs in turn.
+  // Within another limit of the same team it changes nothing.
+  class Limit;
+  // How many threads may take part in what this thread runs next.
+  int at_hand() const { return limited() ? party_->threads : threads(); }
+  bool limited() const { return own_party() != nullptr; }
+
   // Runs work(0) .. work(tasks - 1), each exactly once, on up to `threads()` threads, and returns when
   // all are done. The first exception is rethrown here; tasks not yet begun are then dropped.
   void run(std::size_t tasks, const std::function<void(std::size_t)>& work);
 
  private:
   struct Job;
+  // Those who work for one limited call, the caller among them.
+  struct Party {
+    const Workers* team;
+    int threads;
+    int room;  // for how many more
+  };
+  static thread_local Party* party_;  // what this thread works within, or none
+  Party* own_party() const { return party_ != nullptr && party_->team == this ? party_ : nullptr; }
   void serve();
   static void help(Job& job);
-  void take_out(Job* job);  // with mutex_ held
+  // Both with mutex_ held.
+  Job* find_job();  // that one more may join
+  void take_out(Job* job);
 
-  std::mutex mutex_;  // guards jobs_, stopping_ and the helper count of every queued job
+  std::atomic<int> fixed_{0};
+  std::mutex mutex_;  // guards jobs_, stopping_, the helper count of every queued job and the room in parties
   std::condition_variable wanted_;
   std::condition_variable left_;
   std::deque<Job*> jobs_;
   std::atomic<std::size_t> queued_{0};  // how many jobs there are, for whoever has not got the mutex
   bool stopping_ = false;
   std::vector<std::thread> team_;
+};
+
+class Workers::Limit {
+ public:
+  Limit(Workers& workers, int threads);
+  ~Limit();
+  Limit(const Limit&) = delete;
+  Limit& operator=(const Limit&) = delete;
+
+ private:
+  Party party_;
+  Party* const before_;
 };
 
 }  // namespace monolith

@@ -55,9 +55,9 @@ def test_all_that_is_promised_is_there(results: list[Result], case: str, metric:
     assert result.value > 0
 
 
-def test_the_table_has_doubled_when_growth_was_measured(results: list[Result]) -> None:
+def test_the_table_has_grown_when_growth_was_measured(results: list[Result]) -> None:
     (growth,) = found(results, "growing, longest call", "longest_pause")
-    assert growth.note == "to 8,192 rows"
+    assert float(str(growth.note).partition(" times the memory")[0]) > 1
 
 
 def test_without_options_it_measures_what_is_published() -> None:

@@ -356,6 +356,51 @@ def test_many_threads_give_the_same_bits_as_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))  # type: ignore[arg-type]
 
 
+def large_batch() -> tuple[GatheredBatch, Tensor]:
+    """Return a batch whose outputs and gradients take more than a megabyte each, and its rows."""
+    plan = plan_layouts({"t": 64}, [InputSpec("a", "t", Sum())], [layout("all", CONCAT, ("a", 0, 64))])
+    found = Gatherer(plan, native.Workers(2)).read(FeatureIds.one_each(("a",), torch.arange(8192)[:, None]))
+    return found, random_rows(found)
+
+
+def test_memory_that_nobody_holds_is_used_again() -> None:
+    found, rows = large_batch()
+    (first,) = found.gather(rows)
+    place = first.data_ptr()
+    (second,) = found.gather(rows)
+    assert second.data_ptr() != place
+    del first
+    (third,) = found.gather(rows)
+    assert third.data_ptr() == place
+
+
+def test_what_somebody_holds_is_left_alone() -> None:
+    found, rows = large_batch()
+    rows.requires_grad_()
+    (held,) = found.outputs(rows)
+    part = held[5:7].detach()
+    known = part.clone()
+    del held
+    for _ in range(3):
+        found.gather(torch.zeros_like(rows))
+    assert torch.equal(part, known)
+    (output,) = found.outputs(rows)
+    output.sum().backward()
+    gradient = rows.grad
+    for _ in range(3):
+        found.scatter(rows, (torch.zeros(8192, 64),))
+    assert gradient is not None
+    assert (gradient == 1).all()
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    found, rows = large_batch()
+    (output,) = found.outputs(rows.requires_grad_())
+    output.mul_(2).sum().backward()
+    assert rows.grad is not None
+    assert (rows.grad == 2).all()
+
+
 # The batch and configuration of upstream's serving_ps_test, made consistent
 
 

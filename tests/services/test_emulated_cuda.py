@@ -70,6 +70,9 @@ extern "C" __global__ void count_badly(int* out) {
   atomicExch(out, before + 1);
 }
 
+// Wrong, too: who is last stays.
+extern "C" __global__ void last_block(int* out) { *out = blockIdx.x; }
+
 extern "C" __global__ void count_well(int* out) { atomicAdd(out, 1); }
 """
 
@@ -128,6 +131,12 @@ def test_a_seed_shows_what_depends_on_the_order_of_threads() -> None:
     assert run("count_badly", zeros(1)) == [32]
     assert run("count_badly", zeros(1), seed=1) != [32]
     assert run("count_well", zeros(1), seed=1) == [32]
+
+
+def test_a_seed_shows_what_depends_on_the_order_of_blocks() -> None:
+    assert run("last_block", zeros(1), blocks=9) == [8]
+    assert {run("last_block", zeros(1), blocks=9, seed=seed)[0] for seed in (1, 2, 3)} != {8}
+    assert run("count_well", zeros(1), blocks=9, seed=1) == [9 * 32]
 
 
 def test_arguments_of_another_size_are_refused() -> None:

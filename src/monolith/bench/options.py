@@ -78,6 +78,34 @@ class BenchTrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchPartsOptions:
+    """Measure the parts of a training step on the CPU: on one thread, on more, on as many as we choose."""
+
+    ids: int = 10_000_000
+    """The number of ids of all features together."""
+    features: int = 26
+    """The number of features, with one id each in every example."""
+    dim: int = 16
+    """Floats per vector, beside a bias."""
+    hidden: tuple[int, ...] = (128, 64)
+    """Widths of the MLP's hidden layers."""
+    batches: tuple[int, ...] = (2048, 65_536)
+    """Numbers of examples in a batch."""
+    threads: tuple[int, ...] = ()
+    """Numbers of threads, at most the machine's cores; by default 1, 2, 4 and so on up to all of them."""
+    distribution: str = "uniform"
+    """How often ids come: uniform, or zipf."""
+    repeats: int = 4
+    """The number of rounds, after one to warm up; the best counts."""
+    quick: bool = False
+    """A small run of a few seconds, to see that it works; its numbers mean little."""
+    json: bool = False
+    """Print one JSON object on standard output; progress goes to standard error."""
+    seed: int = 0
+    """The same seed gives the same batches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BenchStoreOptions:
     """Measure rows on parameter servers beside rows in this process, and beside the network alone."""
 

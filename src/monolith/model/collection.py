@@ -122,7 +122,8 @@ class EmbeddingCollection(nn.Module):
             store on a CUDA device they are where its rows are: ids go up, rows and gradients never come down,
             and no call waits for the device.
         seed: For random initializers.
-        threads: That share a batch, the caller counted; by default as many as torch uses.
+        threads: That share a batch at most, the caller counted; by default as many as torch uses. How many
+            a call has is found by measuring, and changes nothing but its time.
     """
 
     def __init__(

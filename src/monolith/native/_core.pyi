@@ -245,6 +245,25 @@ class Workers:
     @property
     def threads(self) -> int: ...
 
+    def fix(self, threads: int) -> None:
+        """
+        Give calls so many threads from now on; 0, as at first, as many as were found to be fastest.
+        """
+
+class KeptMemory:
+    """Large arrays whose memory is used again. Thread-safe."""
+
+    def __init__(self) -> None: ...
+
+    def floats(self, size: int) -> NDArray[numpy.float32]:
+        """
+        An array that is not initialised; its memory is kept for the next one once nobody has it.
+        """
+
+    @property
+    def bytes(self) -> int:
+        """That lie here for whoever comes next."""
+
 class RawRows:
     """Rows at known positions: the limit a table is measured against."""
 

@@ -79,6 +79,7 @@ class MultiTable:
                 raise UnknownTableError(f"slot {slot!r} is to live in table {name!r}, which is not given")
         self._dims = np.array([table.dim for table in self._tables.values()], np.int64)
         self._workers = workers
+        self._memory = native.KeptMemory()
         self._kept: tuple[list[native.Table], _Group] | None = None
         self._device = common_device(list(self._tables.values()))
         self._kept_fused: FusedTables | None = None
@@ -260,7 +261,7 @@ class MultiTable:
         recv_splits, id_offsets, emb_offsets = self._offsets(counts, num_batches, len(keys))
         floats = int(emb_offsets[-1])
         if out is None:
-            out = torch.from_numpy(np.empty(floats, np.float32))  # in huge pages, unlike torch's own
+            out = torch.from_numpy(self._memory.floats(floats))
         answer, embeddings = arguments.out_array(out, floats)
         self._group().lookup(keys, counts, num_batches, embeddings)
         return FusedRows(answer, *map(torch.from_numpy, (recv_splits, id_offsets, emb_offsets)))

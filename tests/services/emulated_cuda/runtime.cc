@@ -1,16 +1,19 @@
 // Runs kernels on the CPU: blocks one after another, threads of a block by turns.
 //
+// A thread runs until it has to wait for others, at a barrier or an intrinsic of its warp, and goes on once all
+// have come that must: the threads of the mask, or of the block, that have not ended. Where nobody can go on the
+// launch fails and says who waits where. With a seed blocks and threads go on in an order drawn from it, and let
+// others go first at atomics and at loads past the cache: what depends on the order comes out differently.
+//
 // A thread that waits keeps its stack, and who has its turn next goes on at once; a stack whose thread has ended
-// is there for the next to begin. So threads that never wait are run like calls in a loop. A thread runs until it has to wait for others, at a barrier or an intrinsic of its warp, and goes on once all
-// have come that must: the threads of the mask, or of the block, that have not ended. Where nobody can go on
-// the launch fails and says who waits where. With a seed threads go on in an order drawn from it, and let others
-// go first at atomics and at loads past the cache, so that what depends on the order comes out differently.
+// is there for the next to begin. So threads that never wait are run like calls in a loop.
 
 #include <csetjmp>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -345,9 +348,14 @@ const char* emulated::emulated_launch(void (*call)(void**), void** arguments, u3
   emulated_block_dim = {many, 1, 1};
   emulated_grid_dim = {blocks, 1, 1};
   threads_there = (int)many;
-  for (u32 block = 0; block < blocks && failure.empty(); ++block) {
+  std::vector<u32> order(blocks);
+  std::iota(order.begin(), order.end(), 0u);
+  for (size_t left = blocks; emulated_is_shuffled && left > 1; --left)
+    std::swap(order[left - 1], order[draw() % left]);
+  for (const u32 block : order) {
     emulated_block_idx = {block, 0, 0};
     run_block();
+    if (!failure.empty()) break;
   }
   if (failure.empty()) return nullptr;
   idle = stacks;

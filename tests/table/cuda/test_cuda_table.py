@@ -30,7 +30,7 @@ from monolith.table import (
     load,
 )
 from monolith.table.cuda import cuda_table
-from monolith.table.cuda.memory import DeviceMemory
+from monolith.table.cuda.memory import DeviceMemory, RowArrays
 
 SEGMENT = Segment(dim=8, optimizer=Adagrad(), initializer=RandomUniform(), learning_rate=0.5)
 CONFIG = TableConfig(name="item", segments=(SEGMENT,), initial_rows=4096)
@@ -268,6 +268,30 @@ def test_rows_that_come_and_go_in_a_full_table_are_found_and_never_two_memories_
     assert len(rows.ids.unique()) == len(rows) == len(table)
     assert all(old + new <= capacity for old, new in pairwise(taken))
     assert taken[-1] > 0.9 * capacity
+
+
+def test_a_table_grows_by_less_where_the_device_has_no_room_for_more(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it has none at all the call says so, and the table is as it was."""
+    taken = RowArrays.of
+    most = 3000
+
+    def of(layout: Any, rows: int, where: torch.device) -> RowArrays:
+        if rows > most:
+            raise torch.OutOfMemoryError("no room")
+        return taken(layout, rows, where)
+
+    monkeypatch.setattr(RowArrays, "of", of)
+    table = CudaTable(TableConfig(name="item", segments=(SEGMENT,)), device=device)
+    ids, values = torch.arange(2000), torch.rand(2000, 8)
+    for some in ids.split(100):
+        table.assign(some, values[some])
+    assert torch.equal(table.lookup(ids), values)
+    with pytest.raises(AcceleratorError, match="capacity_bytes"):
+        table.assign(ids + 2000, values)
+    assert torch.equal(table.lookup(ids), values)
+    assert len(table) == 2000
 
 
 def test_evicting_goes_by_parts_and_gives_memory_back(

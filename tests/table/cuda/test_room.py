@@ -63,6 +63,15 @@ def test_a_table_that_will_be_large_takes_its_budget_at_once() -> None:
     assert not plan.grows(plan.first(5000))
 
 
+def test_where_a_device_has_no_room_for_the_wanted_size_smaller_ones_are_tried() -> None:
+    plan = room()
+    wanted = plan.grown(1024, 800)
+    tried = plan.sizes(wanted, 800)
+    assert tried[0] == wanted > tried[1] > tried[2]
+    assert 800 < plan.limit(tried[2]) < 1.1 * 800
+    assert room(capacity_bytes=10_000 * BYTES).sizes(wanted, 800) == [wanted]
+
+
 def test_memory_goes_back_when_nearly_nobody_uses_it_but_never_below_the_first_size() -> None:
     plan = room(initial_rows=300)
     large = plan.grown(plan.first(300), 100_000)

@@ -534,7 +534,7 @@ class CudaTable:
             return True
         if not self._room.grows(self._held.places):
             return False
-        self._move(self._room.grown(self._held.places, seen.rows + coming), seen.rows)
+        self._move(self._room.grown(self._held.places, seen.rows + coming), seen.rows, coming)
         return seen.rows + coming <= self._limit
 
     def _reserve(self, ids: int) -> None:
@@ -546,7 +546,7 @@ class CudaTable:
             self._held.tidy()
             seen = self._fill.read()
         if seen.counters[USED] + _SPARE * ids > self._limit:
-            self._move(self._room.reserved(self._held.places, seen.rows, 2 * _SPARE * ids), seen.rows)
+            self._move(self._room.reserved(self._held.places, seen.rows, 2 * _SPARE * ids), seen.rows, ids)
 
     @property
     def _writes_alone(self) -> bool:
@@ -565,9 +565,16 @@ class CudaTable:
         if places is not None:
             self._move(places, rows)
 
-    def _move(self, places: int, rows: int) -> None:
-        before = self._held
-        self._memory = before.moved(places)
+    def _move(self, places: int, rows: int, coming: int = 0) -> None:
+        """Move all rows to a memory of about this size, which has room for those that come."""
+        before, sizes = self._held, self._room.sizes(places, rows + coming)
+        while True:
+            try:
+                self._memory = before.moved(sizes.pop(0))
+                break
+            except AcceleratorError:
+                if not sizes:
+                    raise
         before.keep_for(self._stream)
         self._fill.holds(rows)
 

@@ -14,7 +14,12 @@ __device__ __forceinline__ int claim_one(u64* keys, u64 buckets, u64* counters, 
   u32 newest = 0;
   fresh = false;
   if (there) {
-    if (why == 0) place = claim(keys, buckets, mix((u64)id), fresh);
+    if (why == 0) {
+      // Most ids have a place. A cache that is behind may only miss it, and claiming looks past that.
+      const u64 hash = mix((u64)id);
+      place = find(keys, buckets, hash);
+      if (place == NONE) place = claim(keys, buckets, hash, fresh);
+    }
     if ((why & (UNUSABLE | ELSEWHERE)) == 0) newest = time;
   }
   count(&counters[USED], fresh);

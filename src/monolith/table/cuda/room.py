@@ -17,6 +17,7 @@ FULL = 0.75
 
 _AFTER_GROWTH = 0.375
 _AFTER_LARGE_GROWTH = 0.5
+_LEAST_GROWTH = 0.7  # the load after a growth that found little room
 _LARGE_BYTES = 1 << 30
 _BRIM = 0.9  # of the places of a table that does not grow any more
 _LEAST_PLACES = 256
@@ -62,6 +63,14 @@ class Room:
         if self._most is None or wanted <= self._small:
             return max(wanted, places)
         return (self._most - places - BESIDE) // KEYS * KEYS
+
+    def sizes(self, wanted: int, rows: int) -> list[int]:
+        """Return the sizes to try for so many rows, the wanted first: smaller ones where the device has no
+        room for that. A budget leaves no choice."""
+        least = _places_for(rows, _LEAST_GROWTH)
+        if self._most is not None or least >= wanted:
+            return [wanted]
+        return [wanted, (wanted + least) // 2 // KEYS * KEYS, least]
 
     @property
     def bounded(self) -> bool:
