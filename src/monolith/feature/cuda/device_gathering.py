@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -67,12 +68,12 @@ class DeviceGatherer:
             known = self._placed(batch, cells, splits)
         staged = _Staged(
             self.device,
-            features=known.about.nbytes,
+            features=len(known.about),
             ids=known.ids,
             weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
         )
-        staged.features.numpy()[:] = known.about.view(np.uint8)
+        staged.features.copy_(known.about)
         for source, to, count in known.runs:
             staged.ids[to : to + count].copy_(batch.ids[source : source + count])
             if batch.weights is not None and staged.weights is not None:
@@ -84,7 +85,7 @@ class DeviceGatherer:
             self,
             buffer,
             staged.over(buffer),
-            known.sizes,
+            known,
             batch.batch_size,
             plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
@@ -173,8 +174,16 @@ class DeviceGatherer:
         about["shift"] = about["first"] - starts
         about["step"] = cells.step
         about["weighted"] = weighted
-        runs = list(_runs(starts, about["first"], counts))
-        return _Placed(about, sizes, runs, int(counts.sum()), bool(weighted.any()))
+        pinned = self.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send them along
+        pinned.numpy()[:] = sizes
+        return _Placed(
+            about=torch.from_numpy(about.view(np.uint8)),
+            sizes=pinned,
+            floats=int(sizes @ self.on_device.dims),
+            runs=list(_runs(starts, about["first"], counts)),
+            ids=int(counts.sum()),
+            weighs=bool(weighted.any()),
+        )
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -216,9 +225,14 @@ class DeviceGatherer:
 class _Placed:
     """Where the ids of a batch go. Never changed."""
 
-    about: NDArray[np.void]
-    sizes: NDArray[np.int64]
+    about: Tensor
+    """What kernels are told of each feature, by bytes."""
+    sizes: Tensor
+    """int64 of shape (tables,)."""
+    floats: int
+    """Of the rows of all ids."""
     runs: list[tuple[int, int, int]]
+    """What of a batch's ids goes where: begin, place and number."""
     ids: int
     weighs: bool
 
@@ -247,8 +261,8 @@ class _Staged:
     """What goes up of one batch, in one stretch of pinned memory."""
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
-        ends = np.cumsum([features, 8 * ids, 4 * weights, 4 * splits]).tolist()
-        self._ends: list[int] = ends
+        ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
+        self._ends = ends
         self.memory = device.pinned((max(ends[-1], 1),), torch.uint8)
         self.features, self.ids, self.weights, self.splits = self.over(self.memory)
 
@@ -274,7 +288,7 @@ class DeviceBatch:
         gatherer: DeviceGatherer,
         buffer: Tensor,
         parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-        sizes: NDArray[np.int64],
+        placed: _Placed,
         batch_size: int,
         *,
         plain: bool,
@@ -282,9 +296,8 @@ class DeviceBatch:
     ) -> None:
         features, self.ids, weights, splits = parts
         self.batch_size = batch_size
-        self.sizes = gatherer.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send it along
-        self.sizes.numpy()[:] = sizes
-        self.floats = int(sizes @ gatherer.on_device.dims)
+        self.sizes = placed.sizes
+        self.floats = placed.floats
         self._gatherer = gatherer
         self._buffer = buffer
         self._gather = "gather_plain" if plain else "gather"
