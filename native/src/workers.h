@@ -34,6 +34,7 @@ class Workers {
  private:
   struct Job;
   void serve();
+  void stop();  // ends and joins all threads
   static void help(Job& job);
   void take_out(Job* job);  // with mutex_ held
 
