@@ -311,6 +311,7 @@ class DeviceBatch:
         self.floats = placed.floats
         self._gatherer = gatherer
         self._buffer = buffer
+        self._stream = gatherer.device.current_stream()
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
         self._struct = BatchStruct(
@@ -359,10 +360,19 @@ class DeviceBatch:
                 "a GPU; use smaller batches"
             )
         with gatherer.device.active():
+            self._arrive(rows)
             outputs = tuple(rows.new_empty((self.batch_size, *shape)) for shape in gatherer.plan.shapes)
             pointers, blocks = plan.pointers(outputs), blocks_for(threads)
             gatherer.launch(self._gather, blocks, self._struct, plan.struct, pointers, rows.detach())
         return outputs
+
+    def _arrive(self, rows: Tensor) -> None:
+        """Have the current stream wait for the one that the batch was read on, if that is another."""
+        current = self._gatherer.device.current_stream()
+        if current != self._stream:
+            current.wait_for(self._stream)
+            current.keep(self._buffer)
+            current.keep(rows)
 
     def scatter(self, rows: Tensor | None, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """Return the gradient of `rows` from those of the outputs, of which None is zeros."""
