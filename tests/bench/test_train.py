@@ -142,6 +142,13 @@ def test_on_a_gpu_rows_there_and_rows_in_host_memory_stand_beside_torch(
     assert step.value == pytest.approx(int(case[-1]) / rate.value * 1e3)
 
 
+def test_a_step_on_rows_on_the_device_says_what_it_is_made_of(on_device: list[Result]) -> None:
+    case = "monolith, rows on the device, uniform, batches of 4"
+    values = {one.case: one.value for one in on_device if one.metric == "ms_per_step"}
+    for phase in ("launching", "lookup", "forward", "backward", "update"):
+        assert (values[f"{phase} of a step, {case}"] or 0) > 0
+
+
 def test_a_step_on_rows_in_host_memory_stands_beside_the_larger_of_host_and_device_work(
     on_device: list[Result],
 ) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from monolith.bench.timing import Contender, Timing, race
 from monolith.bench.trainers import FusedTorchTrainer, OurTrainer
-from monolith.cuda import Device
+from monolith.cuda import Device, ModuleGraph
 from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
 from monolith.train.lane import Lane
 
 _WARM_UP = 4
 _MOST_STEPS = 400
+_BUSY = 16_384  # rows of a square matrix that takes a GPU longer to multiply than a host to launch a step
 _PREPARED = 4
 """Batches whose rows are on the device while it works alone."""
 
@@ -79,6 +80,50 @@ class PlainRun:
         for number in numbers:
             self.trainer.train(self._batches[number], self._labels)
         self._device.current_stream().synchronize()
+
+    def phases(self) -> dict[str, float]:
+        """Return what the host takes to launch a step, and the device to compute its phases, in milliseconds.
+
+        The device is kept busy until all is launched, so that it waits for nobody.
+        """
+        stream, trainer = self._device.current_stream(), self.trainer
+        stream.synchronize()
+        if self._device.torch_device.type == "cuda":
+            busy = torch.empty((_BUSY, _BUSY), device=self._device.torch_device)
+            torch.mm(busy, busy)
+        began, marks = time.perf_counter(), [stream.record(timed=True)]
+        prepared = trainer.model.embeddings.prepare(self._batches[0])
+        marks.append(stream.record(timed=True))
+        loss = trainer.forward(prepared, self._labels)
+        marks.append(stream.record(timed=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(stream.record(timed=True))
+        trainer.update()
+        marks.append(stream.record(timed=True))
+        launched = (time.perf_counter() - began) * 1e3
+        names = ("lookup", "forward", "backward", "update")
+        took = [mark.milliseconds_since(before) for before, mark in itertools.pairwise(marks)]
+        return {"launching": launched} | dict(zip(names, took, strict=True))
+
+
+class GraphedRun(PlainRun):
+    """The same with the dense half replayed from CUDA graphs, captured for each size of batches."""
+
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._graphs: dict[int, ModuleGraph] = {}
+
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        if len(labels) not in self._graphs:
+            self._graphs[len(labels)] = self.trainer.model.capture(len(labels))
+            self._graphs[len(labels)].enabled = False
+
+    def run(self, numbers: Iterable[int]) -> None:
+        graph = self._graphs[len(self._labels)]
+        graph.enabled = True
+        super().run(numbers)
+        graph.enabled = False
 
 
 class PipelinedRun(PlainRun):

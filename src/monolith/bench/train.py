@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from monolith.bench.device_runs import DeviceRun, PipelinedRun, PlainRun, TorchRun, Windows
+from monolith.bench.device_runs import DeviceRun, GraphedRun, PipelinedRun, PlainRun, TorchRun, Windows
 from monolith.bench.ids import DISTRIBUTIONS
 from monolith.bench.options import BenchTrainOptions
 from monolith.bench.report import Report, cores
@@ -216,11 +216,14 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
     torchs = FusedTorchTrainer(*plan.shape, max(plan.batches), device=device.torch_device)
     there = OurTrainer(*plan.shape, plan.threads, device=device, rows_on="device")
     here = PipelinedRun(OurTrainer(*plan.shape, plan.threads, device=device), device)
+    on_device = PlainRun(there, device)
     runs: dict[str, DeviceRun] = {
         TORCHS: TorchRun(torchs, device),
-        "rows on the device": PlainRun(there, device),
+        "rows on the device": on_device,
         HERE: here,
     }
+    if device.torch_device.type == "cuda":  # an emulated one has no graphs
+        runs["rows on the device, dense half as a graph"] = GraphedRun(there, device)
     for batch in plan.batches:
         for name in DISTRIBUTIONS if batch == max(plan.batches) else ("uniform",):
             case = f"{name}, batches of {batch:,}"
@@ -231,6 +234,8 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             windows = Windows(GPU_MANY, plan.least_steps)
             paces = windows.race({of: one.run for of, one in runs.items()}, plan.timing)
             report_paces(report, case, batch, paces)
+            for phase, took in on_device.phases().items():
+                report.add(f"{phase} of a step, rows on the device, {case}", "ms_per_step", took, "ms")
             once = Timing(repeats=1, window=plan.timing["window"])
             halves = windows.race({"host work": here.run_host, "device work": here.run_device}, once)
             report_halves(report, case, paces[HERE], halves)
