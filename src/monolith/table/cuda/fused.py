@@ -269,7 +269,7 @@ class FusedTables:
 
     def _is_alone(self, number: int) -> bool:
         table = self._fused[number]
-        return table is None or self._twice[number] or table._writes_alone
+        return table is None or self._twice[number] or table._rows.writes_alone
 
     def _train_alone(self, number: int, batch: FusedBatch) -> None:
         table, spans = self._tables[number], Spans.of(batch.sizes, self._widths)
@@ -297,7 +297,7 @@ class FusedTables:
         watched = [
             (table, slice(at, at + size))
             for table, at, size in zip(self._fused, plan.spans.ids.tolist(), sizes.tolist(), strict=True)
-            if size and table is not None and not table._watch.idle
+            if size and table is not None and not table._rows.watch.idle
         ]
         ids = places = batch.ids
         if watched:
@@ -305,13 +305,13 @@ class FusedTables:
         claimed = self._claim(work, batch, plan, places if watched else None)
         for table, own in watched:
             mine = replace(claimed, places=places[own], made=claimed.made[own])
-            table._watch.writing(table._held, mine)
+            table._rows.watch.writing(table._held, mine)
         finite = self._stay_finite(batch.rates)
         for steps in plan.steps:
             checked = not all(finite[number] for number in steps.numbers)
             self._step(work, batch, steps, claimed, checked=checked)
         for table, own in watched:
-            table._watch.wrote(ids[own], places[own])
+            table._rows.watch.wrote(ids[own], places[own])
         self._count(work, sizes.tolist())
 
     def _planned(self, known: _Known, batch: FusedBatch, sizes: Ints, alone: NDArray[np.bool_]) -> _Plan:
@@ -350,8 +350,8 @@ class FusedTables:
         """Have every table grow that may not have room for all ids of a batch."""
         grown = False
         for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
-            if size and table is not None and table._fill.bound() + size > limit:
-                table._reserve(size)
+            if size and table is not None and table._rows.fill.bound() + size > limit:
+                table._rows.reserve(size)
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
@@ -431,7 +431,7 @@ class FusedTables:
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
-                near |= table._fill.wrote(size) > ask_from
+                near |= table._rows.fill.wrote(size) > ask_from
         if not near or self._asked is not None:
             return
         many = len(self._fused) * COUNTERS
@@ -440,7 +440,7 @@ class FusedTables:
         given = work.known.arrays, *sizes_of, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
-        written = [0 if table is None else table._fill.written for table in self._fused]
+        written = [0 if table is None else table._rows.fill.written for table in self._fused]
         self._asked = work.stream.record(), written
 
     def _learn(self) -> None:
@@ -453,8 +453,8 @@ class FusedTables:
             if table is None:
                 continue
             try:
-                table._fill.learn(counters, written[number])
-                self._ask_later(number, table._fill.bound(), table._limit)
+                table._rows.fill.learn(counters, written[number])
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
             except TableArgumentError as error:
                 complaint = error
         if complaint is not None:
@@ -530,10 +530,10 @@ class FusedTables:
             [None if memory is None else weakref.ref(memory) for memory in memories],
             arrays,
             np.array([0 if memory is None else memory.places for memory in memories], np.int64),
-            [0 if table is None else table._limit for table in self._fused],
+            [0 if table is None else table._rows.limit for table in self._fused],
             stream.handle,
         )
         for number, table in enumerate(self._fused):
             if table is not None:
-                self._ask_later(number, table._fill.bound(), table._limit)
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
         return known
