@@ -229,6 +229,22 @@ def test_a_step_takes_as_many_launches_whatever_the_number_of_tables() -> None:
     assert operations["sort"] == 1
 
 
+def test_batches_of_the_same_sizes_are_not_taken_for_the_same(device: Device) -> None:
+    """What was worked out for a batch serves the next, unless a table grew or it is summed otherwise."""
+    configs = [config(f"t{k}", replace(WIDE, learning_rate=float)) for k in range(3)]
+    fused, host = on_device(device, configs), [NativeTable(one) for one in configs]
+    draw, sizes = Draw([8] * 3), [40, 530, 30]
+    many = torch.tensor(sizes)
+    for step, (most, dedup) in enumerate([(40, True), (40, True), (40, False), (2000, True), (2000, True)]):
+        ids, by = draw.ids(sizes, most), draw.floats(sizes)
+        apply_by_table(host, ids, sizes, by, step=step, dedup=dedup)
+        fused.fused_apply_gradients(ids, many, by, num_batches=1, step=step, dedup=dedup)
+        found = fused.fused_lookup(ids, many, num_batches=1).embeddings
+        cells = zip(host, ids.split_with_sizes(sizes), strict=True)
+        assert torch.equal(found, torch.cat([table.lookup(cell).flatten() for table, cell in cells]))
+    assert_same(host, list(fused.tables.values()))
+
+
 def test_more_tables_than_a_launch_takes_are_several(device: Device) -> None:
     configs = [config(f"t{k:03}", NARROW) for k in range(100)]
     fused, host = on_device(device, configs), [NativeTable(one) for one in configs]
@@ -567,7 +583,7 @@ def test_other_tables_on_the_device_are_called_by_the_cell(device: Device) -> No
     made, host = [CudaTable(one, device=device) for one in configs], [NativeTable(one) for one in configs]
     several: dict[str, Any] = {"a": _ByItself(made[0]), "b": made[1], "c": _ByItself(made[2])}
     fused, draw, sizes = MultiTable(several), Draw([8, 1, 8]), [20, 5, 0, 0, 7, 30]
-    for step in range(2):
+    for step in range(20):  # until somebody asks how full the tables are
         ids, by, times = draw.ids(sizes), draw.floats(sizes), draw.times(sizes)
         options: dict[str, Any] = {"event_time": times, "step": step}
         apply_by_table(host, ids, sizes, by, **options)

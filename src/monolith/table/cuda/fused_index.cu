@@ -80,9 +80,11 @@ extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,
   settle_cells(tables, cells, order, places);
 }
 
-// Brings the counters of many tables together.
+// Brings the counters of many tables together, zeros for those that are none.
 extern "C" __global__ void collect_counters(const Arrays* __restrict__ tables, int n, int counters,
                                             u64* __restrict__ out) {
   const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-  if (i < n * counters) out[i] = tables[i / counters].counters[i % counters];
+  if (i >= n * counters) return;
+  const u64* const own = tables[i / counters].counters;
+  out[i] = own != nullptr ? own[i % counters] : 0;
 }
