@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from monolith.feature import FeatureIds
 from monolith.model import PreparedBatch
 from monolith.train.lane import Lane
 
-_LEAST_STEPS = 4
+_WARM_UP = 4
 _MOST_STEPS = 400
 _BUSY = 16_384  # rows of a square matrix that takes a GPU longer to multiply than a host to launch a step
 _PREPARED = 4
@@ -128,6 +129,11 @@ class GraphedRun(PlainRun):
 class PipelinedRun(PlainRun):
     """Our rows in host memory: looked up ahead and updated behind by a lane, as in `monolith train`."""
 
+    def __init__(self, trainer: OurTrainer, device: Device) -> None:
+        super().__init__(trainer, device)
+        self._prepared: list[PreparedBatch] = []
+        self._gradients = torch.empty(0)
+
     def run(self, numbers: Iterable[int]) -> None:
         with Lane(iter(numbers), self._prepare) as lane:
             while (found := lane.next()) is not None:
@@ -136,23 +142,23 @@ class PipelinedRun(PlainRun):
             lane.drain()
         self._device.current_stream().synchronize()
 
+    def load(self, batches: Sequence[Tensor], labels: Tensor) -> None:
+        super().load(batches, labels)
+        several = [self._prepare(number) for number in range(len(batches))]
+        self._prepared = several[:_PREPARED]
+        self._gradients = torch.full((max(one.gathered.floats for one in several),), 1e-6)
+
     def run_host(self, numbers: Iterable[int]) -> None:
         """Do what the host does of these steps: find distinct ids, look rows up, update them."""
-        gradients = torch.zeros(0)
         for number in numbers:
             prepared = self._prepare(number)
-            floats = prepared.gathered.floats
-            if len(gradients) < floats:
-                gradients = torch.full((floats,), 1e-6)
-            self.trainer.store.apply_gradients(prepared.keys, gradients[:floats])
+            self.trainer.store.apply_gradients(prepared.keys, self._gradients[: prepared.gathered.floats])
 
     def run_device(self, numbers: Iterable[int]) -> None:
         """Do what the device does of these steps, on rows that are there."""
-        prepared = [self._prepare(number) for number in range(min(_PREPARED, len(self._batches)))]
-        self._device.current_stream().synchronize()
         self.trainer.model.eval()  # then nobody takes the gradients of the rows
         for number in numbers:
-            self.trainer.compute(prepared[number % len(prepared)], self._labels)
+            self.trainer.compute(self._prepared[number % len(self._prepared)], self._labels)
         self.trainer.model.train()
         self._device.current_stream().synchronize()
 
@@ -160,25 +166,31 @@ class PipelinedRun(PlainRun):
         return self.trainer.model.embeddings.prepare(self._batches[number])
 
 
-def race_windows(runs: Mapping[str, Run], batches: int, timing: Timing) -> dict[str, float]:
-    """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
-    contenders = {}
-    for name, run in runs.items():
-        steps = steps_in(run, batches, timing["window"])
-        first = itertools.count(step=steps)
-        contenders[name] = Contender(steps, _window(run, steps, batches), first)
-    return race(contenders, repeats=timing["repeats"], window=0.0)
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How runs are timed: a number of steps at a time, on batches that are gone through in turn."""
 
+    batches: int
+    least_steps: int
 
-def steps_in(run: Run, batches: int, window: float) -> int:
-    """Return how many steps fill a window, after some to warm up."""
-    numbers = [number % batches for number in range(_LEAST_STEPS)]
-    run(numbers)
-    began = time.perf_counter()
-    run(numbers)
-    seconds = (time.perf_counter() - began) / len(numbers)
-    return int(min(max(window / seconds, _LEAST_STEPS), _MOST_STEPS))
+    def race(self, runs: Mapping[str, Run], timing: Timing) -> dict[str, float]:
+        """Return each one's best steps a second: windows by turns, each of as many steps as fill it."""
+        contenders = {}
+        for name, run in runs.items():
+            steps = self._steps(run, timing["window"])
+            contenders[name] = Contender(steps, self._window(run, steps), itertools.count(step=steps))
+        return race(contenders, repeats=timing["repeats"], window=0.0)
 
+    def _steps(self, run: Run, window: float) -> int:
+        """Return how many steps fill a window, after some to warm up."""
+        run(self._numbers(0, _WARM_UP))
+        began = time.perf_counter()
+        run(self._numbers(0, _WARM_UP))
+        seconds = (time.perf_counter() - began) / _WARM_UP
+        return int(min(max(window / seconds, self.least_steps), _MOST_STEPS))
 
-def _window(run: Run, steps: int, batches: int) -> Callable[[int], None]:
-    return lambda first: run([number % batches for number in range(first, first + steps)])
+    def _window(self, run: Run, steps: int) -> Callable[[int], None]:
+        return lambda first: run(self._numbers(first, steps))
+
+    def _numbers(self, first: int, steps: int) -> list[int]:
+        return [number % self.batches for number in range(first, first + steps)]

@@ -193,6 +193,9 @@ class _Operations(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+needs_emulation = pytest.mark.skipif("emulated" not in device_names(), reason="needs g++")
+
+
 def _asked_of_the_device(tables: int) -> tuple[Counter[str], Counter[str]]:
     device = _Counting()
     fused = on_device(device, [config(f"t{k:02}", initial_rows=4096) for k in range(tables)])
@@ -207,6 +210,7 @@ def _asked_of_the_device(tables: int) -> tuple[Counter[str], Counter[str]]:
     return device.launches, operations.seen  # type: ignore[attr-defined]
 
 
+@needs_emulation
 def test_a_step_takes_as_many_launches_whatever_the_number_of_tables() -> None:
     launches, operations = _asked_of_the_device(2)
     more_launches, more_operations = _asked_of_the_device(40)
@@ -259,7 +263,7 @@ def test_places_whose_numbers_need_64_bits_are_ordered_alike(device: Device) -> 
 
 
 def test_what_a_table_must_do_by_itself_it_does(device: Device) -> None:
-    """A filter, somebody who follows, a budget: beside tables without."""
+    """A filter, a budget: beside tables without."""
     configs = {
         "asks": config("asks"),
         "bounded": config("bounded", capacity_bytes=20_000),
@@ -295,6 +299,57 @@ def test_what_a_table_must_do_by_itself_it_does(device: Device) -> None:
     assert sorted(touched.steal().tolist()) == sorted(host_touched.steal().tolist()) != []
     assert fused.stats()["bounded"].rows > 0
     assert fused.stats()["bounded"].bytes_total <= 20_000
+
+
+def test_who_keeps_track_of_rows_is_told(device: Device) -> None:
+    """A set of touched keys, a cut that is open, changes that are tracked: each of one table."""
+    configs = [config(name) for name in ("cut", "followed", "plain", "tracked")]
+    fused, host = on_device(device, configs), MultiTable({one.name: NativeTable(one) for one in configs})
+    draw, sizes = Draw([8] * 4), [60, 40, 50, 600]
+    both: list[Any] = [fused, host]
+    touched = [TouchedKeySet(1000), TouchedKeySet(1000)]
+
+    def train(most: int, time: int) -> None:
+        ids, by = draw.ids(sizes, most), draw.floats(sizes)
+        for tables in both:
+            where = tables.device
+            tables.fused_apply_gradients(
+                ids.to(where), torch.tensor(sizes), by.to(where), num_batches=1, event_time=time, dedup=True
+            )
+
+    train(30, 1)
+    cuts, changes = [], []
+    for tables, told in zip(both, touched, strict=True):
+        tables["followed"].touch(told)
+        tables["tracked"].track_changes()
+        cuts.append(tables["cut"].cut())
+    train(2000, 2)  # all of them grow
+    train(50, 3)
+    for tables in both:
+        changes.append(tables["tracked"].cut())
+    assert sorted(touched[0].steal().tolist()) == sorted(touched[1].steal().tolist()) != []
+    for found, expected in (cuts, changes):
+        for only in (False, True) if (found, expected) == tuple(changes) else (False,):
+            wanted, got = (_scanned(cut, changed_only=only) for cut in (expected, found))
+            for name in ("ids", "event_times", "values", "state"):
+                assert torch.equal(getattr(wanted, name), getattr(got, name)), name
+    for cut in (*cuts, *changes):
+        cut.close(saved=False)
+    assert_same(list(host.tables.values()), list(fused.tables.values()))
+
+
+def _scanned(cut: Any, **how: Any) -> Rows:
+    """Return the rows of a cut, in the order of their ids."""
+    chunks, cursor = [], None
+    while True:
+        scan = cut.scan(cursor, **how)
+        chunks.append(scan.rows)
+        cursor = scan.cursor
+        if cursor is None:
+            break
+    rows = Rows.concat(chunks)
+    order = rows.ids.argsort()
+    return Rows(*(column[order] for column in (rows.ids, rows.event_times, rows.values, rows.state)))
 
 
 @pytest.mark.soak  # two layouts more to compile

@@ -45,12 +45,20 @@ class DeviceGatherer:
         self._maxima = [isinstance(plan.features[f].combiner, Max) for f in self.on_device.order]
         self._combines_all = not any(feature.combiner.length for feature in plan.features)
 
-    def read(self, batch: FeatureIds, *, one_each: bool | None = None) -> DeviceBatch:
+    def read(
+        self,
+        batch: FeatureIds,
+        *,
+        in_place_of_ids: Callable[[Tensor], None] | None = None,
+        one_each: bool | None = None,
+    ) -> DeviceBatch:
         """Bring a batch to the device. Features the model does not read are passed over.
 
         It is on its way when this returns, by a stream of its own, for which the current one waits.
 
         Args:
+            in_place_of_ids: Fills what goes up for each occurrence, int64, table after table; by default the
+                ids of the batch do.
             one_each: Whether every cell that is read has exactly one id, said by who has looked and found the
                 splits sound; None looks.
 
@@ -75,8 +83,11 @@ class DeviceGatherer:
             splits=0 if one_each else len(splits),
         )
         staged.features.copy_(known.about)
+        if in_place_of_ids is not None:
+            in_place_of_ids(staged.ids)
         for source, to, count in known.runs:
-            staged.ids[to : to + count].copy_(batch.ids[source : source + count])
+            if in_place_of_ids is None:
+                staged.ids[to : to + count].copy_(batch.ids[source : source + count])
             if batch.weights is not None and staged.weights is not None:
                 staged.weights[to : to + count].copy_(batch.weights[source : source + count])
         if staged.splits is not None:

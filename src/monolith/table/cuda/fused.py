@@ -5,7 +5,8 @@ a batch. So tables whose rows are alike are worked on together: a launch is told
 lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
 many launches there are does not depend on how many tables there are, up to MOST_CELLS.
 
-What needs more than that (a filter, a set of touched ids, a byte budget) a table does by itself.
+What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
+table by table, of every id of a batch: also of those by whose gradients nothing was trained.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -250,6 +251,7 @@ class FusedTables:
         self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
+        self._stream: DeviceStream | None = None
         self._finite: tuple[bytes, list[bool]] = b"", []
         self._asked: tuple[DeviceEvent, list[int]] | None = None
         self._answer = device.pinned((len(fused), COUNTERS), torch.int64)
@@ -307,7 +309,7 @@ class FusedTables:
 
     def _is_alone(self, number: int) -> bool:
         table = self._fused[number]
-        return table is None or self._twice[number] or table._writes_alone
+        return table is None or self._twice[number] or table._rows.writes_alone
 
     def _train_alone(self, number: int, batch: FusedBatch) -> None:
         table, spans = self._tables[number], Spans.of(batch.sizes, self._widths)
@@ -334,24 +336,48 @@ class FusedTables:
         groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
         groups = [(alike, numbers) for alike, numbers in groups if len(numbers)]
         work = self._with_room(work, sizes.tolist())
-        claimed = self._claim(work, batch, spans, alone)
+        watched = [
+            (table, slice(at, at + size))
+            for table, at, size in zip(self._fused, spans.ids.tolist(), sizes.tolist(), strict=True)
+            if size and table is not None and not table._rows.watch.idle
+        ]
+        ids = places = batch.ids
+        if watched:
+            ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
+        claimed = self._claim(work, batch, spans, alone, places if watched else None)
+        for table, own in watched:
+            mine = replace(claimed, places=places[own], made=claimed.made[own])
+            table._rows.watch.writing(table._held, mine)
         finite = self._stay_finite(batch.rates)
         for alike, numbers in groups:
             checked = not all(finite[number] for number in numbers)
             self._step(work, alike, spans.some(numbers), batch, claimed, checked=checked)
+        for table, own in watched:
+            table._rows.watch.wrote(ids[own], places[own])
         self._count(work, sizes.tolist())
 
     def _with_room(self, work: _Work, sizes: Sequence[int]) -> _Work:
         """Have every table grow that may not have room for all ids of a batch."""
         grown = False
         for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
-            if size and table is not None and table._fill.bound() + size > limit:
-                table._reserve(size)
+            if size and table is not None and table._rows.fill.bound() + size > limit:
+                table._rows.reserve(size)
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
-    def _claim(self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_]) -> Claimed:
-        """Give every id its place, and bring all tables into one order."""
+    def _claim(
+        self,
+        work: _Work,
+        batch: FusedBatch,
+        spans: Spans,
+        alone: NDArray[np.bool_],
+        found: Tensor | None,
+    ) -> Claimed:
+        """Give every id its place, and bring all tables into one order.
+
+        Args:
+            found: Filled with places in the order of the ids.
+        """
         n, device = len(batch.ids), self.device.torch_device
         keys = np.where(alone, 1, work.known.places + BESIDE + 1)
         ends = np.cumsum(keys)
@@ -371,7 +397,7 @@ class FusedTables:
         arrays, stream = work.known.arrays, work.stream.handle
         width = "_wide" if wide else ""
         for cells, blocks in parts:
-            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times
+            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
             self._index.launch(f"claim_tables{width}", blocks, *given, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
         for cells, blocks in parts:
@@ -442,7 +468,7 @@ class FusedTables:
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
-                near |= table._fill.wrote(size) > ask_from
+                near |= table._rows.fill.wrote(size) > ask_from
         if not near or self._asked is not None:
             return
         many = len(self._fused) * COUNTERS
@@ -451,7 +477,7 @@ class FusedTables:
         given = work.known.arrays, *sizes_of, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
-        written = [0 if table is None else table._fill.written for table in self._fused]
+        written = [0 if table is None else table._rows.fill.written for table in self._fused]
         self._asked = work.stream.record(), written
 
     def _learn(self) -> None:
@@ -464,8 +490,8 @@ class FusedTables:
             if table is None:
                 continue
             try:
-                table._fill.learn(counters, written[number])
-                self._ask_later(number, table._fill.bound(), table._limit)
+                table._rows.fill.learn(counters, written[number])
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
             except TableArgumentError as error:
                 complaint = error
         if complaint is not None:
@@ -483,29 +509,43 @@ class FusedTables:
         Raises:
             TableClosedError: One of them was closed.
         """
-        with self.device.active(), ExitStack() as held:
-            self._lock(held, writing=writing)
-            stream = self.device.current_stream()
-            handle, waited = stream.handle, set[int]()
-            for table in self._locked:
-                table._held.stream = handle
-                before = table._stream.handle
-                if before != handle:
-                    if before not in waited:
-                        stream.wait_for(table._stream)
-                        waited.add(before)
-                    table._stream = stream
-            yield _Work(stream, self._look_at(stream))
+        with self.device.active():
+            self._take_locks(writing=writing)
+            try:
+                stream = self.device.current_stream()
+                if stream == self._stream:
+                    stream = self._stream  # the same, as most tables have it
+                handle, waited = stream.handle, set[int]()
+                for table in self._locked:
+                    memory = table._held
+                    if table._stream is not stream:
+                        before = table._stream.handle
+                        if before != handle and before not in waited:
+                            stream.wait_for(table._stream)
+                            waited.add(before)
+                        table._stream = stream
+                    memory.stream = handle
+                self._stream = stream
+                yield _Work(stream, self._look_at(stream))
+            finally:
+                for table in self._locked:
+                    table._lock.release()
 
-    def _lock(self, held: ExitStack, *, writing: bool) -> None:
+    def _take_locks(self, *, writing: bool) -> None:
         while True:
-            for table in self._locked:
-                held.enter_context(table._lock)
-            frozen = next((table for table in self._locked if table._frozen), None) if writing else None
-            if frozen is None:
-                return
-            held.pop_all().close()  # whoever froze it may want another
-            with frozen._lock:
+            taken = []
+            try:
+                for table in self._locked:
+                    table._lock.acquire()
+                    taken.append(table)
+                frozen = next((table for table in self._locked if table._frozen), None) if writing else None
+                if frozen is None:
+                    taken.clear()
+                    return
+            finally:
+                for table in taken:
+                    table._lock.release()
+            with frozen._lock:  # none of the others: whoever froze it may want them
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
@@ -527,10 +567,10 @@ class FusedTables:
             [None if memory is None else weakref.ref(memory) for memory in memories],
             arrays,
             np.array([0 if memory is None else memory.places for memory in memories], np.int64),
-            [0 if table is None else table._limit for table in self._fused],
+            [0 if table is None else table._rows.limit for table in self._fused],
             stream.handle,
         )
         for number, table in enumerate(self._fused):
             if table is not None:
-                self._ask_later(number, table._fill.bound(), table._limit)
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
         return known
