@@ -9,7 +9,7 @@ profiler would tell better: Python's own does not see calls into a core like our
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ GPU_BATCHES = (2048, 8192, 65536)
 GPU_MANY = 16
 """Batches that are gone through in turn on a GPU, of each size."""
 TORCHS = "one nn.EmbeddingBag for all"
+GRAPHED = "rows on the device, dense half as a graph"
 HERE = "rows in host memory"
 
 
@@ -222,8 +223,7 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
         "rows on the device": on_device,
         HERE: here,
     }
-    if device.torch_device.type == "cuda":  # an emulated one has no graphs
-        runs["rows on the device, dense half as a graph"] = GraphedRun(there, device)
+    graphed = GraphedRun(there, device)
     for batch in plan.batches:
         for name in DISTRIBUTIONS if batch == max(plan.batches) else ("uniform",):
             case = f"{name}, batches of {batch:,}"
@@ -232,7 +232,10 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             for one in runs.values():
                 one.load(batches, labels)
             windows = Windows(GPU_MANY, plan.least_steps)
-            paces = windows.race({of: one.run for of, one in runs.items()}, plan.timing)
+            racing = {of: one.run for of, one in runs.items()}
+            if device.torch_device.type == "cuda" and captures(graphed, batches, labels, report):
+                racing[GRAPHED] = graphed.run
+            paces = windows.race(racing, plan.timing)
             report_paces(report, case, batch, paces)
             for phase, took in on_device.phases().items():
                 report.add(f"{phase} of a step, rows on the device, {case}", "ms_per_step", took, "ms")
@@ -240,6 +243,16 @@ def measure_on(device: Device, plan: TrainPlan, report: Report) -> None:
             halves = windows.race({"host work": here.run_host, "device work": here.run_device}, once)
             report_halves(report, case, paces[HERE], halves)
             report.show(f"{describe(plan)}, batches of {batch:,}, on {device.torch_device}")
+
+
+def captures(graphed: GraphedRun, batches: Sequence[Tensor], labels: Tensor, report: Report) -> bool:
+    """Give batches to a run that replays graphs; where none can be captured, say so and do without it."""
+    try:
+        graphed.load(batches, labels)
+    except RuntimeError as cause:
+        report.say(f"the dense half cannot be captured: {cause}")
+        return False
+    return True
 
 
 def report_paces(report: Report, case: str, batch: int, paces: Mapping[str, float]) -> None:
