@@ -143,7 +143,7 @@ def test_on_a_gpu_rows_there_and_rows_in_host_memory_stand_beside_torch(
 
 
 def test_a_step_on_rows_on_the_device_says_what_it_is_made_of(on_device: list[Result]) -> None:
-    case = "monolith, rows on the device, uniform, batches of 4"
+    case = "rows on the device, uniform, batches of 4"
     values = {one.case: one.value for one in on_device if one.metric == "ms_per_step"}
     for phase in ("launching", "lookup", "forward", "backward", "update"):
         assert (values[f"{phase} of a step, {case}"] or 0) > 0

@@ -368,7 +368,7 @@ class CudaTable:
             seen = self._rows.fill.read()
             return TableStats(
                 rows=seen.rows,
-                bytes_total=memory.bytes_index + memory.bytes_rows,
+                bytes_total=memory.bytes_index + memory.bytes_rows + self._rows.bytes_ahead,
                 bytes_rows=memory.bytes_rows,
                 bytes_index=memory.bytes_index,
                 load=seen.counters[USED] / (memory.places + BESIDE),

@@ -7,7 +7,8 @@ table's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ from monolith.errors import AcceleratorError, TableClosedError
 from monolith.table.admission import AdmissionFilter
 from monolith.table.config import TableConfig
 from monolith.table.cuda import newcomers
-from monolith.table.cuda.fill import Fill
+from monolith.table.cuda.fill import Counted, Fill
 from monolith.table.cuda.layout import DeviceRowLayout
 from monolith.table.cuda.memory import (
     BESIDE,
@@ -96,6 +97,7 @@ class HeldRows:
         self.fill = Fill(config.name, torch.zeros(COUNTERS, dtype=torch.int64, device=self._device), device)
         self.filtered = self.refused = self.evicted = self.removed = 0
         self._memory: DeviceMemory | None = self._new_memory(config.initial_rows)
+        self._next: DeviceMemory | None = None  # which rows are about to move to
 
     @property
     def memory(self) -> DeviceMemory:
@@ -107,6 +109,11 @@ class HeldRows:
         if self._memory is None:
             raise TableClosedError(f"table {self._config.name!r} was closed")
         return self._memory
+
+    @property
+    def bytes_ahead(self) -> int:
+        """What was taken for rows to move to."""
+        return 0 if self._next is None else self._next.bytes_index + self._next.bytes_rows
 
     # Writing
 
@@ -211,7 +218,9 @@ class HeldRows:
             self.memory.tidy()
             seen = self.fill.read()
         if seen.counters[USED] + _SPARE * ids > self.limit:
-            self._move(self.room.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids), seen.rows, ids)
+            wanted = self.room.reserved(self.memory.places, seen.rows, 2 * _SPARE * ids)
+            if not self._prepares(wanted, seen, ids):
+                self._move(wanted, seen.rows, ids)
 
     def _makes_room(self, batch: WriteBatch, skip: Tensor | None) -> bool:
         """Grow if need be; False where the table may not hold all that come."""
@@ -231,28 +240,46 @@ class HeldRows:
             return True
         if not self.room.grows(self.memory.places):
             return False
-        self._move(self.room.grown(self.memory.places, seen.rows + coming), seen.rows, coming)
+        wanted = self.room.grown(self.memory.places, seen.rows + coming)
+        if self._prepares(wanted, seen, coming):
+            return True
+        self._move(wanted, seen.rows, coming)
         return seen.rows + coming <= self.limit
+
+    def _prepares(self, wanted: int, seen: Counted, coming: int) -> bool:
+        """Take the memory that a large table moves to, and leave moving to the next call; False where it is
+        there, or moving cannot wait."""
+        used = seen.counters[USED] + coming
+        if self._next is not None or not self.room.may_wait(self.memory.places, used):
+            return False
+        self._next = self._taken(self.room.sizes(wanted, seen.rows + coming))
+        return True
 
     def _shrink(self) -> None:
         """Give memory back that nearly nobody uses."""
         rows = self.fill.read().rows
         places = self.room.shrunk(self.memory.places, rows)
         if places is not None:
+            self._next = None
             self._move(places, rows)
 
     def _move(self, places: int, rows: int, coming: int = 0) -> None:
         """Move all rows to a memory of about this size, which has room for those that come."""
         before, sizes = self.memory, self.room.sizes(places, rows + coming)
-        while True:
-            try:
-                self._memory = before.moved(sizes.pop(0))
-                break
-            except AcceleratorError:
-                if not sizes:
-                    raise
+        new, self._next = self._next, None
+        if new is None or new.places < sizes[-1]:
+            new = None
+            new = self._taken(sizes)
+        self._memory = before.moved(new)
         before.keep_for(self._owner.current_stream())
         self.fill.holds(rows)
+
+    def _taken(self, sizes: Sequence[int]) -> DeviceMemory:
+        """Return an empty memory of the first of these sizes that the device has room for."""
+        for size in sizes[:-1]:
+            with suppress(AcceleratorError):
+                return self.memory.empty(size)
+        return self.memory.empty(sizes[-1])
 
     def _new_memory(self, rows: int) -> DeviceMemory:
         places, stream = self.room.first(rows), self._owner.current_stream().handle
@@ -311,7 +338,7 @@ class HeldRows:
         """
         self.watch.clearing(self.memory, self.fill.read().rows)
         self.memory.keep_for(self._owner.current_stream())
-        self._memory = None  # given back before the new one is taken
+        self._memory = self._next = None  # given back before the new one is taken
         self._memory = self._new_memory(expect_rows)
         self.watch.follow(self._memory)
         self.fill.clear()
@@ -320,4 +347,4 @@ class HeldRows:
         """Let the memory go."""
         self.watch.tell_touched()
         self.memory.keep_for(self._owner.current_stream())
-        self._memory = None
+        self._memory = self._next = None
