@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from monolith.cuda import Device
-from monolith.errors import TableArgumentError, TableClosedError
+from monolith.errors import ServingTableError, TableArgumentError, TableClosedError
 from monolith.table import (
     Adagrad,
     CudaTable,
     DelayCompensated,
+    Fp16,
     MultiTable,
     NativeTable,
     OneBit,
@@ -385,6 +386,20 @@ def test_scales_and_delays_are_those_of_each_table(device: Device, dedup: bool) 
         seen = [table.lookup(cell) for table, cell in zip(plain, ids.split_with_sizes(sizes), strict=True)]
         assert torch.equal(found, torch.cat([one.flatten() for one in seen]))
     assert_same(plain, list(fused.tables.values()))
+
+
+@pytest.mark.soak  # another layout to compile
+def test_tables_that_serve_are_looked_up_together(device: Device) -> None:
+    configs = [config(name, replace(WIDE, compressor=Fp16()), serving=True) for name in "ab"]
+    fused, draw, sizes = on_device(device, [*configs, config("c")]), Draw([8] * 3), [30, 40, 50]
+    ids = draw.ids(sizes)
+    for table in fused.tables.values():
+        table.assign(torch.arange(-100, 100), draw.floats([200, 0, 0]).view(-1, 8))
+    found = fused.fused_lookup(ids, torch.tensor(sizes), num_batches=1).embeddings
+    cells = zip(fused.tables.values(), ids.split_with_sizes(sizes), strict=True)
+    assert torch.equal(found, torch.cat([table.lookup(cell).flatten() for table, cell in cells]))
+    with pytest.raises(ServingTableError):
+        fused.fused_apply_gradients(ids, torch.tensor(sizes), draw.floats(sizes), num_batches=1)
 
 
 def test_rates_are_those_of_the_step_or_of_the_call(device: Device) -> None:

@@ -47,6 +47,8 @@ class DeviceRowLayout:
     lanes: int
     lazy: bool
     """Whether rows decay by steps they are not in, which kernels that show or write them must know of."""
+    trained: bool
+    """Whether rows take steps; those of tables that serve do not."""
     source: str
 
     @property
@@ -67,7 +69,8 @@ def fused_index_source() -> str:
 
 def fused_row_source(layout: DeviceRowLayout) -> str:
     """Return the source of what is done to the rows of many tables of a layout at once."""
-    return layout.source + _text("cells.cuh") + _text("fused_rows.cu")
+    trained = _text("fused_train.cu") if layout.trained else ""
+    return layout.source + _text("cells.cuh") + _text("fused_rows.cu") + trained
 
 
 def row_layout(config: TableConfig) -> DeviceRowLayout:
@@ -102,7 +105,7 @@ def row_layout(config: TableConfig) -> DeviceRowLayout:
     source = _text("places.cuh") + _text("rows.cu").replace("\nLAYOUT\n", f"\n{layout}\n", 1)
     if not config.serving:
         source += _text("train.cu")
-    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, source)
+    return DeviceRowLayout(config.dim, config.state_dim, row_bytes, lanes, lazy, not config.serving, source)
 
 
 def _lanes(dim: int) -> int:

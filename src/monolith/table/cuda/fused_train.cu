@@ -1,0 +1,55 @@
+// How the rows of many tables of one layout take steps at once: `train.cu` and `fused_rows.cu` stand before it.
+
+// The part of a batch that one table has. Positions are those of the whole batch, so that gradients begin where
+// they would if there were as many of this width before them as there are ids.
+__device__ __forceinline__ Writes writes_of(const Writes& writes, const Cell& cell) {
+  return {writes.places + cell.ids, writes.order + cell.ids, cell.size, writes.made, writes.times, writes.time};
+}
+
+// What is known of long runs stands by stretches of the whole batch, of which no two tables share one.
+__device__ __forceinline__ i64 first_stretch(const Cell& cell) { return cell.ids / STRETCH; }
+
+// A block to a stretch.
+extern "C" __global__ void sum_long_runs_of_tables(const __grid_constant__ Cells cells, Writes writes,
+                                                   const float* __restrict__ gradients,
+                                                   LongRun* __restrict__ runs, float* __restrict__ sums) {
+  const Cell& cell = cells.at[cells.of((int)blockIdx.x)];
+  const i64 from = first_stretch(cell);
+  sum_long_run(writes_of(writes, cell), gradients + cell.shift, runs + from, sums + from * DIM,
+               (i64)blockIdx.x - cell.begin);
+}
+
+template <bool CHECKED>
+__device__ __forceinline__ void train_cells(const Table* __restrict__ tables, const Cells& cells,
+                                            const Paces& paces, const Writes& writes, const float* gradients,
+                                            const float* latest, i64 step, const LongRun* runs,
+                                            const float* sums, int summed, int per_tile) {
+  const int unit = (int)TILE_NUMBER;
+  if (unit >= cells.units) return;
+  const int number = cells.of(unit);
+  const Cell& cell = cells.at[number];
+  const Table table = tables[cell.table];
+  const i64 from = first_stretch(cell);
+  train<CHECKED>(table, writes_of(writes, cell), gradients + cell.shift,
+                 latest != nullptr ? latest + cell.shift : nullptr, paces.at[number], step, runs + from,
+                 sums + from * DIM, summed, per_tile, unit - cell.begin);
+}
+
+// A tile to a unit of `per_tile` positions.
+extern "C" __global__ void __launch_bounds__(256, TRAIN_BLOCKS)
+    train_tables(const Table* __restrict__ tables, const __grid_constant__ Cells cells,
+                 const __grid_constant__ Paces paces, Writes writes, const float* __restrict__ gradients,
+                 const float* __restrict__ latest, i64 step, const LongRun* __restrict__ runs,
+                 const float* __restrict__ sums, int summed, int per_tile) {
+  train_cells<false>(tables, cells, paces, writes, gradients, latest, step, runs, sums, summed, per_tile);
+}
+
+extern "C" __global__ void train_tables_checked(const Table* __restrict__ tables,
+                                                const __grid_constant__ Cells cells,
+                                                const __grid_constant__ Paces paces, Writes writes,
+                                                const float* __restrict__ gradients,
+                                                const float* __restrict__ latest, i64 step,
+                                                const LongRun* __restrict__ runs,
+                                                const float* __restrict__ sums, int summed, int per_tile) {
+  train_cells<true>(tables, cells, paces, writes, gradients, latest, step, runs, sums, summed, per_tile);
+}
