@@ -23,7 +23,7 @@ namespace {
 using Ids = Column<std::int64_t>;
 using Counts = Column<std::uint32_t>;
 using Thresholds = std::map<std::uint32_t, std::uint32_t>;
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+using Unlocked = nb::call_guard<GilReleased>;
 
 template <class Filter>
 nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> refuse(Filter& filter, const Ids& ids,
@@ -32,7 +32,7 @@ nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> refuse(Filter& filter, const I
     throw nb::value_error("refuse: `ids` and `counts` must be of one length");
   std::vector<std::uint8_t> mask(ids.size());
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     filter.refuse(as_span(ids), counts ? as_span(*counts) : std::span<const std::uint32_t>(), mask);
   }
   return owned(std::move(mask));
@@ -45,7 +45,7 @@ nb::ndarray<nb::numpy, std::uint16_t, nb::ndim<1>> read_cells(const SlidingFilte
     throw nb::value_error("read_cells: `offset` is past the end of the split");
   std::vector<SlidingFilter::Cell> cells;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     cells.resize(std::min(count.value_or(filter.cells_per_split()), filter.cells_per_split() - offset));
     filter.read_cells(split, offset, cells);
   }
@@ -54,7 +54,7 @@ nb::ndarray<nb::numpy, std::uint16_t, nb::ndim<1>> read_cells(const SlidingFilte
 
 void write_cells(SlidingFilter& filter, std::size_t split, std::size_t offset,
                  const Column<std::uint16_t>& cells) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   filter.write_cells(split, offset, as_span(cells));
 }
 

@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "gil_released.h"
+
 namespace monolith {
 
 void bind_checksum(nanobind::module_& m);

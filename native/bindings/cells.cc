@@ -35,7 +35,7 @@ nb::tuple with_texts(nb::handle text, const Splits& splits, const Splits& rows, 
   const BorrowedBytes bytes(text);
   std::invoke_result_t<Read, TextColumn> found;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     found = read(TextColumn{bytes.span(), as_span(splits), as_span(rows)});
   }
   return as_tuple(std::move(found));
@@ -47,7 +47,7 @@ nb::tuple cross(const std::vector<std::tuple<Splits, Splits>>& columns, std::siz
   for (const auto& [ids, splits] : columns) parts.push_back({as_span(ids), as_span(splits)});
   Lists<std::int64_t> found;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     found = cross_cells(parts, most, {slot});
   }
   return as_tuple(std::move(found));
@@ -85,7 +85,7 @@ class IdPacker {
     }
     PackedIds found;
     {
-      nb::gil_scoped_release unlocked;
+      GilReleased unlocked;
       found = pack_ids(raw);
     }
     if (!found.fine) return nb::none();
@@ -128,7 +128,7 @@ bool pack_floats(
   std::vector<RawNumbers> raw;
   for (const auto& [ints, floats, splits] : columns)
     raw.push_back({span_of(ints), span_of(floats), as_span(splits)});
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return pack_numbers(raw, rows, as_span(out));
 }
 

@@ -15,7 +15,7 @@ constexpr std::size_t kWorthReleasing = 64 << 10;  // below, passing the GIL aro
 std::uint32_t checksum(nb::handle buffer, std::uint32_t seed) {
   const BorrowedBytes bytes(buffer);
   if (bytes.span().size() < kWorthReleasing) return crc32c(bytes.span(), seed);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return crc32c(bytes.span(), seed);
 }
 

@@ -99,7 +99,7 @@ void bind_csv(nb::module_& m) {
           "take",
           [](CsvSniffer& sniffer, nb::handle buffer, bool last) {
             const BorrowedBytes bytes(buffer);
-            nb::gil_scoped_release unlocked;
+            GilReleased unlocked;
             return sniffer.take(text(bytes), last);
           },
           "buffer"_a, "last"_a, "Look at the next bytes; return how many need not be shown again.")
@@ -126,7 +126,7 @@ void bind_csv(nb::module_& m) {
           "parse",
           [](const CsvParser& parser, nb::handle buffer, bool last, std::size_t chunk_bytes) {
             const BorrowedBytes bytes(buffer);
-            nb::gil_scoped_release unlocked;
+            GilReleased unlocked;
             return parser.parse(text(bytes), last, chunk_bytes);
           },
           "buffer"_a, "last"_a, "chunk_bytes"_a,

@@ -56,12 +56,12 @@ nb::bytes encode(const EntryDumpCodec& codec, const Ids& ids, const Ids& event_t
   const EntryColumns rows = columns(codec, ids, event_times, values, state);
   std::size_t size = 0;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     size = codec.encoded_size(rows);
   }
   auto [result, place] = blank_bytes(size);
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     codec.encode(rows, place);
   }
   return std::move(result);
@@ -78,7 +78,7 @@ std::vector<nb::bytes> encode_messages(const EntryDumpCodec& codec, const std::o
     places.push_back(place);
   }
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     codec.encode_messages(rows, places);
   }
   return messages;
@@ -86,7 +86,7 @@ std::vector<nb::bytes> encode_messages(const EntryDumpCodec& codec, const std::o
 
 DecodedEntries decode(const EntryDumpCodec& codec, nb::handle buffer) {
   const BorrowedBytes bytes(buffer);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return codec.decode(bytes.span());
 }
 

@@ -46,7 +46,7 @@ ParsedExamples parse(const ExampleParser& parser, nb::handle buffer, const Split
                      const Splits& lengths) {
   const BorrowedBytes bytes(buffer);
   const auto found = payloads(bytes.span(), offsets, lengths);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return parser.parse(found);
 }
 
@@ -54,7 +54,7 @@ std::vector<ParsedExamples> parse_batches(const ExampleParser& parser, nb::handl
                                           const Splits& offsets, const Splits& lengths) {
   const BorrowedBytes bytes(buffer);
   const auto found = payloads(bytes.span(), offsets, lengths);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return parser.parse_batches(found);
 }
 
@@ -114,7 +114,7 @@ nb::tuple encode(ExampleKind kind, std::size_t records, const nb::list& columns,
   }
   EncodedExamples encoded;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     encoded = encode_examples(kind, records, views, workers);
   }
   return nb::make_tuple(nb::bytes(encoded.data.data(), encoded.data.size()),
@@ -132,7 +132,7 @@ nb::bytes sealed(nb::handle data, Seal&& seal) {
   const BorrowedBytes bytes(data);
   std::vector<std::byte> result;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     result = seal(bytes.span());
   }
   return nb::bytes(result.data(), result.size());
@@ -162,7 +162,7 @@ void bind_streams(nb::module_& m) {
       "split_tfrecords",
       [](nb::handle buffer) {
         const BorrowedBytes bytes(buffer);
-        nb::gil_scoped_release unlocked;
+        GilReleased unlocked;
         return split_records(bytes.span());
       },
       "buffer"_a, "Find the payloads of TFRecords, checksums checked, up to the first bad record.");
@@ -170,7 +170,7 @@ void bind_streams(nb::module_& m) {
       "split_frames",
       [](nb::handle buffer, const FrameHeader& header) {
         const BorrowedBytes bytes(buffer);
-        nb::gil_scoped_release unlocked;
+        GilReleased unlocked;
         return split_frames(bytes.span(), header);
       },
       "buffer"_a, "header"_a, "Find the payloads of frames, up to the first bad one.");

@@ -19,7 +19,7 @@ auto fids(std::size_t count, std::uint32_t slot, int version, Hash&& hash) {
   if (version != 1 && version != 2) throw std::invalid_argument("a fid is of version 1 or 2");
   std::vector<std::int64_t> found(count);
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     for (std::size_t i = 0; i < count; ++i) found[i] = make_fid(version, slot, hash(i));
   }
   return owned(std::move(found));
@@ -42,7 +42,7 @@ auto hash_strings(nb::handle text, const Column<std::int64_t>& splits, std::opti
   if (slot) return fids(splits.size() - 1, *slot, version, hash);
   std::vector<std::int64_t> found(splits.size() - 1);
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     for (std::size_t i = 0; i < found.size(); ++i) found[i] = static_cast<std::int64_t>(hash(i));
   }
   return owned(std::move(found));

@@ -47,39 +47,39 @@ Segments segments(const FrozenTable& self) {
 void lookup(const FrozenTable& self, const Ids& ids, const OutRows& out) {
   if (out.shape(0) != ids.shape(0) || out.shape(1) != self.dim())
     throw nb::value_error("lookup: `out` must have shape (len(ids), dim)");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.lookup(as_span(ids), out.data());
 }
 
 void lookup_group(const FrozenGroup& self, const Ids& ids, const Ids& sizes, std::size_t num_batches,
                   const OutFloats& out) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.lookup(as_span(ids), as_span(sizes), num_batches, as_span(out));
 }
 
 void lookup_overlaid(const OverlaidGroup& self, const Ids& ids, const Ids& sizes, std::size_t num_batches,
                      const OutFloats& out) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.lookup(as_span(ids), as_span(sizes), num_batches, as_span(out));
 }
 
 void contains(const FrozenTable& self, const Ids& ids, const OutBytes& found) {
   if (found.size() != ids.size()) throw nb::value_error("contains: `found` must have one entry per id");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.contains(as_span(ids), found.data());
 }
 
 void matches(const FrozenTable& self, const Ids& ids, const Matrix<float>& values, const OutBytes& same) {
   if (same.size() != ids.size() || values.shape(0) != ids.size() || values.shape(1) != self.dim())
     throw nb::value_error("matches: `values` must have shape (len(ids), dim), `same` one entry per id");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.matches(as_span(ids), values.data(), same.data());
 }
 
 nb::tuple scan(const FrozenTable& self, std::uint64_t first, std::uint64_t last) {
   FrozenTable::Scanned found;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     found = self.scan(first, last);
   }
   return nb::make_tuple(owned(std::move(found.ids)), owned(std::move(found.values)));
@@ -97,14 +97,14 @@ nb::bytes begin(FrozenWriter& self) {
 }
 
 void add(FrozenWriter& self, const Ids& ids, const Matrix<float>& values, const OutBytes& out) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   self.add(as_span(ids), as_span(values), std::as_writable_bytes(as_span(out)));
 }
 
 auto finish(FrozenWriter& self) {
   std::vector<std::byte> tail;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     tail = self.finish();
   }
   auto held = std::make_unique<std::vector<std::byte>>(std::move(tail));
@@ -164,9 +164,9 @@ void bind_frozen(nb::module_& m) {
            nb::sig("def scan(self, first: int, last: int) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.float32]]"),
            "Ids, and their values one after another, whose hashes are from `first` to `last`.")
-      .def("verify", &FrozenTable::verify, "start"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("verify", &FrozenTable::verify, "start"_a, "size"_a, nb::call_guard<GilReleased>(),
            "Check bytes, in whole MiB, against their checksums.")
-      .def("prefault", &FrozenTable::prefault, "start"_a, "size"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("prefault", &FrozenTable::prefault, "start"_a, "size"_a, nb::call_guard<GilReleased>(),
            "Bring bytes of the file into memory.");
 
   nb::class_<FrozenGroup>(m, "FrozenGroup", "One call for many frozen tables. Thread-safe.")

@@ -35,7 +35,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> view(nb::handle batch, std::span<const T>
 std::unique_ptr<LayoutBatch> plan(const Layouts& layouts, const Ids& ids, const Ids& splits,
                                   const Column<std::uint8_t>& shared, const Ids& where,
                                   std::size_t batch_size, const std::optional<Floats>& weights) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return layouts.plan(as_span(ids), as_span(splits), as_span(shared), as_span(where), batch_size,
                       weights ? as_span(*weights) : std::span<const float>());
 }
@@ -45,7 +45,7 @@ void gather(const Layouts& layouts, const LayoutBatch& batch, const Floats& rows
   std::vector<std::span<float>> to;
   to.reserve(outputs.size());
   for (const auto& output : outputs) to.push_back(as_span(output));
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   layouts.gather(batch, as_span(rows), to);
 }
 
@@ -55,7 +55,7 @@ void scatter(const Layouts& layouts, const LayoutBatch& batch, const std::option
   from.reserve(gradients.size());
   for (const auto& gradient : gradients)
     from.push_back(gradient ? as_span(*gradient) : std::span<const float>());
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   layouts.scatter(batch, rows ? as_span(*rows) : std::span<const float>(), from, scale, as_span(out));
 }
 
@@ -67,7 +67,7 @@ void number(const Layouts& layouts, const LayoutBatch& batch, const OutIds& out)
 nb::tuple moves(const Layouts& layouts, const LayoutBatch& batch, const std::vector<int>& uses) {
   Layouts::Moves found;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     found = layouts.moves(batch, uses);
   }
   return nb::make_tuple(owned(std::move(found.from)), owned(std::move(found.to)),
@@ -120,8 +120,7 @@ void bind_layouts(nb::module_& m) {
       .def("scatter", &scatter, "batch"_a, "rows"_a.noconvert().none(), "gradients"_a.noconvert(), "scale"_a,
            "out"_a.noconvert(), "Fill `out` with the gradient of each distinct id's row.")
       .def("number", &number, "batch"_a, "out"_a.noconvert(),
-           "Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no "
-           "feature reads it.")
+           "Fill `out`, table after table, with the number of each id that is read among the distinct ones.")
       .def("moves", &moves, "batch"_a, "uses"_a,
            nb::sig("def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32]]"),

@@ -14,7 +14,7 @@ using Out = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 void metrics(const Column<float>& scores, const Column<float>& relevance, const Column<std::int64_t>& splits,
              const Column<std::int64_t>& ks, const Out& out) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   ranking_metrics(as_span(scores), as_span(relevance), as_span(splits), as_span(ks), as_span(out));
 }
 

@@ -19,14 +19,14 @@ void gather(const RawRows& raw, const Positions& positions,
   const std::size_t copied = out.shape(1);
   if (out.shape(0) != positions.size() || (copied != raw.width() && copied != 2 * raw.width()))
     throw nb::value_error("out must have shape (n, width), or (n, 2 * width) for whole rows");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   raw.gather(as_span(positions), copied, out.data());
 }
 
 void update(RawRows& raw, const Positions& positions, const Matrix<float>& gradients) {
   if (gradients.shape(0) != positions.size() || gradients.shape(1) != raw.width())
     throw nb::value_error("gradients must have shape (n, width)");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   raw.update(as_span(positions), gradients.data());
 }
 

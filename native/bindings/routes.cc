@@ -27,25 +27,25 @@ std::vector<std::span<T>> spans(const std::vector<Array>& arrays) {
 
 void make(Routes* self, const Ids& ids, const Ids& sizes, const Ids& widths, std::size_t num_batches,
           std::size_t num_servers) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   new (self) Routes(as_span(ids), as_span(sizes), as_span(widths), num_batches, num_servers);
 }
 
 void spread_numbers(const Routes& routes, const Ids& numbers, const std::vector<Out<std::int64_t>>& to) {
   const auto targets = spans<std::int64_t>(to);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   routes.spread_numbers(as_span(numbers), targets);
 }
 
 void spread_rows(const Routes& routes, const Floats& rows, const std::vector<Out<float>>& to) {
   const auto targets = spans<float>(to);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   routes.spread_rows(as_span(rows), targets);
 }
 
 void gather_rows(const Routes& routes, const std::vector<Floats>& from, const Out<float>& rows) {
   const auto sources = spans<const float>(from);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   routes.gather_rows(sources, as_span(rows));
 }
 

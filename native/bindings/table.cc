@@ -48,7 +48,7 @@ EventTimes event_times(const Times& times, const Ids& ids) {
 
 std::size_t lookup(const Table& table, const Ids& ids, const OutFloats& out) {
   check_rows(out, ids.size(), table.dim());
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return table.lookup(as_span(ids), out.data());
 }
 
@@ -58,27 +58,27 @@ void lookup_rows(const Table& table, const Ids& ids, const Out<std::uint8_t>& fo
         "found and times must have one entry per id");
   check_rows(values, ids.size(), table.dim());
   check_rows(state, ids.size(), table.state_dim());
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.lookup_rows(as_span(ids), found.data(), times.data(), values.data(), state.data());
 }
 
 void contains(const Table& table, const Ids& ids, const Out<std::uint8_t>& found) {
   check(found.size() == ids.size(), "found must have one entry per id");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.lookup_rows(as_span(ids), found.data(), nullptr, nullptr, nullptr);
 }
 
 void assign(Table& table, const Ids& ids, const Floats& values, const Times& times) {
   check_rows(values, ids.size(), table.dim());
   const EventTimes when = event_times(times, ids);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.assign(as_span(ids), values.data(), when);
 }
 
 void assign_add(Table& table, const Ids& ids, const Floats& values, const Times& times) {
   check_rows(values, ids.size(), table.dim());
   const EventTimes when = event_times(times, ids);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.assign_add(as_span(ids), values.data(), when);
 }
 
@@ -90,14 +90,14 @@ void apply_gradients(Table& table, const Ids& ids, const Floats& gradients, cons
   check(!counts || counts->size() == ids.size(), "counts must have one entry per id");
   EventTimes when = event_times(times, ids);
   if (counts) when.counts = counts->data();
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.apply_gradients(as_span(ids), gradients.data(), latest ? latest->data() : nullptr, as_span(rates),
                         step, when, dedup);
 }
 
 void reinitialize(Table& table, const Ids& ids, std::uint32_t now, const Out<std::int8_t>& status) {
   check(status.size() == ids.size(), "status must have one entry per id");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.reinitialize(as_span(ids), now, status.data());
 }
 
@@ -107,20 +107,20 @@ void restore(Table& table, const Ids& ids, const Times& times, const Floats& val
   check_rows(values, ids.size(), table.dim());
   if (state) check_rows(*state, ids.size(), table.state_dim());
   check(!fresh_state || fresh_state->size() == ids.size(), "fresh_state must have one entry per id");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.restore(as_span(ids), times.data(), values.data(), state ? state->data() : nullptr,
                 fresh_state ? fresh_state->data() : nullptr);
 }
 
 std::size_t remove(Table& table, const Ids& ids) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return table.remove(as_span(ids));
 }
 
 void digests(const Table& table, const Ids& buckets, std::uint64_t number, std::uint64_t total,
              const Out<std::uint64_t>& sums) {
   check(sums.size() == buckets.size(), "sums must have one entry per bucket");
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   table.digests(as_span(buckets), number, total, sums.data());
 }
 
@@ -128,7 +128,7 @@ void row_digests(const Ids& ids, const Floats& values, const Out<std::uint64_t>&
   check_rows(values, ids.size(), values.shape(1));
   check(digests.size() == ids.size(), "digests must have one entry per id");
   const std::size_t width = values.shape(1);
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   for (std::size_t i = 0; i < ids.size(); ++i)
     digests.data()[i] = row_digest(ids.data()[i], {values.data() + i * width, width});
 }
@@ -146,7 +146,7 @@ nb::tuple scan(const Scanned& scanned, std::uint64_t cursor, std::uint64_t last,
                Options... options) {
   Chunk chunk;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     chunk = scanned.scan(cursor, last, limit, options...);
   }
   const std::size_t rows = chunk.rows;
@@ -280,32 +280,32 @@ void bind_table(nb::module_& m) {
       .def("restore", &restore, "ids"_a.noconvert(), "times"_a.noconvert(), "values"_a.noconvert(),
            "state"_a.noconvert().none(), "fresh_state"_a.noconvert().none())
       .def("remove", &remove, "ids"_a.noconvert())
-      .def("evict", &Table::evict, "now"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("count_expired", &Table::count_expired, "now"_a, nb::call_guard<nb::gil_scoped_release>())
-      .def("clear", &Table::clear, "rows"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+      .def("evict", &Table::evict, "now"_a, nb::call_guard<GilReleased>())
+      .def("count_expired", &Table::count_expired, "now"_a, nb::call_guard<GilReleased>())
+      .def("clear", &Table::clear, "rows"_a = 0, nb::call_guard<GilReleased>(),
            "Drop all rows; with room for `rows` new ones, which need not then grow it step by step.")
       .def("scan", &scan<Table>, "cursor"_a, "last"_a, "limit"_a,
            nb::sig("def scan(self, cursor: int, last: int, limit: int) -> tuple[NDArray[numpy.int64], "
                    "NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], int | None]"),
            "(ids, times, values, state, cursor or None): rows with hashes from `cursor` to `last`, in their "
            "order.")
-      .def("track_changes", &Table::track_changes, "on"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("track_changes", &Table::track_changes, "on"_a, nb::call_guard<GilReleased>(),
            "Remember from now on which rows change and which go, for cuts to tell; or stop.")
-      .def("touch", &Table::touch, "set"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("touch", &Table::touch, "set"_a, nb::call_guard<GilReleased>(),
            "Tell `set` from now on which ids get another row or lose theirs.")
-      .def("untouch", &Table::untouch, "set"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("untouch", &Table::untouch, "set"_a, nb::call_guard<GilReleased>())
       .def("digests", &digests, "buckets"_a.noconvert(), "number"_a, "total"_a, "sums"_a.noconvert(),
            "Fill `sums` with the sum of the digests of each bucket's rows that are `number` modulo `total`.")
-      .def("freeze", &Table::freeze, nb::call_guard<nb::gil_scoped_release>())
+      .def("freeze", &Table::freeze, nb::call_guard<GilReleased>())
       .def("thaw", &Table::thaw)
       .def_prop_rw("scales", &Table::scales, &Table::set_scales)
-      .def("stats", &Table::stats, nb::call_guard<nb::gil_scoped_release>());
+      .def("stats", &Table::stats, nb::call_guard<GilReleased>());
 
   m.def("row_digests", &row_digests, "ids"_a.noconvert(), "values"_a.noconvert(), "digests"_a.noconvert(),
         "Fill `digests` with one for each id and its values.");
 
   nb::class_<TableCut>(m, "TableCut", "A table as it was at one moment, while it goes on being trained.")
-      .def(nb::init<Table&>(), "table"_a, nb::keep_alive<1, 2>(), nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::init<Table&>(), "table"_a, nb::keep_alive<1, 2>(), nb::call_guard<GilReleased>())
       .def_prop_ro("rows", &TableCut::rows)
       .def_prop_ro("max_event_time", &TableCut::max_event_time)
       .def_prop_ro("scales", &TableCut::scales)
@@ -318,7 +318,7 @@ void bind_table(nb::module_& m) {
                    "tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32], "
                    "NDArray[numpy.float32], int | None]"),
            "As Table.scan; with `changed_only`, rows that changed since the cut before.")
-      .def("close", &TableCut::close, "saved"_a, nb::call_guard<nb::gil_scoped_release>(),
+      .def("close", &TableCut::close, "saved"_a, nb::call_guard<GilReleased>(),
            "Let the copies go. What changed up to the cut counts as saved, or again as changed.");
 }
 

@@ -28,7 +28,7 @@ nb::tuple offsets(const Ids& dims, const Ids& sizes, std::size_t num_shards, std
 
 void lookup(const TableGroup& group, const Ids& ids, const Ids& sizes, std::size_t num_shards,
             const OutFloats& out) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   group.lookup(as_span(ids), as_span(sizes), num_shards, as_span(out));
 }
 
@@ -38,7 +38,7 @@ void apply_gradients(const TableGroup& group, const Ids& ids, const Ids& sizes, 
                      const std::optional<Column<std::uint32_t>>& counts) {
   const std::span<const float> seen = latest ? as_span(*latest) : std::span<const float>();
   const auto often = counts ? as_span(*counts) : std::span<const std::uint32_t>();
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   group.apply_gradients(as_span(ids), as_span(sizes), num_shards,
                         {as_span(gradients), seen, as_span(rates), step, as_span(times), dedup, often});
 }

@@ -12,14 +12,14 @@ namespace monolith {
 namespace {
 
 std::size_t insert(TouchedKeySet& set, const Column<std::int64_t>& ids) {
-  nb::gil_scoped_release unlocked;
+  GilReleased unlocked;
   return set.insert(as_span(ids));
 }
 
 nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>> steal(TouchedKeySet& set) {
   std::vector<std::int64_t> keys;
   {
-    nb::gil_scoped_release unlocked;
+    GilReleased unlocked;
     keys = set.steal();
   }
   return owned(std::move(keys));
@@ -33,7 +33,7 @@ void bind_touched_keys(nb::module_& m) {
       .def("insert", &insert, "ids"_a.noconvert(),
            "Add ids; a set past its capacity is emptied first. Returns how many keys that dropped.")
       .def("steal", &steal, "Take all keys, as int64 in no order.")
-      .def("__len__", &TouchedKeySet::size, nb::call_guard<nb::gil_scoped_release>())
+      .def("__len__", &TouchedKeySet::size, nb::call_guard<GilReleased>())
       .def_prop_ro("capacity", &TouchedKeySet::capacity)
       .def_prop_ro("lost", &TouchedKeySet::lost, "Keys dropped because there were too many, ever.");
 }

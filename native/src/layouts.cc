@@ -60,6 +60,7 @@ Layouts::Layouts(std::vector<int> table_dims, std::vector<FeatureSpec> features,
       workers_(std::move(workers)),
       features_of_(table_dims_.size()),
       planning_(workers_ != nullptr ? workers_->threads() : 1),
+      numbering_(workers_ != nullptr ? workers_->threads() : 1),
       gathering_(workers_ != nullptr ? workers_->threads() : 1),
       scattering_(workers_ != nullptr ? workers_->threads() : 1) {
   const auto within = [](std::int64_t number, std::size_t count) {
@@ -214,19 +215,30 @@ void Layouts::weigh(LayoutBatch& batch, std::span<const float> weights) const {
 
 void Layouts::number(const LayoutBatch& batch, std::span<std::int64_t> out) const {
   check(batch, batch.floats(), output_floats_.size());
-  if (out.size() != batch.rows_.size())
-    refuse("there must be a number per id: expected " + std::to_string(batch.rows_.size()) + ", got " +
-           std::to_string(out.size()));
+  struct Stretch {
+    std::uint32_t begin, end;  // among the batch's ids
+    std::int64_t first;        // distinct id of the table
+    std::size_t to;
+  };
+  std::vector<Stretch> stretches;
   std::size_t read = 0;
-  for (const std::int64_t count : batch.counts()) read += static_cast<std::size_t>(count);
-  if (read < out.size()) std::fill(out.begin(), out.end(), 0);
-  spread(features_.size(), 1, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t f = begin; f < end; ++f) {
+  for (std::size_t t = 0; t < table_dims_.size(); ++t)
+    for (const int f : features_of_[t]) {
       const LayoutBatch::Cells& cells = batch.cells_[f];
       if (cells.count == 0) continue;
-      const auto first = static_cast<std::int64_t>(batch.first_[features_[f].table]);
-      const std::uint32_t last = batch.splits_[cells.begin + cells.count];
-      for (std::uint32_t i = batch.splits_[cells.begin]; i < last; ++i) out[i] = first + batch.rows_[i];
+      const std::uint32_t begin = batch.splits_[cells.begin], end = batch.splits_[cells.begin + cells.count];
+      stretches.push_back({begin, end, static_cast<std::int64_t>(batch.first_[t]), read});
+      read += end - begin;
+    }
+  if (out.size() != read)
+    refuse("there must be a number per id that is read: expected " + std::to_string(read) + ", got " +
+           std::to_string(out.size()));
+  const MeasuredCall call(workers_.get(), numbering_, out.size());
+  spread(stretches.size(), 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t s = begin; s < end; ++s) {
+      const Stretch& one = stretches[s];
+      std::int64_t* to = out.data() + one.to;
+      for (std::uint32_t i = one.begin; i < one.end; ++i) *to++ = one.first + batch.rows_[i];
     }
   });
 }

@@ -125,7 +125,8 @@ class Layouts {
   };
   Moves moves(const LayoutBatch& batch, std::span<const int> uses) const;
 
-  // For each of the batch's ids: its number among `LayoutBatch::ids`; 0 where no feature reads it.
+  // For each id that is read, table after table and within a table feature after feature: its number among
+  // `LayoutBatch::ids`.
   void number(const LayoutBatch& batch, std::span<std::int64_t> out) const;
 
  private:
@@ -153,7 +154,7 @@ class Layouts {
   std::vector<Placing> placings_;              // what gathering does, in order
   bool takes_maximum_ = false;
   const std::shared_ptr<KeptMemory> memory_ = std::make_shared<KeptMemory>();
-  mutable TeamChoice planning_, gathering_, scattering_;
+  mutable TeamChoice planning_, numbering_, gathering_, scattering_;
 };
 
 }  // namespace monolith

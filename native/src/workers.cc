@@ -51,10 +51,19 @@ struct Workers::Job {
 Workers::Workers(int threads) {
   if (threads < 1) throw std::invalid_argument("workers: threads must be at least 1");
   team_.reserve(threads - 1);
-  for (int i = 1; i < threads; ++i) team_.emplace_back([this] { serve(); });
+  try {
+    for (int i = 1; i < threads; ++i) team_.emplace_back([this] { serve(); });
+  } catch (...) {  // the machine gives no more threads; those there are must not outlive the team
+    stop();
+    throw;
+  }
 }
 
 Workers::~Workers() {
+  stop();
+}
+
+void Workers::stop() {
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -53,6 +53,7 @@ class Workers {
   static thread_local Party* party_;  // what this thread works within, or none
   Party* own_party() const { return party_ != nullptr && party_->team == this ? party_ : nullptr; }
   void serve();
+  void stop();  // ends and joins all threads
   static void help(Job& job);
   // Both with mutex_ held.
   Job* find_job();  // that one more may join

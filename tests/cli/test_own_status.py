@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from train.publishing.test_holders import STANDING
 
 from monolith.cli import train as command
 from monolith.cli.main import parse_options
@@ -52,12 +54,22 @@ def trained(
         ),
         barrier=LocalBarrier(1),
         save=SimpleNamespace(saved_at=999_990.0),
+        publish=None,
     )
 
 
 def step(hook: Any, number: int, *, examples: int = 10, event_time: int = 0) -> None:
     ids = SimpleNamespace(event_time=event_time)
     hook.after_step(None, SimpleNamespace(step=number, examples=examples, batch=SimpleNamespace(ids=ids)))
+
+
+def test_the_worker_that_leads_says_how_publishing_stands() -> None:
+    status, watched = own(), trained()
+    status.watch_worker(watched)
+    assert status.status().publishing == ""
+    held = replace(STANDING, held=True, reason="a bad upstream", since=5.0)
+    watched.publish = SimpleNamespace(standing=[held])
+    assert status.status().publishing == "publishing held since 1970-01-01 00:00:05 UTC: a bad upstream"
 
 
 FLEET = {"cluster.num_ps": 2, "cluster.num_workers": 3, "train.model_dir": "m"}

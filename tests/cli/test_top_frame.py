@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -198,3 +199,13 @@ def test_the_order_can_be_chosen(sort: Any, first: str) -> None:
         process(lag_seconds=1),
     ]
     assert ordered(found, sort, NOW)[0].name == first
+
+
+# Publishing
+
+
+def test_how_publishing_stands_is_a_line_of_its_own() -> None:
+    held = "publishing held since 2026-11-17 02:00:00 UTC: a bad upstream; servers at version 1200"
+    assert held in drawn(job(process(publishing=held)))
+    assert "\npublishing\n" in re.sub(" *\n", "\n", drawn(job(process(publishing="publishing"))))
+    assert "publishing" not in drawn(job(process()))

@@ -50,12 +50,14 @@ def roomy_table_classes() -> list[Any]:
     return [{"gpu": RoomyCudaTable, "emulated": RoomyEmulatedTable}[name] for name in device_names()]
 
 
+def is_emulated(cls: object) -> bool:
+    """Whether this is a table whose kernels are compiled for each layout, by g++."""
+    return cls in (EmulatedCudaTable, SpillingEmulatedTable, RoomyEmulatedTable)
+
+
 def quick_table_classes() -> list[Any]:
     """Return the same for tests of many layouts: compiling each for the emulated device makes them a soak."""
-    return [
-        pytest.param(cls, marks=pytest.mark.soak) if cls is EmulatedCudaTable else cls
-        for cls in table_classes()
-    ]
+    return [pytest.param(cls, marks=pytest.mark.soak) if is_emulated(cls) else cls for cls in table_classes()]
 
 
 def ids(*numbers: int) -> Tensor:

@@ -141,12 +141,19 @@ def test_features_the_model_does_not_read_are_passed_over_and_absent_ones_are_ze
     assert outputs["steps"].tolist() == [[[0, 0, 0]] * 2] * 2  # type: ignore[union-attr]
 
 
-def test_each_id_of_a_batch_has_the_number_of_its_distinct_one() -> None:
+def test_each_id_that_is_read_has_the_number_of_its_distinct_one() -> None:
     found = Gatherer(PLAN, native.Workers(2)).read(BATCH)
-    assert found.numbers().tolist() == [0, 6, 6, 4, 5, 5, 5, 4, 0, 1, 2, 3, 3, 7, 8, 9, 9, 8, 8]
+    numbers = torch.empty(19, dtype=torch.int64)
+    found.number(numbers)
+    # By table: those of max, mean and sum, then those of seq.
+    assert numbers.tolist() == [0, 1, 2, 3, 3, 4, 5, 5, 5, 4, 0, 6, 6, 7, 8, 9, 9, 8, 8]
+    assert not found.one_each
     other = Gatherer(PLAN).read(FeatureIds.pack({"other": ragged([8], [9]), "sum": ragged([1], [2])}))
-    assert other.numbers().tolist() == [0, 0, 0, 1]
-    assert (found.one_each, other.one_each) == (False, True)
+    other.number(numbers[:2])
+    assert numbers[:2].tolist() == [0, 1]
+    assert other.one_each
+    with pytest.raises(ValueError, match="expected 2, got 3"):
+        other.number(numbers[:3])
 
 
 def test_the_order_of_a_batchs_features_does_not_matter() -> None:

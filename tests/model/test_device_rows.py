@@ -186,6 +186,19 @@ def test_no_step_of_a_plain_loop_waits_for_the_device(device: Device) -> None:
             there.step(ids, labels)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_dense_half_that_is_replayed_from_graphs_trains_as_one_that_is_not() -> None:
+    """The last batch is smaller, and goes the plain way."""
+    device = device_named("gpu")
+    plain, replayed = Trained(device), Trained(device)
+    graph = replayed.model.capture(12)
+    for ids, labels in batches(4):
+        assert_close(replayed.step(ids, labels), plain.step(ids, labels), rtol=1e-5, atol=1e-6)
+    assert graph.enabled
+    assert replayed.model.state_dict().keys() == plain.model.state_dict().keys()
+    assert_same_rows(plain.model, replayed.model, exact=False)
+
+
 # Every kind of layout
 
 

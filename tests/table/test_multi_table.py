@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contracts.tables import ids, rows
+from contracts.tables import cuda_table_classes, ids, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.properties import tries
@@ -21,6 +21,7 @@ from monolith.errors import ServingTableError, TableArgumentError, TableClosedEr
 from monolith.table import (
     Adagrad,
     Constant,
+    CudaTable,
     DelayCompensated,
     DictTable,
     Expiry,
@@ -52,7 +53,16 @@ def config(*segments: Segment, name: str = "t", **options: Any) -> TableConfig:
     return TableConfig(name=name, segments=segments, **options)
 
 
-@pytest.fixture(params=[DictTable, NativeTable], ids=lambda cls: cls.__name__)
+def table_classes() -> list[Any]:
+    """Return those that fused calls are made for; where g++ compiles kernels they take a while."""
+    slow = [
+        pytest.param(cls, marks=[] if cls is CudaTable else [pytest.mark.soak])
+        for cls in cuda_table_classes()
+    ]
+    return [DictTable, NativeTable, *slow]
+
+
+@pytest.fixture(params=table_classes(), ids=lambda cls: cls.__name__)
 def table_class(request: pytest.FixtureRequest) -> Any:
     return request.param
 

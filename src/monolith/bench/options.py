@@ -68,7 +68,7 @@ class BenchTrainOptions:
     threads: int | None = None
     """The number of threads, at most the machine's cores; by default 2, and with cuda all cores."""
     repeats: int | None = None
-    """The number of rounds, after one to warm up; the best counts. By default 8, and with cuda 3."""
+    """The number of rounds, after one to warm up; the best counts. By default 8, and with cuda 2."""
     quick: bool = False
     """A small run of a few seconds, to see that it works; its numbers mean little."""
     json: bool = False

@@ -38,6 +38,8 @@ OURS = tuple(part for part in PARTS if part != "dense")
 CHOSEN = 0
 """Stands for as many threads as were found to be fastest."""
 BATCHES = 8
+TRIAL = 24
+"""Steps until a choice among up to 32 threads is made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +195,8 @@ class TimedStep:
 def race_parts(step: TimedStep, plan: PartsPlan, size: int) -> dict[int, dict[str, float]]:
     """Return the best time of every part, by number of threads, with those that are ours added up.
 
-    Numbers take turns in windows, so that a disturbance hits all of them alike; that we choose ourselves is
-    tried out before.
+    Numbers take turns in windows, so that a disturbance hits all of them alike. What is chosen is found out
+    before, in as many steps as that takes or in the time of 25 windows.
     """
     random = np.random.default_rng(plan.seed)
     drawn = DISTRIBUTIONS[plan.ids](plan.rows, BATCHES * size * plan.features, random).astype(np.int64)
@@ -202,6 +204,9 @@ def race_parts(step: TimedStep, plan: PartsPlan, size: int) -> dict[int, dict[st
     labels = torch.from_numpy(random.integers(0, 2, size)).float()
     numbers = (*plan.threads, CHOSEN)
     best = {number: dict.fromkeys((*PARTS, "ours", "step"), float("inf")) for number in numbers}
+    step.workers.fix(CHOSEN)
+    for _ in itertools.islice(steps_for(25 * plan.window, lambda: step(next(batches), labels)), TRIAL):
+        pass
     for turn in range(plan.repeats + 1):
         for number in numbers:
             step.workers.fix(number)

@@ -91,15 +91,23 @@ class OurTrainer:
         Args:
             push: Given what updates the rows, to be called in time; by default it is called here.
         """
-        self._dense.zero_grad()
-        loss = loss_of(self.model(batch), labels)
+        loss = self.forward(batch, labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        self.update(push)
+        return loss
+
+    def forward(self, batch: FeatureIds | PreparedBatch, labels: Tensor) -> Tensor:
+        """Return the loss of a batch, to be differentiated."""
+        self._dense.zero_grad()
+        return loss_of(self.model(batch), labels)
+
+    def update(self, push: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Take the step of rows and weights; see `train`."""
         if push is None:
             self._sparse.step()
         else:
             push(self._sparse.take())
         self._dense.step()
-        return loss
 
     def compute(self, batch: PreparedBatch, labels: Tensor) -> None:
         """Do all of a step but to look rows up and to update them; in eval mode."""

@@ -103,6 +103,7 @@ class OwnStatus:
         """Return what counts the steps of an attempt to train, which is looked at from now on."""
         from monolith.train.hooks.reports.outlook import Outlook
         from monolith.train.hooks.reports.step_counts import StepCountsHook
+        from monolith.train.publishing.hold_file import describe_publishing
 
         config = local.session.config
         outlook = Outlook(
@@ -140,6 +141,7 @@ class OwnStatus:
                 data_read=None if ahead is None else ahead.data_read,
                 seconds_left=None if ahead is None else ahead.seconds_left,
                 saved_at=None if local.save is None else local.save.saved_at,
+                publishing="" if local.publish is None else describe_publishing(local.publish.standing),
             )
 
         with self._lock:

@@ -15,6 +15,8 @@ from monolith.observe.progress import describe_bytes, describe_part, describe_se
 SHOWN_WITHOUT_TERMINAL = 50
 LAGS = 600.0
 """Seconds behind the clock that are worth a colour."""
+GOES_ON = "publishing"
+"""How publishing stands that nobody holds."""
 MISSING = "not seen yet"
 """The state of a process that others count on, and that has said nothing."""
 _CHROME = 7
@@ -132,12 +134,14 @@ def frame(
     processes = ordered(members(job), options.sort, job.time)
     limit = options.rows
     if limit is None:
-        limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - _CHROME, 3)
+        chrome = _CHROME + len(published(job))
+        limit = SHOWN_WITHOUT_TERMINAL if height is None else max(height - chrome, 3)
     shown = processes[: limit or None]
     parts: list[RenderableType] = [Text(f"{name}  {_job_name(job)}".rstrip(), style="bold")]
     if problem is not None:
         parts.append(Text(problem, style="bold red"))
     parts.append(Text(totals(job)))
+    parts += [Text(line, style="" if line == GOES_ON else "bold red") for line in published(job)]
     if shown:
         parts.append(_table(shown, job.time, width))
     rest: list[str] = []
@@ -194,6 +198,11 @@ def totals(job: JobStatus) -> str:
         f"checkpoint {_time(now - max(saved))} ago" if saved else "no checkpoint by this start yet",
     ]
     return "  ".join(first) + "\n" + "  ".join(part for part in second if part)
+
+
+def published(job: JobStatus) -> list[str]:
+    """Return how publishing stands, as the process says that leads it: a line, or none."""
+    return [one.publishing for one in members(job) if one.publishing and severity(one, job.time) < 2][:1]
 
 
 def _wire(processes: Sequence[ProcessStatus]) -> str:

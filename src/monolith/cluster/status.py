@@ -106,6 +106,8 @@ class ProcessStatus:
     """How long the run will still take at the speed so far, as this worker sees it."""
     saved_at: Seconds | None = None
     """When the last checkpoint was on disk, in Unix seconds; only the chief knows."""
+    publishing: Text = ""
+    """How publishing stands, in words; empty where nothing is published, or another process knows."""
 
     @property
     def name(self) -> str:

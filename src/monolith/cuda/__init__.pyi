@@ -1,4 +1,5 @@
 from monolith.cuda.device import CudaDevice, Device, DeviceEvent, DeviceStream, device_of
+from monolith.cuda.graphs import ModuleGraph
 from monolith.cuda.kernels import THREADS, CudaKernels, KernelCompiler, Kernels, blocks_for
 from monolith.cuda.transfers import Landing, PinnedPool, Sent, Staged, Transfers
 
@@ -12,6 +13,7 @@ __all__ = [
     "KernelCompiler",
     "Kernels",
     "Landing",
+    "ModuleGraph",
     "PinnedPool",
     "Sent",
     "Staged",

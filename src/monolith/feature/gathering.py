@@ -62,7 +62,7 @@ class Gatherer:
             )
         except ValueError as cause:
             raise FeatureError(f"batch: {cause}") from cause
-        return GatheredBatch(self, core, len(batch.ids))
+        return GatheredBatch(self, core)
 
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
@@ -76,10 +76,9 @@ class GatheredBatch:
 
     distinct = True
 
-    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch, occurrences: int) -> None:
+    def __init__(self, gatherer: Gatherer, core: native.LayoutBatch) -> None:
         self._gatherer = gatherer
         self._core = core
-        self._occurrences = occurrences
 
     @property
     def batch_size(self) -> int:
@@ -110,11 +109,9 @@ class GatheredBatch:
         """Whether every cell that is read has exactly one id."""
         return self._core.one_each
 
-    def numbers(self) -> Tensor:
-        """Return int64, for each id of the batch: its number among `ids`, or 0 where no feature reads it."""
-        found = torch.empty(self._occurrences, dtype=torch.int64)
-        self._gatherer.core.number(self._core, found.numpy())
-        return found
+    def number(self, out: Tensor) -> None:
+        """Fill int64, for each id that a feature reads, table after table, with its number among `ids`."""
+        self._gatherer.core.number(self._core, out.numpy())
 
     def outputs(self, rows: Tensor, scale: Callable[[], float] | None = None) -> tuple[Tensor, ...]:
         """Return the outputs in order of the plan, each of shape (examples, ...), differentiable in `rows`.

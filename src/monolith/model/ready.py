@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from monolith.cuda import ModuleGraph
 from monolith.errors import ConfigError, FeatureError
 from monolith.feature import Batch, FeatureSpec
 from monolith.model.collection import EmbeddingCollection, Input, PreparedBatch
@@ -205,6 +206,23 @@ class ReadyModel(nn.Module):
         numbers = self.floats.read(batch, floats, self.embeddings.device)
         inputs = [layouts[name] for name in self._inputs]
         return inputs if numbers is None else [*inputs, numbers]
+
+    def capture(self, examples: int) -> ModuleGraph:
+        """Have the dense half of a model on a CUDA device replayed from graphs, for batches of so many.
+
+        Worth it where batches are small: then launches take longer than what they launch. Call it in training
+        mode, before the first step; each size of batches is captured for itself.
+        """
+        shapes = self.embeddings.shapes
+        where = self.embeddings.device
+        sample = [
+            torch.zeros((examples, *shape), device=where, requires_grad=True)
+            for name in self._inputs
+            if isinstance(shape := shapes[name], tuple)
+        ]
+        if self.floats.width:
+            sample.append(torch.zeros((examples, self.floats.width), device=where))
+        return ModuleGraph(self.dense, sample)
 
 
 class LogitModel(ReadyModel):

@@ -793,7 +793,7 @@ class Layouts:
 
     def number(self, batch: LayoutBatch, out: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None:
         """
-        Fill `out` with the number of each of the batch's ids among the distinct ones, or 0 where no feature reads it.
+        Fill `out`, table after table, with the number of each id that is read among the distinct ones.
         """
 
     def moves(self, batch: LayoutBatch, uses: Sequence[int]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.float32]]:

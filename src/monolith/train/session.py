@@ -648,6 +648,13 @@ class Session:
             raise DataError(
                 f"task {self.task.name!r}: dataset(Mode.TRAIN) has no examples; nothing was trained or saved"
             )
+        if self.in_step and not self.step:
+            raise DataError(
+                f"task {self.task.name!r}: nothing was trained: {share.workers} ranks take their steps "
+                "together, and one of them has no data. Each file is read by one rank alone: cut the data "
+                f"into {share.workers} files or more, train with fewer ranks, or with parameter servers, "
+                "whose workers do not wait for each other."
+            )
         _log.warning(
             "worker %d trained on no examples: its share of the data is empty, or was trained on before a "
             "restart",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services.emulated_cuda import device_named, device_names, nothing_waits
 from services.properties import tries
+from services.slow_device import SlowDevice
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -310,6 +311,22 @@ def test_nobody_waits_for_the_device(device: Device) -> None:
     with nothing_waits(device):
         torch.autograd.backward(list(found.outputs(rows)), upstream)
     assert rows.grad is not None
+
+
+def test_ids_go_up_beside_what_the_device_computes_and_whoever_reads_them_waits_for_them() -> None:
+    device = SlowDevice()
+    found = DeviceGatherer(PLAN, device).read(BATCH)
+    (upload,) = device.first.waited_for
+    assert upload is not device.first
+    assert [one.data_ptr() for one in device.first.kept] == [found.ids.untyped_storage().data_ptr()]
+    rows, other = torch.randn(found.floats), device.new_stream()
+    found.outputs(rows)
+    assert device.first.waited_for == [upload]  # and for nothing more, where it was read
+    with device.on(other):
+        found.outputs(rows)
+    assert other.waited_for == [device.first]
+    assert {one.data_ptr() for one in other.kept} >= {rows.data_ptr()}
+    assert not any(event.waits for stream in (device.first, other) for event in stream.events)
 
 
 # Any batch

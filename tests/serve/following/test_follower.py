@@ -386,6 +386,23 @@ def test_a_trainer_that_is_silent_is_warned_about_once_and_answers_go_on(root: P
     trainer.publisher.close()
 
 
+def test_a_server_that_is_catching_up_is_not_said_to_hear_nothing(root: Path, caplog: Any) -> None:
+    channel = MemoryChannel()
+    trainer = FakeTrainer(root / "3", channel)
+    trainer.publisher._clock = lambda: time.time() - 3600.0
+    with following(root, channel) as server:
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        follower = server.followers["served"]
+        follower._listens_since -= 60.0
+        trainer.publisher.publish_now()
+        until(lambda: caught_up(server, trainer.publisher.place))
+        follower.look()
+        assert "it is catching up: changes come in, and are of a while ago" in caplog.text
+        assert "nothing newer comes" not in caplog.text
+    trainer.publisher.close()
+
+
 def test_an_old_export_is_nothing_to_warn_about_before_the_trainer_was_heard(root: Path, caplog: Any) -> None:
     made = read_servable(str(root / "3"))
     write_servable(str(root / "3"), replace(made, created=made.created - 3600.0))

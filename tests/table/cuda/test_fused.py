@@ -193,6 +193,9 @@ class _Operations(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+needs_emulation = pytest.mark.skipif("emulated" not in device_names(), reason="needs g++")
+
+
 def _asked_of_the_device(tables: int) -> tuple[Counter[str], Counter[str]]:
     device = _Counting()
     fused = on_device(device, [config(f"t{k:02}", initial_rows=4096) for k in range(tables)])
@@ -207,6 +210,7 @@ def _asked_of_the_device(tables: int) -> tuple[Counter[str], Counter[str]]:
     return device.launches, operations.seen  # type: ignore[attr-defined]
 
 
+@needs_emulation
 def test_a_step_takes_as_many_launches_whatever_the_number_of_tables() -> None:
     launches, operations = _asked_of_the_device(2)
     more_launches, more_operations = _asked_of_the_device(40)
@@ -223,6 +227,22 @@ def test_a_step_takes_as_many_launches_whatever_the_number_of_tables() -> None:
         1,
     )
     assert operations["sort"] == 1
+
+
+def test_batches_of_the_same_sizes_are_not_taken_for_the_same(device: Device) -> None:
+    """What was worked out for a batch serves the next, unless a table grew or it is summed otherwise."""
+    configs = [config(f"t{k}", replace(WIDE, learning_rate=float)) for k in range(3)]
+    fused, host = on_device(device, configs), [NativeTable(one) for one in configs]
+    draw, sizes = Draw([8] * 3), [40, 530, 30]
+    many = torch.tensor(sizes)
+    for step, (most, dedup) in enumerate([(40, True), (40, True), (40, False), (2000, True), (2000, True)]):
+        ids, by = draw.ids(sizes, most), draw.floats(sizes)
+        apply_by_table(host, ids, sizes, by, step=step, dedup=dedup)
+        fused.fused_apply_gradients(ids, many, by, num_batches=1, step=step, dedup=dedup)
+        found = fused.fused_lookup(ids, many, num_batches=1).embeddings
+        cells = zip(host, ids.split_with_sizes(sizes), strict=True)
+        assert torch.equal(found, torch.cat([table.lookup(cell).flatten() for table, cell in cells]))
+    assert_same(host, list(fused.tables.values()))
 
 
 def test_more_tables_than_a_launch_takes_are_several(device: Device) -> None:
@@ -259,7 +279,7 @@ def test_places_whose_numbers_need_64_bits_are_ordered_alike(device: Device) -> 
 
 
 def test_what_a_table_must_do_by_itself_it_does(device: Device) -> None:
-    """A filter, somebody who follows, a budget: beside tables without."""
+    """A filter, a budget: beside tables without."""
     configs = {
         "asks": config("asks"),
         "bounded": config("bounded", capacity_bytes=20_000),
@@ -295,6 +315,57 @@ def test_what_a_table_must_do_by_itself_it_does(device: Device) -> None:
     assert sorted(touched.steal().tolist()) == sorted(host_touched.steal().tolist()) != []
     assert fused.stats()["bounded"].rows > 0
     assert fused.stats()["bounded"].bytes_total <= 20_000
+
+
+def test_who_keeps_track_of_rows_is_told(device: Device) -> None:
+    """A set of touched keys, a cut that is open, changes that are tracked: each of one table."""
+    configs = [config(name) for name in ("cut", "followed", "plain", "tracked")]
+    fused, host = on_device(device, configs), MultiTable({one.name: NativeTable(one) for one in configs})
+    draw, sizes = Draw([8] * 4), [60, 40, 50, 600]
+    both: list[Any] = [fused, host]
+    touched = [TouchedKeySet(1000), TouchedKeySet(1000)]
+
+    def train(most: int, time: int) -> None:
+        ids, by = draw.ids(sizes, most), draw.floats(sizes)
+        for tables in both:
+            where = tables.device
+            tables.fused_apply_gradients(
+                ids.to(where), torch.tensor(sizes), by.to(where), num_batches=1, event_time=time, dedup=True
+            )
+
+    train(30, 1)
+    cuts, changes = [], []
+    for tables, told in zip(both, touched, strict=True):
+        tables["followed"].touch(told)
+        tables["tracked"].track_changes()
+        cuts.append(tables["cut"].cut())
+    train(2000, 2)  # all of them grow
+    train(50, 3)
+    for tables in both:
+        changes.append(tables["tracked"].cut())
+    assert sorted(touched[0].steal().tolist()) == sorted(touched[1].steal().tolist()) != []
+    for found, expected in (cuts, changes):
+        for only in (False, True) if (found, expected) == tuple(changes) else (False,):
+            wanted, got = (_scanned(cut, changed_only=only) for cut in (expected, found))
+            for name in ("ids", "event_times", "values", "state"):
+                assert torch.equal(getattr(wanted, name), getattr(got, name)), name
+    for cut in (*cuts, *changes):
+        cut.close(saved=False)
+    assert_same(list(host.tables.values()), list(fused.tables.values()))
+
+
+def _scanned(cut: Any, **how: Any) -> Rows:
+    """Return the rows of a cut, in the order of their ids."""
+    chunks, cursor = [], None
+    while True:
+        scan = cut.scan(cursor, **how)
+        chunks.append(scan.rows)
+        cursor = scan.cursor
+        if cursor is None:
+            break
+    rows = Rows.concat(chunks)
+    order = rows.ids.argsort()
+    return Rows(*(column[order] for column in (rows.ids, rows.event_times, rows.values, rows.state)))
 
 
 @pytest.mark.soak  # two layouts more to compile
@@ -512,7 +583,7 @@ def test_other_tables_on_the_device_are_called_by_the_cell(device: Device) -> No
     made, host = [CudaTable(one, device=device) for one in configs], [NativeTable(one) for one in configs]
     several: dict[str, Any] = {"a": _ByItself(made[0]), "b": made[1], "c": _ByItself(made[2])}
     fused, draw, sizes = MultiTable(several), Draw([8, 1, 8]), [20, 5, 0, 0, 7, 30]
-    for step in range(2):
+    for step in range(20):  # until somebody asks how full the tables are
         ids, by, times = draw.ids(sizes), draw.floats(sizes), draw.times(sizes)
         options: dict[str, Any] = {"event_time": times, "step": step}
         apply_by_table(host, ids, sizes, by, **options)

@@ -63,6 +63,6 @@ def test_flags_go_where_their_rows_go(device: Device) -> None:
     memory.drop(memory.find(ids[ids % 3 == 0]).to(torch.int64))
     memory.tidy()
     kept = ids[ids % 3 != 0]
-    for there in (memory, memory.moved(1024)):
+    for there in (memory, memory.moved(memory.empty(1024))):
         assert there.flags is not None
         assert torch.equal(there.flags[there.find(kept).to(torch.int64)] == 4, kept < 100)

@@ -11,7 +11,7 @@ from train.publishing.test_holders import STANDING, TwoHolders
 from monolith.sync import MemoryChannel
 from monolith.sync.publish_config import GuardConfig, PublishConfig
 from monolith.train.publishing.bodies import PublishOrder
-from monolith.train.publishing.hold_file import NAME, HoldFile, KeptHold
+from monolith.train.publishing.hold_file import NAME, HoldFile, KeptHold, describe_publishing
 from monolith.train.publishing.holders import Steward
 from monolith.train.publishing.share import PublishPlan, SharePublisher
 
@@ -100,3 +100,10 @@ def test_a_share_that_starts_is_held_as_it_was_before(tmp_path: Path, by_guard: 
         assert (found.held, found.version) == (False, None)
     finally:
         share.close()
+
+
+def test_how_publishing_stands_in_a_few_words() -> None:
+    assert describe_publishing([]) == ""
+    assert describe_publishing([STANDING]) == "publishing"
+    said = describe_publishing([STANDING, replace(HELD, version="1200")])
+    assert said == ("publishing held since 1970-01-01 00:00:05 UTC: a bad upstream; servers at version 1200")

@@ -16,7 +16,7 @@ from train.fleets import Tallied, TalliedFiles, read_model, run_fleet
 from train.rank_runs import quiet, train_ranks
 from train.ranks.given import Given, batch_of
 
-from monolith.errors import ConfigError, MonolithError
+from monolith.errors import ConfigError, DataError, MonolithError
 from monolith.feature import Batch, FirstN
 from monolith.model import UpdateConfig
 from monolith.nn import GradClipType
@@ -280,7 +280,7 @@ def test_a_batch_that_is_not_finite_is_skipped_by_all(config: TrainConfig) -> No
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize(("have", "steps"), [((3, 5, 4), 3), ((0, 4, 4), 0), ((2, 0), 0), ((4, 4), 4)])
+@pytest.mark.parametrize(("have", "steps"), [((3, 5, 4), 3), ((4, 4), 4)])
 def test_all_end_with_the_one_that_has_least(have: tuple[int, ...], steps: int, prefetch: int) -> None:
     tasks = [Given(batches=[batch_of([rank, 7])] * many) for rank, many in enumerate(have)]
     reports = train_ranks(tasks, quiet(TrainConfig(), prefetch=prefetch))
@@ -288,6 +288,22 @@ def test_all_end_with_the_one_that_has_least(have: tuple[int, ...], steps: int, 
         have
     )
     assert all(report.finished for report in reports)
+
+
+@pytest.mark.parametrize(("have", "prefetch"), [((0, 4, 4), 0), ((2, 0), 2)])
+def test_a_rank_without_any_data_is_an_error_that_says_what_to_do(
+    have: tuple[int, ...], prefetch: int
+) -> None:
+    tasks = [Given(batches=[batch_of([rank, 7])] * many) for rank, many in enumerate(have)]
+    with pytest.raises(DataError, match=f"cut the data into {len(have)} files or more"):
+        train_ranks(tasks, quiet(TrainConfig(), prefetch=prefetch))
+
+
+def test_a_run_that_is_done_may_be_started_again(tmp_path: Path) -> None:
+    config = quiet(TrainConfig(model_dir=str(tmp_path)), prefetch=0)
+    tasks = [Given(batches=[batch_of([rank, 7])] * 2) for rank in range(2)]
+    assert [report.step for report in train_ranks(tasks, config)] == [2, 2]
+    assert [report.step for report in train_ranks(tasks, config)] == [2, 2]
 
 
 def test_what_nobody_trained_on_is_still_in_front_of_the_position(tmp_path: Path) -> None:

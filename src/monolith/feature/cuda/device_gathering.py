@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from monolith.feature.layouts import LayoutPlan
 
 _EXAMPLES = _FLOATS = 4  # that a thread does, as in layouts.cu
 _MOST = 1 << 31
+_SHAPES = 16  # of batches that are remembered
+_COMPARED_ALONE = 4  # threads of torch that compare numbers as fast as one of numpy: measured
 
 
 class DeviceGatherer:
@@ -37,53 +41,53 @@ class DeviceGatherer:
         self.device = device
         self.on_device = DevicePlan(plan, device)
         self._upload = device.new_stream()
-        self._places: dict[tuple[str, ...], NDArray[np.int64]] = {}
+        self._shapes: dict[tuple[tuple[str, ...], tuple[bool, ...], int], _Cells] = {}
         self._maxima = [isinstance(plan.features[f].combiner, Max) for f in self.on_device.order]
         self._combines_all = not any(feature.combiner.length for feature in plan.features)
 
-    def read(self, batch: FeatureIds, *, one_each: bool | None = None) -> DeviceBatch:
+    def read(
+        self,
+        batch: FeatureIds,
+        *,
+        in_place_of_ids: Callable[[Tensor], None] | None = None,
+        one_each: bool | None = None,
+    ) -> DeviceBatch:
         """Bring a batch to the device. Features the model does not read are passed over.
 
         It is on its way when this returns, by a stream of its own, for which the current one waits.
 
         Args:
+            in_place_of_ids: Fills what goes up for each occurrence, int64, table after table; by default the
+                ids of the batch do.
             one_each: Whether every cell that is read has exactly one id, said by who has looked and found the
                 splits sound; None looks.
 
         Raises:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
-        where = self._places.get(batch.names)
-        if where is None:
-            where = self._places[batch.names] = self._where(batch.names)
-        cells = np.where(np.array(batch.shared, np.bool_), 1, batch.batch_size)
-        begins = np.concatenate([[0], np.cumsum(cells)])
+        cells = self._cells(batch)
         if one_each is None:
-            one_each = _check(batch, int(begins[-1]))
+            one_each = _check(batch, cells.count)
         splits = batch.splits.numpy()
-        there = where >= 0
-        first_cell = begins[where]
-        starts = splits[first_cell]
-        ends = splits[np.where(there, begins[where + 1], first_cell)]
-        counts = ends - starts
-        weighted = self._weighted(batch, starts, ends)
-        about, sizes = self._about(counts)
-        about["cell"] = np.where(there, first_cell, -1)
-        about["shift"] = about["first"] - starts
-        about["step"] = there & ~np.append(np.array(batch.shared, np.bool_), False)[where]
-        about["weighted"] = weighted
-        n = int(counts.sum())
-        weighs = bool(weighted.any())
+        if one_each and batch.weights is None and (splits[cells.first] == cells.first).all():
+            known = cells.one_each  # as in every batch of this shape
+            if known is None:
+                known = cells.one_each = self._placed(batch, cells, splits)
+        else:
+            known = self._placed(batch, cells, splits)
         staged = _Staged(
             self.device,
-            features=about.nbytes,
-            ids=n,
-            weights=n if weighs else 0,
+            features=len(known.about),
+            ids=known.ids,
+            weights=known.ids if known.weighs else 0,
             splits=0 if one_each else len(splits),
         )
-        staged.features.numpy()[:] = about.view(np.uint8)
-        for source, to, count in _runs(starts, about["first"], counts):
-            staged.ids[to : to + count].copy_(batch.ids[source : source + count])
+        staged.features.copy_(known.about)
+        if in_place_of_ids is not None:
+            in_place_of_ids(staged.ids)
+        for source, to, count in known.runs:
+            if in_place_of_ids is None:
+                staged.ids[to : to + count].copy_(batch.ids[source : source + count])
             if batch.weights is not None and staged.weights is not None:
                 staged.weights[to : to + count].copy_(batch.weights[source : source + count])
         if staged.splits is not None:
@@ -93,9 +97,9 @@ class DeviceGatherer:
             self,
             buffer,
             staged.over(buffer),
-            sizes,
+            known,
             batch.batch_size,
-            plain=one_each and not weighs and bool(there.all()) and self._combines_all,
+            plain=one_each and not known.weighs and cells.all_there and self._combines_all,
             shared=any(batch.shared),
         )
 
@@ -162,6 +166,37 @@ class DeviceGatherer:
             current.keep(buffer)
         return buffer
 
+    def _cells(self, batch: FeatureIds) -> _Cells:
+        """Return where the cells of a batch's features are: the same for all batches of one shape."""
+        key = batch.names, batch.shared, batch.batch_size
+        found = self._shapes.get(key)
+        if found is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            found = self._shapes[key] = _Cells(self._where(batch.names), batch)
+        return found
+
+    def _placed(self, batch: FeatureIds, cells: _Cells, splits: NDArray[np.int64]) -> _Placed:
+        """Return where the ids of a batch go, and what kernels are told of its features."""
+        starts, ends = splits[cells.first], splits[cells.end]
+        counts = ends - starts
+        weighted = self._weighted(batch, starts, ends)
+        about, sizes = self._about(counts)
+        about["cell"] = np.where(cells.there, cells.first, -1)
+        about["shift"] = about["first"] - starts
+        about["step"] = cells.step
+        about["weighted"] = weighted
+        pinned = self.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send them along
+        pinned.numpy()[:] = sizes
+        return _Placed(
+            about=torch.from_numpy(about.view(np.uint8)),
+            sizes=pinned,
+            floats=int(sizes @ self.on_device.dims),
+            runs=list(_runs(starts, about["first"], counts)),
+            ids=int(counts.sum()),
+            weighs=bool(weighted.any()),
+        )
+
     def _where(self, names: tuple[str, ...]) -> NDArray[np.int64]:
         places = {name: place for place, name in enumerate(names)}
         if len(places) < len(names):
@@ -198,12 +233,48 @@ class DeviceGatherer:
         return about, sizes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """Where the ids of a batch go. Never changed."""
+
+    about: Tensor
+    """What kernels are told of each feature, by bytes."""
+    sizes: Tensor
+    """int64 of shape (tables,)."""
+    floats: int
+    """Of the rows of all ids."""
+    runs: list[tuple[int, int, int]]
+    """What of a batch's ids goes where: begin, place and number."""
+    ids: int
+    weighs: bool
+
+
+class _Cells:
+    """Where the cells of each feature are, in batches of one shape.
+
+    Args:
+        where: The place of each feature among those of the batch; -1 for one that it does not have.
+    """
+
+    def __init__(self, where: NDArray[np.int64], batch: FeatureIds) -> None:
+        shared = np.array(batch.shared, np.bool_)
+        begins = np.concatenate([[0], np.cumsum(np.where(shared, 1, batch.batch_size))])
+        self.count = int(begins[-1])
+        self.there = where >= 0
+        self.all_there = bool(self.there.all())
+        self.first = begins[where]
+        self.end = np.where(self.there, begins[where + 1], self.first)
+        self.step = self.there & ~np.append(shared, False)[where]
+        self.one_each: _Placed | None = None
+        """Of batches whose cells, all of them, have one id each, without weights."""
+
+
 class _Staged:
     """What goes up of one batch, in one stretch of pinned memory."""
 
     def __init__(self, device: Device, *, features: int, ids: int, weights: int, splits: int) -> None:
-        ends = np.cumsum([features, 8 * ids, 4 * weights, 4 * splits]).tolist()
-        self._ends: list[int] = ends
+        ends = list(accumulate((features, 8 * ids, 4 * weights, 4 * splits)))
+        self._ends = ends
         self.memory = device.pinned((max(ends[-1], 1),), torch.uint8)
         self.features, self.ids, self.weights, self.splits = self.over(self.memory)
 
@@ -229,7 +300,7 @@ class DeviceBatch:
         gatherer: DeviceGatherer,
         buffer: Tensor,
         parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-        sizes: NDArray[np.int64],
+        placed: _Placed,
         batch_size: int,
         *,
         plain: bool,
@@ -237,11 +308,11 @@ class DeviceBatch:
     ) -> None:
         features, self.ids, weights, splits = parts
         self.batch_size = batch_size
-        self.sizes = gatherer.device.pinned(sizes.shape, torch.int64)  # who looks rows up may send it along
-        self.sizes.numpy()[:] = sizes
-        self.floats = int(sizes @ gatherer.on_device.dims)
+        self.sizes = placed.sizes
+        self.floats = placed.floats
         self._gatherer = gatherer
         self._buffer = buffer
+        self._stream = gatherer.device.current_stream()
         self._gather = "gather_plain" if plain else "gather"
         self._shared = shared
         self._struct = BatchStruct(
@@ -290,10 +361,19 @@ class DeviceBatch:
                 "a GPU; use smaller batches"
             )
         with gatherer.device.active():
+            self._arrive(rows)
             outputs = tuple(rows.new_empty((self.batch_size, *shape)) for shape in gatherer.plan.shapes)
             pointers, blocks = plan.pointers(outputs), blocks_for(threads)
             gatherer.launch(self._gather, blocks, self._struct, plan.struct, pointers, rows.detach())
         return outputs
+
+    def _arrive(self, rows: Tensor) -> None:
+        """Have the current stream wait for the one that the batch was read on, if that is another."""
+        current = self._gatherer.device.current_stream()
+        if current != self._stream:
+            current.wait_for(self._stream)
+            current.keep(self._buffer)
+            current.keep(rows)
 
     def scatter(self, rows: Tensor | None, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """Return the gradient of `rows` from those of the outputs, of which None is zeros."""
@@ -362,7 +442,9 @@ def _check(batch: FeatureIds, cells: int) -> bool:
         )
     if ids >= _MOST or cells >= _MOST:
         raise FeatureError("batch: a batch on a GPU may have 2^31 - 1 ids")
-    before, after = splits[:-1], splits[1:]
+    many_threads = torch.get_num_threads() > _COMPARED_ALONE
+    numbers: Any = splits if many_threads else splits.numpy()
+    before, after = numbers[:-1], numbers[1:]
     if ids == cells and bool((after > before).all()):
         return True
     if not bool((after >= before).all()):

@@ -9,7 +9,6 @@ each row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -48,7 +47,7 @@ class HostRowGatherer:
             FeatureError: The splits do not fit the ids, or the number of examples.
         """
         found = self._here.read(batch)
-        there = self.there.read(replace(batch, ids=found.numbers()), one_each=found.one_each)
+        there = self.there.read(batch, in_place_of_ids=found.number, one_each=found.one_each)
         return HostRowBatch(self, found, there)
 
 

@@ -55,6 +55,11 @@ class FollowedTables:
         return self._generation
 
     @property
+    def in_snapshot(self) -> bool:
+        """Whether rows of a share are on their way, all of them or some buckets."""
+        return self._snapshot is not None
+
+    @property
     def rows(self) -> int:
         """That deltas brought and the attached version does not have, those that have gone among them."""
         overlay = self._overlay

@@ -68,6 +68,8 @@ class ModelFollower:
         self._base: Servable | None = None
         self._listens_since = 0.0
         self._settle_at: float | None = None
+        self._came_at = float("-inf")
+        """When a delta was applied last."""
         self.notice = ""
         """What whoever runs this server should know of what it follows; empty where that is as it should."""
         self._warned = False
@@ -253,17 +255,27 @@ class ModelFollower:
             self._listens_since = self._clock()
         elif not self._warned and self._clock() - self._listens_since >= bound:
             self._warned = True
-            errors = [one.error for one in self.standing.values() if one.error]
-            subscriber = self._subscriber
-            if subscriber is not None and subscriber.error:
-                errors.insert(0, subscriber.error)
             _log.warning(
-                "model %r: what is served is %.0f s old, and nothing newer comes (%s); answers go on",
-                *(self._model, staleness, errors[0] if errors else "nothing is published"),
+                "model %r: what is served is %.0f s old, and %s; answers go on",
+                *(self._model, staleness, self._why_stale()),
             )
+
+    def _why_stale(self) -> str:
+        subscriber = self._subscriber
+        errors = [one.error for one in self.standing.values() if one.error]
+        if subscriber is not None and subscriber.error:
+            errors.insert(0, subscriber.error)
+        if errors:
+            return f"nothing newer comes ({errors[0]})"
+        if self.target.rows.in_snapshot:
+            return "it is catching up: all rows of a share are on their way"
+        if self._came_at > self._clock() - self._config.stale_after.total_seconds():
+            return "it is catching up: changes come in, and are of a while ago"
+        return "nothing newer comes (nothing is published)"
 
     def _applied(self, followed: Followed) -> None:
         assert followed.place is not None
+        self._came_at = self._clock()
         up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at)
         reached, generation = self.up_to(), followed.generation
         if reached is not None and self.target.generation == generation:

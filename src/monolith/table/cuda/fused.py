@@ -5,7 +5,8 @@ a batch. So tables whose rows are alike are worked on together: a launch is told
 lie (`cells.cuh`), and one sort brings the rows of all tables into the order in which they are trained. How
 many launches there are does not depend on how many tables there are, up to MOST_CELLS.
 
-What needs more than that (a filter, a set of touched ids, a byte budget) a table does by itself.
+What needs more than that (a filter, a byte budget) a table does by itself. Who keeps track of rows is told
+table by table, of every id of a batch: also of those by whose gradients nothing was trained.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,31 +26,17 @@ from torch import Tensor
 from monolith.cuda.device import Device, DeviceEvent, DeviceStream
 from monolith.cuda.kernels import THREADS, Kernels, blocks_for
 from monolith.errors import TableArgumentError
-from monolith.table.compressors import OneBit
+from monolith.table.cuda.alike import Floats, PlannedLaunch, PlannedSteps, TablesAlike, most_cells
 from monolith.table.cuda.cells import MOST_CELLS, Ints, Spans
 from monolith.table.cuda.cuda_table import CudaTable
 from monolith.table.cuda.inputs import Inputs
-from monolith.table.cuda.layout import DeviceRowLayout, fused_index_source, fused_row_source
-from monolith.table.cuda.memory import (
-    BESIDE,
-    COUNTERS,
-    KEYS,
-    LONG_RUN,
-    LOOKUP_BLOCKS,
-    STRETCH,
-    Claimed,
-    DeviceMemory,
-    Times,
-)
+from monolith.table.cuda.layout import fused_index_source
+from monolith.table.cuda.memory import BESIDE, COUNTERS, STRETCH, Claimed, DeviceMemory, Times
 from monolith.table.table import Table
 
-_PACE_BYTES = 1024  # of a launch's parameters, for rates and scales: as in fused_rows.cu
-_TOGETHER = 4  # ids that a tile looks up at once: as in rows.cu
 _WARP = 32
 _ASKED_AFTER = 0.25  # of the room that there was when the counters came last
 _INT32_MAX = (1 << 31) - 1
-
-Floats = NDArray[np.float32]
 
 
 @runtime_checkable
@@ -138,55 +125,6 @@ def _by_table(column: Tensor, lengths: Ints, tables: int) -> Tensor:
     return torch.cat([cell for number in range(tables) for cell in cells[number::tables]])
 
 
-class _Alike:
-    """Tables of one layout.
-
-    Args:
-        numbers: Which they are.
-        rates_at: Where the rates of each begin.
-    """
-
-    def __init__(
-        self, tables: Sequence[CudaTable], numbers: Sequence[int], rates_at: Ints, device: Device
-    ) -> None:
-        segments = tables[0].config.segments
-        self.layout: DeviceRowLayout = tables[0]._layout
-        self.numbers = np.array(numbers, np.int64)
-        self.paced = self.layout.lazy or any(isinstance(one.compressor, OneBit) for one in segments)
-        """Whether rows are seen otherwise from step to step."""
-        self.most = most_cells(tables[0])
-        self.kernels: Kernels = device.kernels(fused_row_source(self.layout), "fused_rows")
-        self.tables = tables
-        self.rates_at = rates_at[:, None] + np.arange(len(segments))
-        self._scalar_bytes = ctypes.sizeof(tables[0]._paces.scalars())
-
-    def paces(self, tables: Ints, rates: Floats | None) -> ctypes.Array[ctypes.c_char]:
-        """Return rates, where they matter, and scales as a launch takes them.
-
-        Args:
-            tables: By cell, the number of its table.
-            rates: Of all segments of all tables.
-        """
-        which = np.searchsorted(self.numbers, tables)
-        own = None if rates is None else rates[self.rates_at[which]]
-        size = self._scalar_bytes
-        made = (ctypes.c_char * (self.most * size))()
-        data = memoryview(made).cast("B")
-        if self.paced:
-            for cell, number in enumerate(which.tolist()):
-                told = self.tables[number]._paces.scalars(None if own is None else own[cell].tolist())
-                data[cell * size : (cell + 1) * size] = bytes(told)
-        elif own is not None:
-            filled = np.frombuffer(data, np.float32).reshape(self.most, -1)
-            filled[: len(which), : own.shape[1]] = own
-        return made
-
-
-def most_cells(table: CudaTable) -> int:
-    """Return how many such tables go into a launch, by their rates and scales; perhaps none."""
-    return min(MOST_CELLS, _PACE_BYTES // ctypes.sizeof(table._paces.scalars()))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
     """What holds of the memories of all tables until one of them grows."""
@@ -206,6 +144,21 @@ class _Work:
 
     stream: DeviceStream
     known: _Known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What trains a batch: also the next one, if it is of the same sizes and no table grew."""
+
+    sizes: bytes
+    alone: bytes
+    dedup: bool
+    known: _Known
+    spans: Spans
+    wide: bool
+    """Whether the numbers of all places need 64 bits."""
+    claims: list[PlannedLaunch]
+    steps: list[PlannedSteps]
 
 
 class FusedTables:
@@ -231,6 +184,7 @@ class FusedTables:
         self._rate_ends = np.cumsum(segments)
         fused = [table if isinstance(table, CudaTable) and most_cells(table) else None for table in tables]
         self._fused = fused
+        self._others = {number for number, table in enumerate(fused) if table is None}
         self._twice = [sum(one is other for other in tables) > 1 for one in tables]
         # Whoever takes several locks takes them in this order.
         self._locked = sorted({id(one): one for one in fused if one is not None}.values(), key=id)
@@ -239,7 +193,7 @@ class FusedTables:
             if table is not None:
                 by_source.setdefault(table._layout.source, []).append(number)
         self._groups = [
-            _Alike(
+            TablesAlike(
                 [table for number in numbers if (table := fused[number]) is not None],
                 numbers,
                 (self._rate_ends - segments)[numbers],
@@ -250,6 +204,9 @@ class FusedTables:
         self._index: Kernels = device.kernels(fused_index_source(), "fused_index")
         # All below is guarded by the locks of the tables.
         self._known: _Known | None = None
+        self._lookups: tuple[bytes, list[tuple[TablesAlike, PlannedLaunch]]] = b"", []
+        self._plan: _Plan | None = None
+        self._stream: DeviceStream | None = None
         self._finite: tuple[bytes, list[bool]] = b"", []
         self._asked: tuple[DeviceEvent, list[int]] | None = None
         self._answer = device.pinned((len(fused), COUNTERS), torch.int64)
@@ -266,27 +223,32 @@ class FusedTables:
         """
         count = len(self._tables)
         out = torch.empty(int(emb_offsets[-1]), dtype=torch.float32, device=self.device.torch_device)
-        numbers = np.arange(len(sizes)) % count
-        spans = Spans(numbers, id_offsets[:-1], sizes, emb_offsets[:-1])
         together = len(ids) <= _INT32_MAX
         with self._entered() as work:
-            for alike in self._groups if together else ():
-                batches = np.arange(0, len(sizes), count)[:, None]
-                self._look_up(work, alike, spans.some((batches + alike.numbers).ravel()), ids, out)
-        others = [number for number, one in enumerate(self._fused) if one is None or not together]
-        for cell in np.flatnonzero(np.isin(numbers, others) & (sizes > 0)).tolist() if others else ():
-            table, at, to = self._tables[cell % count], slice(*id_offsets[cell : cell + 2]), emb_offsets[cell]
-            out[to : emb_offsets[cell + 1]] = table.lookup(ids[at]).flatten()
+            for alike, one in self._planned_lookups(sizes, id_offsets, emb_offsets) if together else ():
+                told = work.known.arrays, one.cells, alike.paces(one.tables, None)
+                alike.kernels.launch("lookup_tables", one.blocks, *told, ids, out, stream=work.stream.handle)
+        for cell in np.flatnonzero(sizes).tolist() if self._others or not together else ():
+            if cell % count in self._others or not together:
+                own, floats = slice(*id_offsets[cell : cell + 2]), slice(*emb_offsets[cell : cell + 2])
+                out[floats] = self._tables[cell % count].lookup(ids[own]).flatten()
         return out
 
-    def _look_up(self, work: _Work, alike: _Alike, spans: Spans, ids: Tensor, out: Tensor) -> None:
-        most_blocks = LOOKUP_BLOCKS * self.device.processors
-        for part in spans.parts(alike.most):
-            own = spans.some(part)
-            cells = own.cells(-(-own.sizes // _TOGETHER), own.floats)
-            blocks = min(most_blocks, blocks_for(cells.units, per_block=THREADS // KEYS))
-            told = work.known.arrays, cells, alike.paces(own.tables, None)
-            alike.kernels.launch("lookup_tables", blocks, *told, ids, out, stream=work.stream.handle)
+    def _planned_lookups(
+        self, sizes: Ints, id_offsets: Ints, emb_offsets: Ints
+    ) -> list[tuple[TablesAlike, PlannedLaunch]]:
+        data = sizes.tobytes()
+        if self._lookups[0] != data:
+            count = len(self._tables)
+            spans = Spans(np.arange(len(sizes)) % count, id_offsets[:-1], sizes, emb_offsets[:-1])
+            batches = np.arange(0, len(sizes), count)[:, None]
+            found = [
+                (alike, launch)
+                for alike in self._groups
+                for launch in alike.lookups(spans.some((batches + alike.numbers).ravel()), self.device)
+            ]
+            self._lookups = data, found
+        return self._lookups[1]
 
     # Writing
 
@@ -307,7 +269,7 @@ class FusedTables:
 
     def _is_alone(self, number: int) -> bool:
         table = self._fused[number]
-        return table is None or self._twice[number] or table._writes_alone
+        return table is None or self._twice[number] or table._rows.writes_alone
 
     def _train_alone(self, number: int, batch: FusedBatch) -> None:
         table, spans = self._tables[number], Spans.of(batch.sizes, self._widths)
@@ -330,88 +292,115 @@ class FusedTables:
         sizes = np.where(alone, 0, batch.sizes)
         if not sizes.any():
             return
-        spans = Spans.of(batch.sizes, self._widths)
-        groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
-        groups = [(alike, numbers) for alike, numbers in groups if len(numbers)]
         work = self._with_room(work, sizes.tolist())
-        claimed = self._claim(work, batch, spans, alone)
+        plan = self._planned(work.known, batch, sizes, alone)
+        watched = [
+            (table, slice(at, at + size))
+            for table, at, size in zip(self._fused, plan.spans.ids.tolist(), sizes.tolist(), strict=True)
+            if size and table is not None and not table._rows.watch.idle
+        ]
+        ids = places = batch.ids
+        if watched:
+            ids, places = batch.ids.clone(), torch.empty_like(batch.ids, dtype=torch.int32)
+        claimed = self._claim(work, batch, plan, places if watched else None)
+        for table, own in watched:
+            mine = replace(claimed, places=places[own], made=claimed.made[own])
+            table._rows.watch.writing(table._held, mine)
         finite = self._stay_finite(batch.rates)
-        for alike, numbers in groups:
-            checked = not all(finite[number] for number in numbers)
-            self._step(work, alike, spans.some(numbers), batch, claimed, checked=checked)
+        for steps in plan.steps:
+            checked = not all(finite[number] for number in steps.numbers)
+            self._step(work, batch, steps, claimed, checked=checked)
+        for table, own in watched:
+            table._rows.watch.wrote(ids[own], places[own])
         self._count(work, sizes.tolist())
+
+    def _planned(self, known: _Known, batch: FusedBatch, sizes: Ints, alone: NDArray[np.bool_]) -> _Plan:
+        """Return what trains a batch, of which these sizes are of tables that are not alone."""
+        plan, data, by_itself = self._plan, batch.sizes.tobytes(), alone.tobytes()
+        if (
+            plan is not None
+            and plan.known is known
+            and (plan.sizes, plan.alone, plan.dedup) == (data, by_itself, batch.dedup)
+        ):
+            return plan
+        spans = Spans.of(batch.sizes, self._widths)
+        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
+        keys = np.where(alone, 1, known.places + BESIDE + 1)
+        ends = np.cumsum(keys)
+        claims = []
+        for part in told.parts(MOST_CELLS):
+            own = told.some(part)
+            cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
+            blocks = blocks_for(cells.units, per_block=THREADS // _WARP)
+            claims.append(PlannedLaunch(own.tables, cells, blocks))
+        groups = [(alike, alike.numbers[sizes[alike.numbers] > 0]) for alike in self._groups]
+        self._plan = _Plan(
+            data,
+            by_itself,
+            batch.dedup,
+            known,
+            spans,
+            bool(ends[-1] > self._most_narrow),
+            claims,
+            [alike.steps(spans.some(some), summed=batch.dedup) for alike, some in groups if len(some)],
+        )
+        return self._plan
 
     def _with_room(self, work: _Work, sizes: Sequence[int]) -> _Work:
         """Have every table grow that may not have room for all ids of a batch."""
         grown = False
         for table, size, limit in zip(self._fused, sizes, work.known.limits, strict=True):
-            if size and table is not None and table._fill.bound() + size > limit:
-                table._reserve(size)
+            if size and table is not None and table._rows.fill.bound() + size > limit:
+                table._rows.reserve(size)
                 grown = True
         return _Work(work.stream, self._look_at(work.stream)) if grown else work
 
-    def _claim(self, work: _Work, batch: FusedBatch, spans: Spans, alone: NDArray[np.bool_]) -> Claimed:
-        """Give every id its place, and bring all tables into one order."""
+    def _claim(self, work: _Work, batch: FusedBatch, plan: _Plan, found: Tensor | None) -> Claimed:
+        """Give every id its place, and bring all tables into one order.
+
+        Args:
+            found: Filled with places in the order of the ids.
+        """
         n, device = len(batch.ids), self.device.torch_device
-        keys = np.where(alone, 1, work.known.places + BESIDE + 1)
-        ends = np.cumsum(keys)
-        wide = ends[-1] > self._most_narrow
-        order = torch.empty(n, dtype=torch.int64 if wide else torch.int32, device=device)
+        order = torch.empty(n, dtype=torch.int64 if plan.wide else torch.int32, device=device)
         made = torch.empty(n, dtype=torch.uint8, device=device)
         places = torch.empty(n, dtype=torch.int32, device=device)
         seconds, second, times = None, batch.event_time, None
         if isinstance(second, Tensor):
             seconds, second, times = second, 0, torch.empty(n, dtype=torch.int32, device=device)
-        told = Spans(np.where(alone, -1, spans.tables), spans.ids, spans.sizes, spans.floats)
-        parts = []
-        for part in told.parts(MOST_CELLS):
-            own = told.some(part)
-            cells = own.cells(-(-own.sizes // _WARP), (ends - keys)[part])
-            parts.append((cells, blocks_for(cells.units, per_block=THREADS // _WARP)))
         arrays, stream = work.known.arrays, work.stream.handle
-        width = "_wide" if wide else ""
-        for cells, blocks in parts:
-            given = arrays, cells, batch.ids, seconds, ctypes.c_uint32(second), order, made, times
-            self._index.launch(f"claim_tables{width}", blocks, *given, stream=stream)
+        width = "_wide" if plan.wide else ""
+        filled = batch.ids, seconds, ctypes.c_uint32(second), order, made, times, found
+        for one in plan.claims:
+            self._index.launch(f"claim_tables{width}", one.blocks, arrays, one.cells, *filled, stream=stream)
         ordered, positions = torch.sort(order, stable=True)
-        for cells, blocks in parts:
-            settled = arrays, cells, ordered, places
-            self._index.launch(f"settle_tables{width}", blocks, *settled, stream=stream)
+        settled = ordered, places
+        for one in plan.claims:
+            self._index.launch(
+                f"settle_tables{width}", one.blocks, arrays, one.cells, *settled, stream=stream
+            )
         return Claimed(places, places, positions, made, Times(times, second))
 
     def _step(
-        self,
-        work: _Work,
-        alike: _Alike,
-        spans: Spans,
-        batch: FusedBatch,
-        claimed: Claimed,
-        *,
-        checked: bool,
+        self, work: _Work, batch: FusedBatch, planned: PlannedSteps, claimed: Claimed, *, checked: bool
     ) -> None:
-        n, dim, device = len(batch.ids), alike.layout.dim, self.device.torch_device
+        alike, device = planned.alike, self.device.torch_device
         writes, stream = claimed.writes(), work.stream.handle
-        per_tile = alike.tables[0]._held.per_tile(int(spans.sizes.sum()))
         runs = sums = None
-        if batch.dedup and spans.sizes.max() >= LONG_RUN:
-            runs = torch.empty((n // STRETCH + 1, 2), dtype=torch.int64, device=device)
-            sums = torch.empty((n // STRETCH + 1, dim), dtype=torch.float32, device=device)
-        for part in spans.parts(alike.most):
-            own = spans.some(part)
-            shifts = own.floats - own.ids * dim
-            if runs is not None:
-                cells = own.cells(own.sizes // STRETCH, shifts)
-                told = cells, writes, batch.gradients, runs, sums
-                alike.kernels.launch(
-                    "sum_long_runs_of_tables", cells.units, *told, stream=stream, threads=STRETCH
-                )
-            cells = own.cells(-(-own.sizes // per_tile), shifts)
+        if planned.sums:
+            stretches = len(batch.ids) // STRETCH + 1
+            runs = torch.empty((stretches, 2), dtype=torch.int64, device=device)
+            sums = torch.empty((stretches, alike.layout.dim), dtype=torch.float32, device=device)
+        for one in planned.sums:
+            told = one.cells, writes, batch.gradients, runs, sums
+            alike.kernels.launch("sum_long_runs_of_tables", one.blocks, *told, stream=stream, threads=STRETCH)
+        for one in planned.steps:
             alike.kernels.launch(
                 "train_tables_checked" if checked else "train_tables",
-                blocks_for(cells.units * alike.layout.lanes),
+                one.blocks,
                 work.known.arrays,
-                cells,
-                alike.paces(own.tables, batch.rates),
+                one.cells,
+                alike.paces(one.tables, batch.rates),
                 writes,
                 batch.gradients,
                 batch.latest,
@@ -419,7 +408,7 @@ class FusedTables:
                 runs,
                 sums,
                 ctypes.c_int(batch.dedup),
-                ctypes.c_int(per_tile),
+                ctypes.c_int(planned.per_tile),
                 stream=stream,
             )
 
@@ -442,7 +431,7 @@ class FusedTables:
         near = False
         for table, size, ask_from in zip(self._fused, sizes, self._ask_from, strict=True):
             if size and table is not None:
-                near |= table._fill.wrote(size) > ask_from
+                near |= table._rows.fill.wrote(size) > ask_from
         if not near or self._asked is not None:
             return
         many = len(self._fused) * COUNTERS
@@ -451,7 +440,7 @@ class FusedTables:
         given = work.known.arrays, *sizes_of, counters
         self._index.launch("collect_counters", blocks_for(many), *given, stream=work.stream.handle)
         self._answer.copy_(counters, non_blocking=True)
-        written = [0 if table is None else table._fill.written for table in self._fused]
+        written = [0 if table is None else table._rows.fill.written for table in self._fused]
         self._asked = work.stream.record(), written
 
     def _learn(self) -> None:
@@ -464,8 +453,8 @@ class FusedTables:
             if table is None:
                 continue
             try:
-                table._fill.learn(counters, written[number])
-                self._ask_later(number, table._fill.bound(), table._limit)
+                table._rows.fill.learn(counters, written[number])
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
             except TableArgumentError as error:
                 complaint = error
         if complaint is not None:
@@ -483,29 +472,43 @@ class FusedTables:
         Raises:
             TableClosedError: One of them was closed.
         """
-        with self.device.active(), ExitStack() as held:
-            self._lock(held, writing=writing)
-            stream = self.device.current_stream()
-            handle, waited = stream.handle, set[int]()
-            for table in self._locked:
-                table._held.stream = handle
-                before = table._stream.handle
-                if before != handle:
-                    if before not in waited:
-                        stream.wait_for(table._stream)
-                        waited.add(before)
-                    table._stream = stream
-            yield _Work(stream, self._look_at(stream))
+        with self.device.active():
+            self._take_locks(writing=writing)
+            try:
+                stream = self.device.current_stream()
+                if stream == self._stream:
+                    stream = self._stream  # the same, as most tables have it
+                handle, waited = stream.handle, set[int]()
+                for table in self._locked:
+                    memory = table._held
+                    if table._stream is not stream:
+                        before = table._stream.handle
+                        if before != handle and before not in waited:
+                            stream.wait_for(table._stream)
+                            waited.add(before)
+                        table._stream = stream
+                    memory.stream = handle
+                self._stream = stream
+                yield _Work(stream, self._look_at(stream))
+            finally:
+                for table in self._locked:
+                    table._lock.release()
 
-    def _lock(self, held: ExitStack, *, writing: bool) -> None:
+    def _take_locks(self, *, writing: bool) -> None:
         while True:
-            for table in self._locked:
-                held.enter_context(table._lock)
-            frozen = next((table for table in self._locked if table._frozen), None) if writing else None
-            if frozen is None:
-                return
-            held.pop_all().close()  # whoever froze it may want another
-            with frozen._lock:
+            taken = []
+            try:
+                for table in self._locked:
+                    table._lock.acquire()
+                    taken.append(table)
+                frozen = next((table for table in self._locked if table._frozen), None) if writing else None
+                if frozen is None:
+                    taken.clear()
+                    return
+            finally:
+                for table in taken:
+                    table._lock.release()
+            with frozen._lock:  # none of the others: whoever froze it may want them
                 frozen._thawed.wait_for(lambda table=frozen: not table._frozen)  # type: ignore[misc]
 
     def _look_at(self, stream: DeviceStream) -> _Known:
@@ -527,10 +530,10 @@ class FusedTables:
             [None if memory is None else weakref.ref(memory) for memory in memories],
             arrays,
             np.array([0 if memory is None else memory.places for memory in memories], np.int64),
-            [0 if table is None else table._limit for table in self._fused],
+            [0 if table is None else table._rows.limit for table in self._fused],
             stream.handle,
         )
         for number, table in enumerate(self._fused):
             if table is not None:
-                self._ask_later(number, table._fill.bound(), table._limit)
+                self._ask_later(number, table._rows.fill.bound(), table._rows.limit)
         return known

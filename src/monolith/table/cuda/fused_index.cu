@@ -15,12 +15,12 @@
   const int at = cell.ids + (there ? i : 0);
 
 // Gives every id its place; the clocks of tables are moved on by the steps. Event times that no row can keep
-// count as 0, and are counted.
+// count as 0, and are counted. `places` are for those who keep track of rows, or null.
 template <class Key>
 __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, const Cells& cells,
                                             const i64* __restrict__ ids, const i64* __restrict__ seconds,
                                             u32 time, Key* __restrict__ order, u8* __restrict__ made,
-                                            u32* __restrict__ times) {
+                                            u32* __restrict__ times, int* __restrict__ places) {
   OF_WARP
   if (cell.table < 0) {
     if (there) order[at] = (Key)cell.shift;
@@ -39,6 +39,7 @@ __device__ __forceinline__ void claim_cells(const Arrays* __restrict__ tables, c
   if (there) {
     order[at] = (Key)(cell.shift + (place == NONE ? (i64)table.buckets * KEYS + BESIDE : (i64)place));
     made[at] = fresh;
+    if (places != nullptr) places[at] = place;
   }
 }
 
@@ -55,8 +56,8 @@ __device__ __forceinline__ void settle_cells(const Arrays* __restrict__ tables, 
 extern "C" __global__ void claim_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
                                         const i64* __restrict__ ids, const i64* __restrict__ seconds,
                                         u32 time, int* __restrict__ order, u8* __restrict__ made,
-                                        u32* __restrict__ times) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times);
+                                        u32* __restrict__ times, int* __restrict__ places) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places);
 }
 
 extern "C" __global__ void settle_tables(const Arrays* __restrict__ tables, const __grid_constant__ Cells cells,
@@ -69,8 +70,8 @@ extern "C" __global__ void claim_tables_wide(const Arrays* __restrict__ tables,
                                              const __grid_constant__ Cells cells, const i64* __restrict__ ids,
                                              const i64* __restrict__ seconds, u32 time,
                                              i64* __restrict__ order, u8* __restrict__ made,
-                                             u32* __restrict__ times) {
-  claim_cells(tables, cells, ids, seconds, time, order, made, times);
+                                             u32* __restrict__ times, int* __restrict__ places) {
+  claim_cells(tables, cells, ids, seconds, time, order, made, times, places);
 }
 
 extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,
@@ -79,9 +80,11 @@ extern "C" __global__ void settle_tables_wide(const Arrays* __restrict__ tables,
   settle_cells(tables, cells, order, places);
 }
 
-// Brings the counters of many tables together.
+// Brings the counters of many tables together, zeros for those that are none.
 extern "C" __global__ void collect_counters(const Arrays* __restrict__ tables, int n, int counters,
                                             u64* __restrict__ out) {
   const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
-  if (i < n * counters) out[i] = tables[i / counters].counters[i % counters];
+  if (i >= n * counters) return;
+  const u64* const own = tables[i / counters].counters;
+  out[i] = own != nullptr ? own[i % counters] : 0;
 }

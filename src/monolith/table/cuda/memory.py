@@ -505,9 +505,13 @@ class DeviceMemory:
         if self.recency is not None and hashes is not None and before is not None:
             self.recency = self.recency.moved(before, self._places_of(hashes), self.places + BESIDE)
 
-    def moved(self, places: int) -> DeviceMemory:
-        """Return a memory of another size with the same rows, and without marks."""
-        new = DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
+    def empty(self, places: int) -> DeviceMemory:
+        """Return a memory of another size for the same rows, without any."""
+        return DeviceMemory(self.layout, self.counters, places, device=self._owner, stream=self.stream)
+
+    def moved(self, new: DeviceMemory) -> DeviceMemory:
+        """Return an empty memory with all rows of this one moved there, without marks."""
+        new.stream = self.stream
         if self._flags is not None:
             new.watch(on=True)
         self._launch(
@@ -530,7 +534,7 @@ class DeviceMemory:
         self.counters[MARKS] = 0
         if self.recency is not None:
             hashes, before, _ = self.listed(self.places + BESIDE)
-            new.recency = self.recency.moved(before, new._places_of(hashes), places + BESIDE)
+            new.recency = self.recency.moved(before, new._places_of(hashes), new.places + BESIDE)
         return new
 
     # Inside

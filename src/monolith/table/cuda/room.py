@@ -18,6 +18,7 @@ FULL = 0.75
 _AFTER_GROWTH = 0.375
 _AFTER_LARGE_GROWTH = 0.5
 _LEAST_GROWTH = 0.7  # the load after a growth that found little room
+_FULL_FOR_A_WHILE = 0.8
 _LARGE_BYTES = 1 << 30
 _BRIM = 0.9  # of the places of a table that does not grow any more
 _LEAST_PLACES = 256
@@ -71,6 +72,11 @@ class Room:
         if self._most is not None or least >= wanted:
             return [wanted]
         return [wanted, (wanted + least) // 2 // KEYS * KEYS, least]
+
+    def may_wait(self, places: int, used: int) -> bool:
+        """Whether a table of this size may be so full for a while: large ones take memory in one call and
+        move in another, so that none of them takes too long."""
+        return self._most is None and places > self._large and used <= _FULL_FOR_A_WHILE * places
 
     @property
     def bounded(self) -> bool:

@@ -129,10 +129,10 @@ class RowWatch:
             self._aside.capture(memory, claimed.places)
 
     def wrote(self, ids: Tensor, places: Tensor) -> None:
-        """Rows of a batch were written, at these places."""
+        """Rows of a batch were written, at these places. Nobody else writes into either."""
         if not self._touched or not len(ids):
             return
-        self._untold.append((ids.clone(), places))
+        self._untold.append((ids, places))
         self._untold_ids += len(ids)
         if self._untold_ids > _MOST_UNTOLD:
             self.tell_touched()

@@ -91,6 +91,18 @@ class HoldFile:
         self._written, self._known = kept, True
 
 
+def describe_publishing(shares: Sequence[ShareStanding]) -> str:
+    """Return in a few words how the publishing of a run stands; empty where nothing is known of it."""
+    if not shares:
+        return ""
+    held = next((one for one in shares if one.held), None)
+    if held is None:
+        return "publishing"
+    kept = KeptHold(held.reason[:200], held.since, held.version)
+    back = "" if held.version is None else f"; servers at version {held.version}"
+    return f"publishing {kept.describe()}{back}"
+
+
 def when_utc(seconds: float) -> str:
     """Return a moment in Unix seconds for a person."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
