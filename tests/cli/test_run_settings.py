@@ -564,9 +564,11 @@ def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:
     assert "not supported with parameter servers" in problems(None, *flags)
 
 
-def test_rows_on_a_device_are_refused_among_several_processes() -> None:
-    flags = ["--train.accelerator=cuda", "--train.rows_on=device", "--num_ps=1", "--train.model_dir=m"]
-    assert "train.rows_on: 'device' is for runs of one process" in problems(None, *flags)
+def test_rows_on_a_device_are_refused_where_parameter_servers_hold_them() -> None:
+    flags = ["--train.accelerator=cuda", "--train.rows_on=device", "--train.model_dir=m"]
+    said = "train.rows_on: 'device' is for runs of one process or of ranks"
+    assert said in problems(None, *flags, "--num_ps=1")
+    assert said not in problems(None, *flags, "--num_workers=2", "--cluster.mode=sync")
 
 
 def test_a_test_on_a_cpu_is_one_process_whatever_else_is_asked_for() -> None:

@@ -14,6 +14,7 @@ from train.fleets import SOON, serving
 
 from monolith.store import RankGroups, ServerGroup
 from monolith.train import Hook, LocalRun, Task, TrainConfig, Trainer, TrainReport
+from monolith.train.accelerator import Accelerator
 from monolith.train.publishing.share import PublishPlan
 from monolith.train.ranks.config import RanksConfig
 from monolith.train.ranks.peers import RankPeers
@@ -31,6 +32,7 @@ def train_ranks(
     num_ps: int = 0,
     servers: Sequence[str] = (),
     publish: PublishPlan | None = None,
+    accelerator: Accelerator | None = None,
     **options: Any,
 ) -> list[TrainReport]:
     """Train one task on each rank, together; return their reports.
@@ -41,6 +43,7 @@ def train_ranks(
         num_ps: Servers to start for the rows, which have the first task; ranks hold them otherwise.
         servers: Addresses of servers that are there already.
         publish: How all of them publish.
+        accelerator: Stands for the one of the settings.
         options: Of `RankGroups`.
     """
 
@@ -52,7 +55,13 @@ def train_ranks(
                 stack.callback(group.close)
             peers = RankPeers(groups, ranks, servers=group)
             return Trainer(
-                task, config, hooks=partial(hooks, rank), peers=peers, publish=publish, clock=clock
+                task,
+                config,
+                hooks=partial(hooks, rank),
+                peers=peers,
+                publish=publish,
+                clock=clock,
+                accelerator=accelerator,
             ).train()
 
     size = len(tasks)

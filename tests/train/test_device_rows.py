@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from monolith.table import CudaTable, Segment, SpillingTable, TableConfig
 from monolith.train import TrainConfig, Trainer
 from monolith.train.accelerator import Cpu
 from monolith.train.device_rows import store_maker
+from monolith.train.fleet.peers import FleetPeers
 from monolith.train.hook import Hook, Run
 from monolith.train.hooks import SaveConfig
+from monolith.train.peers import Alone
 
 TASK = Clicks(batches=6, batch_size=16)
 
@@ -168,7 +170,7 @@ def test_memory_for_rows_on_a_device_is_for_such_rows() -> None:
 
 def test_memory_of_a_device_is_shared_out_among_the_tables_of_one_collection(device: Device) -> None:
     config = TrainConfig(rows_on="device", accelerator="cuda", device_memory_bytes=1 << 20)
-    make = store_maker(config, OnDevice(device), LocalStore.from_configs)
+    make = store_maker(config, OnDevice(device), Alone())
     tables = {"item": TableConfig(name="item", segments=(Segment(dim=4),))}
     make(tables, thresholds=None, threads=1).close()
     with pytest.raises(ConfigError, match="several embedding collections"):
@@ -182,12 +184,12 @@ def test_rows_on_a_device_need_a_gpu() -> None:
         TrainConfig(rows_on="device", accelerator="xla")
     config = TrainConfig(rows_on="device", accelerator="cuda")
     with pytest.raises(ConfigError, match=r"set train.accelerator to cuda, or train.rows_on to host"):
-        store_maker(config, Cpu(), LocalStore.from_configs)
-    assert store_maker(TrainConfig(), Cpu(), LocalStore.from_configs) == LocalStore.from_configs
+        store_maker(config, Cpu(), Alone())
+    assert store_maker(TrainConfig(), Cpu(), Alone()) == LocalStore.from_configs
 
 
-def test_rows_on_a_device_are_for_runs_of_one_process() -> None:
-    peers: Any = object()
+def test_rows_on_a_device_are_for_who_holds_them() -> None:
+    peers = FleetPeers(cast(Any, None))
     config = TrainConfig(rows_on="device", accelerator="cuda")
-    with pytest.raises(ConfigError, match="rows are with parameter servers or ranks in this run"):
+    with pytest.raises(ConfigError, match="rows are with parameter servers in this run"):
         Trainer(TASK, config, peers=peers, accelerator=Cpu())

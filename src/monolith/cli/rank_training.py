@@ -56,6 +56,7 @@ def as_rank(
             "timeout": timeouts.exchange,
             "silence": timeouts.silence,
             "backend": run.ranks.backend,
+            "rows_backend": run.ranks.backend if run.train.rows_on == "device" else "gloo",
         },
         on_waiting=on_waiting,
     )

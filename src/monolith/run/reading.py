@@ -65,10 +65,11 @@ def refused(run: RunConfig) -> Iterator[str]:
             "train.accelerator: 'xla' is not supported with parameter servers or several workers: what they "
             "exchange each step would have to be fetched from the device. Set job.local, or cuda"
         )
-    if run.distributed and run.train.rows_on == "device":
+    if run.distributed and run.cluster.num_ps and run.train.rows_on == "device":
         yield (
-            "train.rows_on: 'device' is for runs of one process: with parameter servers or ranks, rows live "
-            "with those and not where a worker computes. Set train.rows_on to host, or job.local"
+            "train.rows_on: 'device' is for runs of one process or of ranks: with parameter servers rows are "
+            "in the host memory of those. Set train.rows_on to host, or job.local, or cluster.mode to sync "
+            "without parameter servers"
         )
     if run.profile.from_step is not None and not run.train.model_dir:
         yield "profile.from_step: a profile is a file in the model_dir; set --model-dir"

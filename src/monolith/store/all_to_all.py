@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -97,12 +97,13 @@ class AllToAllStore(RankStore):
         self._exchange(self._looks, TableIds(nothing, torch.zeros(len(self.tables), dtype=torch.int64)))
 
     def _exchange(self, line: RankLine, ids: TableIds) -> Tensor:
-        spread, came = line.exchange(lambda: line.spreader.lookup(ids))
-        found = self.inner.lookup(joined_ids(came))
+        spread, arrived = line.exchange(lambda: line.spreader.lookup(ids))
+        came = arrived.requests
+        found = self.inner.lookup(_near(joined_ids(came), line.collective.device, self.inner.device))
         widths = list(self.tables.values())
         floats = [_floats(request, widths) for _, request in came]
         wanted = spread.routes.num_floats
-        rows = line.collective.all_to_all(found, floats, wanted).numpy()
+        rows = line.collective.all_to_all(found, floats, wanted).cpu().numpy()
         ends = np.cumsum(wanted)
         parts = [rows[end - many : end] for end, many in zip(ends, wanted, strict=True)]
         return torch.from_numpy(spread.routes.gather_rows(parts))
@@ -145,6 +146,11 @@ class AllToAllStore(RankStore):
 
     def _drop(self, body: EvictRankRows) -> dict[str, Any]:
         return {name: self.inner.table(name).evict(time) for name, time in body.now.items()}
+
+
+def _near(ids: TableIds, sent_from: torch.device, rows_on: torch.device) -> TableIds:
+    """Return ids that lie where rows do, if those are sent from there: they are answered where they lie."""
+    return replace(ids, ids=ids.ids.to(rows_on)) if sent_from == rows_on else ids
 
 
 def _floats(request: RowRequest, widths: Sequence[int]) -> int:

@@ -56,12 +56,19 @@ class Collective:
         self.rank: int = group.rank()
         self.size: int = group.size()
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go from, and where they arrive."""
+        return self._device
+
     def ask_why(self, trouble: Callable[[], RetryableError | None]) -> None:
         """Have `trouble` say why a call failed, where somebody knows more than that a connection broke."""
         self._trouble = trouble
 
     def all_to_all(self, given: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send a stretch of `given` to each rank and return what they sent here, in the order of ranks.
+
+        It arrives on `device`: what lies there is sent from there, and everything else goes there first.
 
         Args:
             given: Of one dimension: what goes to rank 0, then to rank 1, and so on.
@@ -71,15 +78,14 @@ class Collective:
         given = given.to(self._device)
         found = torch.empty(sum(received), dtype=given.dtype, device=self._device)
         if self.size == 1:
-            found.copy_(given)
-            return found.cpu()
+            return found.copy_(given)
         itemsize = given.itemsize
         self._traffic.count(
             sent=(sum(sent) - sent[self.rank]) * itemsize,
             received=(sum(received) - received[self.rank]) * itemsize,
         )
         self._finish(self._begin("alltoall_base", found, given, list(received), list(sent)))
-        return found.cpu()
+        return found
 
     def all_gather(self, given: Tensor, waiting: Callable[[], None] | None = None) -> Tensor:
         """Return what every rank gives, of shape (ranks, *shape); all give one shape.

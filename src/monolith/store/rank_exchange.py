@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from monolith.errors import ClusterError, FeatureError, TableClosedError
@@ -51,12 +52,12 @@ class RankGradients:
     """Returns when they may be applied."""
 
     def summed(self) -> RankGradients:
-        """Return the same with each id of a table once and the sum of its gradients in rank order."""
+        """Return the same, on the CPU, with each id of a table once and its gradients' sum in rank order."""
         dims = list(self.store.tables.values())
         cells = list(enumerate(torch.split(self.ids.ids, self.ids.sizes.tolist())))
         floats = [size * dims[cell % len(dims)] for cell, size in enumerate(self.ids.sizes.tolist())]
-        parts = torch.split(self.gradients, floats)
-        latest = None if self.latest_values is None else torch.split(self.latest_values, floats)
+        parts = torch.split(self.gradients.cpu(), floats)
+        latest = None if self.latest_values is None else torch.split(self.latest_values.cpu(), floats)
         per_id = torch.tensor([cell % len(dims) for cell, ids in cells for _ in range(len(ids))])
         found = []
         for number, dim in enumerate(dims):
@@ -181,11 +182,12 @@ class RankStore:
                 ids, gradients, step=step, event_time=event_time, latest_values=latest_values
             )
 
-        _, came = line.exchange(spread)
-        latest = [torch.from_numpy(one.latest) for _, one in came if one.latest is not None]
+        _, arrived = line.exchange(spread)
+        came, rows_on = arrived.requests, self._holder.device
+        latest = [arrived.floats(one.latest, rows_on) for _, one in came if one.latest is not None]
         return RankGradients(
             ids=joined_ids(came),
-            gradients=torch.cat([torch.from_numpy(one.gradients) for _, one in came]),
+            gradients=torch.cat([arrived.floats(one.gradients, rows_on) for _, one in came]),
             step=step,
             event_time=_event_times(came),
             latest_values=torch.cat(latest) if latest else None,
@@ -232,6 +234,25 @@ class RankStore:
             raise TableClosedError("this store of ranks was closed")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """What all ranks ask of this one."""
+
+    requests: list[tuple[RowHeader, RowRequest]]
+    """In the order of ranks, in host memory."""
+    data: Bytes
+    """The memory that these lie in."""
+    there: Tensor
+    """The same where it arrived."""
+
+    def floats(self, some: NDArray[np.float32], device: torch.device) -> Tensor:
+        """Return floats of a request on a device: they stay where they arrived, if that is it."""
+        if self.there.device != device:
+            return torch.from_numpy(some)
+        at = some.ctypes.data - self.data.ctypes.data
+        return self.there[at : at + some.nbytes].view(torch.float32)
+
+
 class RankLine:
     """One kind of call between all ranks, on a group of its own. Used by one thread at a time."""
 
@@ -243,7 +264,7 @@ class RankLine:
         self._outgoing: Bytes = np.empty(0, np.uint8)
         self._calls = 0
 
-    def exchange(self, write: Callable[[], Spread]) -> tuple[Spread, list[tuple[RowHeader, RowRequest]]]:
+    def exchange(self, write: Callable[[], Spread]) -> tuple[Spread, Arrived]:
         """Send every rank its part of a call; return what this one asks, and what each of them asks here."""
         self._calls += 1
         try:
@@ -263,17 +284,18 @@ class RankLine:
         sizes = [RowRequest.size(**one) for one in arrays]
         padded = [_padded(size) for size in sizes]
         sent = [_padded(len(request.data)) for request in spread.requests]
-        came = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded).numpy()
+        there = self.collective.all_to_all(torch.from_numpy(self._outgoing), sent, padded)
+        came = there.cpu().numpy()
         requests, at = [], 0
         for size, room, one in zip(sizes, padded, arrays, strict=True):
             requests.append(RowRequest(came[at : at + size], **one))
             at += room
-        return spread, list(zip(about, requests, strict=True))
+        return spread, Arrived(list(zip(about, requests, strict=True)), came, there)
 
     def _send_headers(self, headers: Sequence[bytes]) -> list[bytes]:
         data = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
         lengths = [HEADER_BYTES] * self.collective.size
-        came = self.collective.all_to_all(data, lengths, lengths).numpy().tobytes()
+        came = self.collective.all_to_all(data, lengths, lengths).cpu().numpy().tobytes()
         return [came[at : at + HEADER_BYTES] for at in range(0, len(came), HEADER_BYTES)]
 
     def _checked(self, rank: int, data: bytes) -> RowHeader:

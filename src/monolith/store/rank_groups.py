@@ -22,6 +22,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
+import torch
+
+from monolith.cuda import CudaDevice
 from monolith.errors import FailedPeerError, RetryableError, UnavailableError
 from monolith.store.collective import Collective, KeyValues, Pulse, make_group, prefixed
 from monolith.store.rank_calls import RankCalls
@@ -51,8 +54,9 @@ class RankGroups:
         timeout: How long one exchange of a step may take.
         silence: How long a rank may be silent, over connections that are whole, before it counts as lost; and
             how long the ranks may take to connect, once all are there.
-        backend: gloo, or nccl: then the gradients of weights are summed on the GPU. Rows are in the memory of
-            the host, and go by gloo.
+        backend: gloo, or nccl: then the gradients of weights are summed on the GPU.
+        rows_backend: gloo, which takes rows and their gradients through the memory of the host, wherever
+            tables are, or nccl: from GPU to GPU, for tables that are there. NCCL wants a GPU for each rank.
 
     Raises:
         UnavailableError: Not all ranks were there in time.
@@ -68,6 +72,7 @@ class RankGroups:
         timeout: timedelta = TIMEOUT,
         silence: timedelta = SILENCE,
         backend: str = "gloo",
+        rows_backend: str = "gloo",
         pulse_every: timedelta = timedelta(seconds=1),
     ) -> None:
         self.rank = rank
@@ -82,14 +87,14 @@ class RankGroups:
         def collective(name: str, limit: timedelta, kind: str = "gloo") -> Collective:
             keys = prefixed(self._keys, name)
             group = make_group(keys, rank, size, host=host, connect=silence, timeout=limit, backend=kind)
-            device = "cuda" if kind == "nccl" else "cpu"
+            device = CudaDevice.of().torch_device if kind == "nccl" else torch.device("cpu")
             found = Collective(group, name, device=device, traffic=self._traffic)
             found.ask_why(self._why)
             self._collectives.append(found)
             return found
 
-        self.lookups = collective("lookups", timeout)
-        self.pushes = collective("pushes", timeout)
+        self.lookups = collective("lookups", timeout, rows_backend)
+        self.pushes = collective("pushes", timeout, rows_backend)
         self.dense = collective("dense", timeout, backend)
         self.control = collective("control", ENDLESS)
         self.calls = RankCalls(connect, rank, size, timeout=timeout)

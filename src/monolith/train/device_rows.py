@@ -16,28 +16,44 @@ from monolith.store import LocalStore, MakeStore, Store
 from monolith.table import TableConfig
 from monolith.train.accelerator import Accelerator
 from monolith.train.config import TrainConfig
+from monolith.train.peers import Peers
 
 
-def store_maker(config: TrainConfig, accelerator: Accelerator | None, otherwise: MakeStore) -> MakeStore:
+def store_maker(config: TrainConfig, accelerator: Accelerator | None, peers: Peers) -> MakeStore:
     """Return what makes the stores of a run in this process.
 
-    Args:
-        otherwise: Makes them where rows are in host memory.
-
     Raises:
-        ConfigError: The accelerator cannot hold rows.
+        ConfigError: The accelerator cannot hold rows, or this process holds none.
     """
     if config.rows_on == "host":
-        return otherwise
+        return peers.make_store
     device = None if accelerator is None else accelerator.rows_device()
     if device is None:
         raise ConfigError(
             "train.rows_on: rows can only be on a CUDA device; set train.accelerator to cuda, or "
             "train.rows_on to host"
         )
-    if config.device_memory_bytes is None:
-        return partial(LocalStore.from_configs, device=device)
-    return _OneStore(partial(LocalStore.from_configs, device=device, device_bytes=config.device_memory_bytes))
+    local: MakeStore = partial(LocalStore.from_configs, device=device)
+    if config.device_memory_bytes is not None:
+        local = _OneStore(
+            partial(LocalStore.from_configs, device=device, device_bytes=config.device_memory_bytes)
+        )
+    return holding(peers, local)
+
+
+def holding(peers: Peers, local: MakeStore) -> MakeStore:
+    """Return what makes stores over those of this process.
+
+    Raises:
+        ConfigError: It holds no rows.
+    """
+    found = peers.holding(local)
+    if found is None:
+        raise ConfigError(
+            "train.rows_on: rows are with parameter servers in this run, not on the device of a worker; set "
+            "train.rows_on to host, or train in one process or on ranks without parameter servers"
+        )
+    return found
 
 
 class _OneStore:

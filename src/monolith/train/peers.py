@@ -191,6 +191,13 @@ class Peers(Protocol):
     def make_store(self) -> MakeStore:
         """Makes the stores of the model, in the order of its collections."""
 
+    def holding(self, local: MakeStore) -> MakeStore | None:
+        """Return what makes the stores of the model over stores of this process; None where it holds no rows.
+
+        Args:
+            local: Makes those, of all rows or of a share of them.
+        """
+
     @property
     def barrier(self) -> Barrier:
         """Holds everybody between their steps, where this process leads."""
@@ -367,6 +374,9 @@ class Alone:
     @property
     def make_store(self) -> MakeStore:
         return LocalStore.from_configs
+
+    def holding(self, local: MakeStore) -> MakeStore:
+        return local
 
     @property
     def barrier(self) -> Barrier:

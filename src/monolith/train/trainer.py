@@ -46,7 +46,7 @@ from monolith.store import AllToAllStore, LocalStore
 from monolith.train.accelerator import Accelerator, AcceleratorHook, accelerator_of
 from monolith.train.candidates import Candidates, towers_of
 from monolith.train.config import TrainConfig
-from monolith.train.device_rows import store_maker
+from monolith.train.device_rows import holding, store_maker
 from monolith.train.evaluating import BestSoFar, EvaluateHook, OnOpen, measured, outputs_of
 from monolith.train.evaluation_log import EvaluationLog
 from monolith.train.hook import Hook, Run, StepResult, drive
@@ -173,11 +173,8 @@ class Trainer:
         self._peers: Peers = Alone() if peers is None else peers
         self.config = TrainConfig() if config is None else config
         self._accelerator = accelerator_of(self.config.accelerator) if accelerator is None else accelerator
-        if self.config.rows_on == "device" and not isinstance(self._peers, Alone):
-            raise ConfigError(
-                "train.rows_on: rows are with parameter servers or ranks in this run, not on the device of a "
-                "worker; set train.rows_on to host, or train in one process"
-            )
+        if self.config.rows_on == "device":
+            holding(self._peers, LocalStore.from_configs)
         self._hooks = hooks
         self._metrics = Metrics() if metrics is None else metrics
         self._clock = clock
@@ -454,7 +451,7 @@ class Trainer:
                 self.task,
                 Mode.TRAIN,
                 seed=config.seed,
-                make_store=store_maker(config, self._accelerator, peers.make_store),
+                make_store=store_maker(config, self._accelerator, peers),
                 accelerator=self._accelerator,
                 rates=config.schedule,
             )
@@ -523,7 +520,7 @@ class Trainer:
             )
         own = OwnRandom(config.seed)
         with own.drawn():
-            make_store = store_maker(config, self._accelerator, LocalStore.from_configs)
+            make_store = store_maker(config, self._accelerator, Alone())
             model = Model(
                 self.task, mode, seed=config.seed, make_store=make_store, accelerator=self._accelerator
             )

@@ -113,6 +113,9 @@ class FleetPeers:
     def make_store(self) -> MakeStore:
         return self._fleet.make_store
 
+    def holding(self, local: MakeStore) -> None:  # noqa: ARG002
+        return None
+
     @property
     def barrier(self) -> Barrier:
         return self._barrier

@@ -13,7 +13,8 @@ class RanksConfig:
     """How ranks that train in step add up the gradients of the dense weights."""
 
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What adds them up: gloo in the memory of the host, nccl on GPUs."""
+    """What adds them up: gloo in the memory of the host, nccl on GPUs, one for each rank. Rows on GPUs are
+    exchanged by the same."""
     bucket_bytes: int = 4 << 20
     """How many bytes of gradients are sent at a time, while backward computes the others; 0 sends those of
     each weight for themselves."""

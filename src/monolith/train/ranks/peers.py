@@ -133,6 +133,9 @@ class RankPeers:
     def make_store(self) -> MakeStore:
         return self._rows.make_store
 
+    def holding(self, local: MakeStore) -> MakeStore | None:
+        return self._rows.holding(local)
+
     @property
     def barrier(self) -> Barrier:
         return self._barrier

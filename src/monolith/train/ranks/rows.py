@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 from monolith.checkpoint import Part
@@ -21,6 +22,7 @@ from monolith.errors import ClusterError, ConfigError, MonolithError, RetryableE
 from monolith.store import (
     AllToAllStore,
     LocalStore,
+    MakeStore,
     ParameterServerStore,
     RankGroups,
     ServedRankStore,
@@ -66,6 +68,9 @@ class RankRows(Protocol):
         threads: int | None,
     ) -> Store:
         """See `MakeStore`."""
+
+    def holding(self, local: MakeStore) -> MakeStore | None:
+        """See `Peers.holding`."""
 
     def made(self, store: Store) -> bool:
         """Whether a store is one of these."""
@@ -123,10 +128,20 @@ class RowsOnRanks:
         *,
         thresholds: Mapping[str, SlotThresholds] | None,
         threads: int | None,
+        local: MakeStore = LocalStore.from_configs,
     ) -> AllToAllStore:
-        inner = LocalStore.from_configs(configs, thresholds=thresholds, threads=threads)
+        """See `MakeStore`.
+
+        Args:
+            local: Makes the store of this rank's share.
+        """
+        inner = local(configs, thresholds=thresholds, threads=threads)
+        assert isinstance(inner, LocalStore)
         self._stores.append(AllToAllStore(inner, configs, self._groups, len(self._stores)))
         return self._stores[-1]
+
+    def holding(self, local: MakeStore) -> MakeStore:
+        return partial(self.make_store, local=local)
 
     def made(self, store: Store) -> bool:
         return store in self._stores
@@ -228,6 +243,9 @@ class RowsOnServers:
         served = ParameterServerStore(self._group, number, configs)
         self._stores.append(ServedRankStore(served, configs, self._groups, number))
         return self._stores[-1]
+
+    def holding(self, local: MakeStore) -> None:  # noqa: ARG002
+        return None
 
     def made(self, store: Store) -> bool:
         return store in self._stores
