@@ -109,7 +109,14 @@ class FleetProcesses:
 
     def wait_for_another_checkpoint(self) -> None:
         before = self.checkpoints
-        self.wait_for(lambda: self.checkpoints - before, "another checkpoint")
+
+        def is_named() -> bool:
+            """Whether a restart would find it: a checkpoint is written first, and named then."""
+            state = self.model_dir / "checkpoint"
+            said = state.read_text("utf-8") if state.exists() else ""
+            return any(f'{name.removesuffix(".manifest")}"' in said for name in self.checkpoints - before)
+
+        self.wait_for(is_named, "another checkpoint")
 
     def wait_for(self, found: Callable[[], object], what: str, limit: float = LIMIT) -> None:
         deadline = time.monotonic() + limit
