@@ -51,12 +51,7 @@ void add_scaled(float* __restrict to, const float* __restrict from, float scale,
 
 template <class Each>
 void Layouts::spread(std::size_t count, std::size_t grain, Each&& each) const {
-  const std::size_t tasks = (count + grain - 1) / grain;
-  if (workers_ == nullptr || tasks < 2) {
-    if (count > 0) each(std::size_t{0}, count);
-    return;
-  }
-  workers_->run(tasks, [&](std::size_t task) { each(task * grain, std::min(count, (task + 1) * grain)); });
+  spread_out(workers_.get(), count, grain, each);
 }
 
 }  // namespace monolith

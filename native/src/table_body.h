@@ -149,15 +149,9 @@ class Table::Writing {
   Table& table_;
 };
 
-// Cuts [0, count) into tasks of `grain` and hands them to the workers, if there are any.
 template <class Each>
 void Table::spread(std::size_t count, std::size_t grain, Each&& each) const {
-  const std::size_t tasks = (count + grain - 1) / grain;
-  if (workers_ == nullptr || tasks < 2) {
-    if (count > 0) each(std::size_t{0}, count);
-    return;
-  }
-  workers_->run(tasks, [&](std::size_t task) { each(task * grain, std::min(count, (task + 1) * grain)); });
+  spread_out(workers_.get(), count, grain, each);
 }
 
 }  // namespace monolith

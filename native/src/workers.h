@@ -6,6 +6,7 @@
 // nothing to do stays awake for a moment: calls come in a row.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -80,5 +81,16 @@ class Workers::Limit {
   Party party_;
   Party* const before_;
 };
+
+// Cuts [0, count) into tasks of `grain` and hands them to the workers, if there are any: each(begin, end).
+template <class Each>
+void spread_out(Workers* workers, std::size_t count, std::size_t grain, Each&& each) {
+  const std::size_t tasks = (count + grain - 1) / grain;
+  if (workers == nullptr || tasks < 2) {
+    if (count > 0) each(std::size_t{0}, count);
+    return;
+  }
+  workers->run(tasks, [&](std::size_t task) { each(task * grain, std::min(count, (task + 1) * grain)); });
+}
 
 }  // namespace monolith

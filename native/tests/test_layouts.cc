@@ -40,7 +40,8 @@ void distinct_ids_are_numbered_as_they_come() {
   Ids numbers(6, -1);
   layouts.number(*batch, numbers);
   CHECK(numbers == (Ids{0, 1, 0, 1, 2, 3}));
-  CHECK_THROWS(std::invalid_argument, "expected 6, got 5", layouts.number(*batch, std::span(numbers).first(5)));
+  CHECK_THROWS(std::invalid_argument, "expected 6, got 5",
+               layouts.number(*batch, std::span(numbers).first(5)));
   CHECK(!batch->one_each());
   CHECK(layouts.plan(Ids{5, 6}, Ids{0, 1, 2}, Bytes{0, 0}, Ids{0, 1}, 1)->one_each());
   CHECK(layouts.plan(Ids{5, 6, 7}, Ids{0, 2, 3}, Bytes{0, 0}, Ids{-1, 1}, 1)->one_each());
