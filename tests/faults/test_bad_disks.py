@@ -163,6 +163,7 @@ def test_a_file_that_may_not_grow_ends_the_run_and_leaves_the_last_checkpoint(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("room", [0, 60_000])
 def test_training_continues_on_a_full_disk_and_the_first_save_with_room_holds_everything(
+    *,
     asynchronous: bool,
     room: int,
     disk: Disk,

@@ -1,7 +1,7 @@
 """A disk that is full for a while, under `monolith train`: it trains on, says so, and loses nothing.
 
-Each run has its model_dir on a small disk of its own, which a test fills and empties. `test_bad_disks` does the
-same to a trainer without the command.
+Each run has its model_dir on a small disk of its own, which a test fills and empties. `test_bad_disks` does
+the same to a trainer without the command.
 """
 
 from __future__ import annotations
@@ -210,7 +210,9 @@ def test_a_publisher_keeps_changed_rows_while_its_folder_has_no_room_and_subscri
 ) -> None:
     folder = str(disk.path / "log")
     table, copy, numbers = make_table(dim=8), make_table(dim=8), random.Random(7)
-    publisher = Publisher({"item": table}, FolderDeltaWriter(folder, look_every=0.05), run="run", interval=0.01)
+    publisher = Publisher(
+        {"item": table}, FolderDeltaWriter(folder, look_every=0.05), run="run", interval=0.01
+    )
     subscriber = Subscriber(
         lambda: FolderDeltaReader(folder, poll_every=0.01), TableTarget({"item": copy}), wait=0.1
     )

@@ -127,7 +127,9 @@ def test_a_wall_clock_that_jumps_a_day_ahead_and_back_stops_no_publishing(channe
 def test_dense_weights_come_at_their_own_interval(channel: MemoryChannel) -> None:
     clock = Clock()
     weights = {"w": torch.ones(3)}
-    publisher = publish(channel, make_table(), clock=clock, timer=clock, dense=lambda: weights, dense_interval=1.0)
+    publisher = publish(
+        channel, make_table(), clock=clock, timer=clock, dense=lambda: weights, dense_interval=1.0
+    )
     first = publisher.publish_now()
     assert first is not None
     assert first.dense is weights

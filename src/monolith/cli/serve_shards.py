@@ -19,7 +19,7 @@ from monolith.cli.options.serve import ServeOptions
 from monolith.cluster import Discovery, open_discovery_url
 from monolith.cluster.security import Guard, guard_caller, ssl_context
 from monolith.errors import ConfigError
-from monolith.observe import Metrics, MetricsServer, progress
+from monolith.observe import ClockWatch, Metrics, MetricsServer, progress
 from monolith.serve.following.config import ServeFollowConfig
 from monolith.serve.rows import RowSource
 from monolith.serve.servable.manifest import read_servable
@@ -73,7 +73,8 @@ def serve_rows(options: ServeOptions) -> int:
             say(
                 f"rows     {server.address}  shard {server.shard}, replica {server.replica} of {server.model}"
             )
-            stop.wait()
+            with ClockWatch(metrics):
+                stop.wait()
     return 0
 
 

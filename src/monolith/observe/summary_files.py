@@ -98,7 +98,7 @@ class SummaryWriter:
         self.folder = folder
         self._clock, self._timer = clock, timer
         self._closed = False
-        self._open = lambda: EventFileWriter(folder)
+        self._open: Callable[[], Any] = lambda: EventFileWriter(folder)
         self._again_at: float | None = None
         """When another file may be begun, after one that could not be written."""
         try:
@@ -196,7 +196,9 @@ class SummaryWriter:
 
     def _failed(self, cause: OSError) -> FilesystemError:
         passing = cause.errno in TransientFilesystemError.ERRNOS
-        error = (TransientFilesystemError if passing else FilesystemError)(f"cannot write summaries to {self.folder}: {cause}")
+        error = (TransientFilesystemError if passing else FilesystemError)(
+            f"cannot write summaries to {self.folder}: {cause}"
+        )
         error.errno = cause.errno
         return error
 

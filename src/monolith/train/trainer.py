@@ -578,6 +578,7 @@ class Trainer:
             others=self._peers.others,
             rest=rest,
             clock=self._clock,
+            timer=self._timer,
         )
 
     def _summary_hooks(self, run: LocalRun) -> list[Hook]:

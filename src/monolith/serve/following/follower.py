@@ -293,9 +293,7 @@ class ModelFollower:
     def _applied(self, followed: Followed) -> None:
         assert followed.place is not None
         self._came_at = self._timer()
-        up_to = ServedUpTo(
-            followed.learned, followed.received_at, followed.applied_at, followed.clock_offset
-        )
+        up_to = ServedUpTo(followed.learned, followed.received_at, followed.applied_at, followed.clock_offset)
         reached, generation = self.up_to(), followed.generation
         if reached is not None and self.target.generation == generation:
             before = {number: one for number, one in self._reached.items() if number >= generation - 1}

@@ -153,7 +153,11 @@ def test_a_run_without_steps_saves_nothing(checkpoints):
 
 def test_every_so_many_seconds(checkpoints):
     clock = FakeClock()
-    train([SaveHook(checkpoints, SaveConfig(secs=10), clock=clock, timer=clock)], 30, on_step=lambda _: clock.sleep(1))
+    train(
+        [SaveHook(checkpoints, SaveConfig(secs=10), clock=clock, timer=clock)],
+        30,
+        on_step=lambda _: clock.sleep(1),
+    )
     assert checkpoints.steps == [10, 20, 30]
 
 
@@ -924,7 +928,7 @@ def test_the_last_save_of_a_run_is_retried_within_a_bound(checkpoints):
 def test_a_last_save_that_keeps_failing_is_an_error_that_says_what_is_lost(checkpoints, tmp_path):
     clock = failing(checkpoints, 1000)
     hook = SaveHook(checkpoints, SaveConfig(steps=10, last_secs=20), timer=clock, sleep=clock.sleep)
-    with pytest.raises(TransientFilesystemError, match="step 5 without a checkpoint of it.* for 20 s"):
+    with pytest.raises(TransientFilesystemError, match=r"step 5 without a checkpoint of it.* for 20 s"):
         train([hook], 5, run=FakeRun(tmp_path))
     assert sum(clock.sleeps) == 20
 

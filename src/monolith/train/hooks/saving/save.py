@@ -100,8 +100,8 @@ class SaveConfig:
     asynchronous: bool = False
     """Whether a checkpoint is written while training goes on."""
     max_failures: int = 10
-    """The run ends after so many saves in a row that failed for a reason that may pass: a full disk, a used-up
-    quota, no free file descriptor. Until then it trains on and retries; 0 ends it with the first."""
+    """The run ends after so many saves in a row that failed for a reason that may pass: a full disk, a
+    used-up quota, no free file descriptor. Until then it trains on and retries; 0 ends it with the first."""
     retry_secs: float = 30.0
     """Seconds until the next attempt after a save that failed, or that had to wait for the one before. The
     pause doubles with each failure in a row, up to five minutes."""
@@ -581,7 +581,9 @@ class SaveHook(Hook):
         positions that no checkpoint holds.
         """
         config, run = self.config, self._run
-        pause = min(config.retry_secs * 2 ** min(failures - 1, 30), max(LONGEST_RETRY_SECS, config.retry_secs))
+        pause = min(
+            config.retry_secs * 2 ** min(failures - 1, 30), max(LONGEST_RETRY_SECS, config.retry_secs)
+        )
         folder = "" if run is None else run.model_dir
         free = filesystem.free_bytes(folder) if folder else None
         room = "" if free is None else f", {describe_bytes(free)} free"
