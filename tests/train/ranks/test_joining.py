@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from services.servers import free_port
-from store.ranks import SOON, all_at_once
+from store.ranks import PORT, SOON, all_at_once
 from torch import Tensor
 from torch import distributed as dist
 
@@ -39,7 +39,7 @@ def meeting(
     rank: int, discovery: Discovery | None, environ: Mapping[str, str] | None = None, **more: Any
 ) -> RankMeeting:
     options = {"start": timedelta(seconds=60), "options": {"pulse_every": SOON}} | more
-    return RankMeeting(rank, 2, discovery=discovery, environ=environ or {}, host=HOST, **options)
+    return RankMeeting(rank, 2, discovery=discovery, environ=environ or {}, port=PORT, **options)
 
 
 def joined(stack: ExitStack, *meetings: RankMeeting) -> list[RankGroups]:
