@@ -52,9 +52,10 @@ def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_di
     Raises:
         ConfigError: There is none, and no folder of this user in which ranks could share one.
     """
-    security = run_security(security, environ)
     if security.token is not None or security.token_file is not None:
         return security
+    if environ.get(RUN_TOKEN):
+        return replace(security, token=Secret(environ[RUN_TOKEN]))
     if not model_dir or filesystem.is_remote(model_dir):
         raise ConfigError(
             "ranks sign the keys that they share with a token, and share one by themselves only in a local "

@@ -52,7 +52,7 @@ _DOMAIN = b"monolith rank keys 1"
 _SIGNATURE_BYTES = 32
 
 
-class RankKeys(dist.Store):
+class RankKeys(dist.Store):  # type: ignore[misc, name-defined]
     """Signed keys of one attempt: a `torch.distributed.Store`, also for gloo and NCCL. Thread-safe.
 
     torch calls it through C++ and holds no reference to the Python object, so whoever makes a group with it
