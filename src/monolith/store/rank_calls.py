@@ -141,11 +141,7 @@ class RankCalls:
         if self._over.is_set():
             return
         self._over.set()
-        with self._lock:
-            callers = [caller for free in self._free.values() for caller in free]
-            self._free.clear()
-        for caller in callers:
-            caller.close()
+        self._close_free()
         if self._server is not None:
             ending = threading.Thread(target=self._server.close, name="rank-calls-close", daemon=True)
             ending.start()
@@ -154,22 +150,29 @@ class RankCalls:
     def _ask(self, rank: int, name: str, body: Mapping[str, Json]) -> dict[str, Json] | MonolithError:
         with self._lock:
             free = self._free[rank]
-            caller = free.pop() if free else None
+            caller = (
+                free.pop()
+                if free
+                else Caller(SERVICE, self._addresses[rank], guard=self._guard, timeout=self._timeout)
+            )
         try:
-            if caller is None:
-                address = self._addresses[rank]
-                caller = Caller(SERVICE, address, guard=self._guard, timeout=self._timeout)
-            answer = caller.call("ask", call=name, body=body)
+            return caller.call("ask", call=name, body=body)
         except MonolithError as error:
             return error
-        except Exception as error:
+        except Exception as error:  # whatever it is, `ask_all` must not wait for it
             return ClusterError(f"{name:.60} failed: {type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                self._free[rank].append(caller)  # it connects again if it has to
+            if self._over.is_set():
+                self._close_free()
+
+    def _close_free(self) -> None:
         with self._lock:
-            if not self._over.is_set():
-                self._free[rank].append(caller)
-                return answer
-        caller.close()
-        return answer
+            callers = [caller for free in self._free.values() for caller in free]
+            self._free.clear()
+        for caller in callers:
+            caller.close()
 
     def _answer(self, asked: RankCall, gone: Gone) -> dict[str, Json]:
         while asked.call not in self._calls:  # the model of this rank is not made yet
