@@ -33,19 +33,6 @@ def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> Securi
     return replace(security, token=Secret(environ[RUN_TOKEN]))
 
 
-def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
-    """Return what is set, and else the token that the processes of a run share in their model_dir.
-
-    A remote model_dir has none: nobody knows who may read it.
-
-    Raises:
-        ConfigError: Others can read the token, or somebody else left it there.
-    """
-    if is_guarded(security) or not model_dir or filesystem.is_remote(model_dir):
-        return security
-    return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
-
-
 def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_dir: str) -> SecurityConfig:
     """Return what is set, with a token in any case: ranks sign with it the keys that they share.
 
@@ -62,6 +49,19 @@ def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_di
             f"model_dir, not {model_dir or 'without one'!r}. Give all of them the same security.token_file, "
             "as the flag --security.token-file."
         )
+    return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
+
+
+def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
+    """Return what is set, and else the token that the processes of a run share in their model_dir.
+
+    A remote model_dir has none: nobody knows who may read it.
+
+    Raises:
+        ConfigError: Others can read the token, or somebody else left it there.
+    """
+    if is_guarded(security) or not model_dir or filesystem.is_remote(model_dir):
+        return security
     return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
 
 
