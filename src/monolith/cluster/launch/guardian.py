@@ -58,12 +58,13 @@ def main(arguments: list[str]) -> None:
             break
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if left == 0.0 or told > 1:
+            _signal_group(child, signal.SIGKILL)
             if not killed:
                 killed = True
                 late = f"still runs {grace:g} s after it was asked to stop"
                 why = late if left == 0.0 else "was asked to stop twice"
-                os.write(2, f"process {child} {why}; killing it\n".encode())
-            _signal_group(child, signal.SIGKILL)
+                with contextlib.suppress(OSError):  # after the kill: a dead launcher reads nothing
+                    os.write(2, f"process {child} {why}; killing it\n".encode())
             left = 1.0
         for key, _ in selector.select(left):
             if key.fd == reader:
