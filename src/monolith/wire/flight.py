@@ -35,6 +35,7 @@ from monolith.wire.byte_messages import ByteMessages, Bytes
 from monolith.wire.doorkeeper import Doorkeeper
 from monolith.wire.limits import Limits
 from monolith.wire.ports import check_port, join_address, listen_error
+from monolith.wire.proof import CallerProof, UnprovedError
 from monolith.wire.traffic import Traffic, TrafficMeter
 
 Address = str | Callable[[], str]
@@ -108,11 +109,14 @@ class PortGuard(Protocol):
     def flight_location(self, address: str) -> str:
         """Return host:port as Flight writes it, with or without TLS."""
 
-    def flight_server_options(self) -> dict[str, Any]:
-        """Return keyword arguments for a FlightServerBase."""
+    def flight_server_options(self, service: str) -> dict[str, Any]:
+        """Return keyword arguments for a FlightServerBase that answers for a service."""
 
     def flight_client_options(self) -> dict[str, Any]:
-        """Return keyword arguments for a FlightClient."""
+        """Return keyword arguments for a FlightClient, apart from the proof."""
+
+    def flight_proof(self, service: str) -> CallerProof | None:
+        """Return what proves to a service, and demands of it, that it has the token; None without one."""
 
 
 class NoGuard:
@@ -121,11 +125,14 @@ class NoGuard:
     def flight_location(self, address: str) -> str:
         return f"grpc+tcp://{address}"
 
-    def flight_server_options(self) -> dict[str, Any]:
+    def flight_server_options(self, service: str) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
     def flight_client_options(self) -> dict[str, Any]:
         return {}
+
+    def flight_proof(self, service: str) -> CallerProof | None:  # noqa: ARG002
+        return None
 
 
 def typed_exchange(kind: type[B], answer: Callable[[B, Bytes], tuple[dict[str, Any], Any]]) -> Exchange:
@@ -210,8 +217,8 @@ class Server:
         except import_arrow(f"the {service.name}").ArrowException as cause:
             raise listen_error(service.name, host, port, None) from cause
         self.port = int(self._server.port)
-        if guard is not None and guard.flight_server_options().get("middleware"):
-            self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits.stranger_bytes)
+        has_token = guard is not None and guard.flight_proof(service.name) is not None
+        self._endpoint.doorkeeper = Doorkeeper(self.port, self._endpoint.limits, bounds_bytes=has_token)
 
     @property
     def address(self) -> str:
@@ -468,7 +475,7 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
         def get_schema(self, *_: Any) -> Any:
             return flight.SchemaResult(arrow.schema([]))
 
-    return Listener(guard.flight_location(address), **guard.flight_server_options())
+    return Listener(guard.flight_location(address), **guard.flight_server_options(endpoint.service.name))
 
 
 # Calling
@@ -509,6 +516,7 @@ class Caller:
         self._stop = threading.Event() if stop is None else stop
         self._clock = clock
         self._client: Any = None
+        self._proof: CallerProof | None = None
         self._where = ""
 
     def call(self, name: str, /, **body: Any) -> dict[str, Any]:
@@ -516,7 +524,7 @@ class Caller:
 
         Raises:
             MonolithError: What the other side raised; the service's `failure` if that cannot be told.
-            ConfigError: It refused the token, or its certificate is not to be trusted.
+            ConfigError: It does not have the token, refused ours, or its certificate is not to be trusted.
             StoppedError: `stop` was set.
 
             The service's `unreachable` or `late`, if nobody answered for as long as there was patience.
@@ -527,6 +535,7 @@ class Caller:
         def make(client: Any, options: Any) -> Any:
             if len(sent) > _LARGE:
                 list(client.do_action(self._flight.Action(_KNOCK, b""), options))
+                self.check_proof()  # of what is sent next, only a process with the token may learn
             return list(client.do_action(action, options))
 
         (result,) = self._persist(make)
@@ -555,7 +564,7 @@ class Caller:
             descriptor = self._flight.FlightDescriptor.for_command(b"")
             writer, reader = self._connected().do_exchange(descriptor)
             return CallStream(self, ByteMessages(self._arrow), writer, reader)
-        except self._troubles as cause:
+        except (UnprovedError, *self._troubles) as cause:
             raise self._judged(cause) from cause
 
     def close(self) -> None:
@@ -572,6 +581,20 @@ class Caller:
     ) -> None:
         self.close()
 
+    @property
+    def is_proved(self) -> bool:
+        """Whether the other side must prove that it has the token."""
+        return self._proof is not None
+
+    def check_proof(self) -> None:
+        """Check that the process that answered last has the token.
+
+        Raises:
+            UnprovedError: It has not proved it.
+        """
+        if self._proof is not None:
+            self._proof.check()
+
     def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
         if "error" not in answer:
             return dict(answer["answer"])
@@ -582,11 +605,22 @@ class Caller:
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:
         options = self._flight.FlightCallOptions(timeout=self._timeout)
         give_up: float | None = None
+        shook_again = False
         while True:
             if self._stop.is_set():
                 raise StoppedError
             try:
-                return make(self._connected(), options)
+                answer = make(self._connected(), options)
+                self.check_proof()
+                return answer
+            except (UnprovedError, self._flight.FlightUnauthenticatedError) as error:
+                # Another process answers at the address than the one that we shook hands with. If it is the
+                # server, started again, it proves so; any other program is shown nothing.
+                if self._client is None or self._proof is None or shook_again:
+                    raise self._judged(error) from error
+                shook_again = True
+                self.close()
+                continue
             except RetryableError as error:  # nobody knows where it is
                 failure, final = self._service.unreachable(str(error)), False
                 cause: Exception = error
@@ -623,6 +657,15 @@ class Caller:
     def _judged(self, cause: Exception) -> MonolithError:
         """Return what it means that a call did not get through."""
         service, said = self._service, _first_line(cause)
+        if isinstance(cause, UnprovedError) or (
+            self._guard.flight_proof(service.name) is not None
+            and isinstance(cause, self._arrow.ArrowNotImplementedError)
+        ):
+            why = said if isinstance(cause, UnprovedError) else "it asks for none"
+            return ConfigError(
+                f"{service.name}: the process at {self._where} does not have this run's token: {why}. Nothing "
+                f"was sent to it. Give {service.peers} the same token, or see which program has the port."
+            )
         if isinstance(cause, (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError)):
             return ConfigError(
                 f"{service.name}: {self._where} refused the shared token. Give {service.peers} the same one."
@@ -646,11 +689,21 @@ class Caller:
             self._where = self._address if isinstance(self._address, str) else self._address()
             # A pool of its own, and quick to try again: the other side may be back in a moment.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 500)]
-            self._client = self._flight.FlightClient(
+            proof = self._guard.flight_proof(self._service.name)
+            client = self._flight.FlightClient(
                 self._guard.flight_location(self._where),
                 generic_options=options,
+                middleware=[] if proof is None else [proof.middleware(self._flight)],
                 **self._guard.flight_client_options(),
             )
+            if proof is not None:
+                try:
+                    within = self._flight.FlightCallOptions(timeout=self._timeout)
+                    client.authenticate(proof.handshake(self._flight), within)
+                except BaseException:
+                    client.close()
+                    raise
+            self._client, self._proof = client, proof
         return self._client
 
 
@@ -686,6 +739,9 @@ class CallStream:
         with self._judging():
             if not self._began:
                 self._writer.begin(self._wire.schema)
+                if self._caller.is_proved:
+                    _ = self._reader.schema  # waits for the server's first message, which has the proof
+                    self._caller.check_proof()
                 self._began = True
             batch = self._wire.batch(data)
             header = self._wire.padded(header, batch.num_rows)
@@ -724,7 +780,7 @@ class CallStream:
             raise caller._service.unreachable(
                 f"nobody answers at {caller._where}: it closed the connection"
             ) from cause
-        except caller._troubles as cause:
+        except (UnprovedError, *caller._troubles) as cause:
             self.broken = True
             if self._cancelled is not None:
                 raise caller._service.late(f"nobody answers at {caller._where}: {self._cancelled}") from cause
