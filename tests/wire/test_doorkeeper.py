@@ -240,7 +240,7 @@ def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
     assert int(done.stdout) == 6
 
 
-def test_a_port_has_half_of_the_files_of_its_process_at_most(listener: socket.socket) -> None:
+def test_a_port_has_a_quarter_of_the_files_of_its_process_at_most(listener: socket.socket) -> None:
     keeper = watched(listener, Clock(), connections=1 << 30)
-    assert keeper._most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    assert keeper._most == resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
     keeper.close()

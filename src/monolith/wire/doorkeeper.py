@@ -77,8 +77,8 @@ class Doorkeeper:
     ) -> None:
         self._port = port
         self._limits = limits
-        # Half of the files at most: the rest is for saving, for tables and for connections of our own.
-        self._most = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        # A quarter of the files at most: a process has several ports, and saving and tables need files as well.
+        self._most = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._most_bytes = limits.stranger_bytes if bounds_bytes else None
         self._clock = clock
         self._lock = threading.Lock()  # guards _admitted

@@ -16,6 +16,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -275,6 +276,10 @@ class _Endpoint:
         self._fetch = fetch
         self._message = message
         self._room = threading.BoundedSemaphore(limits.calls)
+        self._lock = threading.Lock()  # guards the two below
+        self._json_bytes = 0
+        self._streams: Counter[str] = Counter()
+        """Peer address -> its open streams."""
         self._answering = 0
         self._answered_one = threading.Condition()  # guards the one above
 
@@ -309,11 +314,11 @@ class _Endpoint:
         """Answer a small call; `body` is an Arrow buffer."""
 
         def work() -> dict[str, Any]:
-            with self._at_work():
+            with self._at_work(), self._json(body) as found:
                 if name in self.polls:  # who closes does not wait for those who wait
                     over = lambda: self.closing.is_set() or gone()  # noqa: E731
-                    return {"answer": self.polls[name](self._body(body), over)}
-                return {"answer": self._known(self.calls, name)(self._body(body))}
+                    return {"answer": self.polls[name](found, over)}
+                return {"answer": self._known(self.calls, name)(found)}
 
         answer = self._answered(name, work)
         self.meter.count(received=memoryview(body).nbytes, sent=len(answer))
@@ -327,8 +332,8 @@ class _Endpoint:
             nonlocal found
             if self._fetch is None:
                 raise RequestError("this server serves no records")
-            with self._at_work():
-                found = self._fetch(self._body(ticket))
+            with self._at_work(), self._json(ticket) as asked:
+                found = self._fetch(asked)
             return {}
 
         return self._answered("fetch", work), found
@@ -346,12 +351,14 @@ class _Endpoint:
 
         def work() -> dict[str, Any]:
             nonlocal sent
-            request = self._body(header)
-            name, body = request.get("name"), request.get("body")
-            if not isinstance(name, str) or not isinstance(body, dict):
-                raise RequestError("a request must be an object with a name, a string, and a body, an object")
-            self._check_size(data)
-            answer, sent = self._known(self.exchanges, name)(body, data)
+            with self._json(header) as request:
+                name, body = request.get("name"), request.get("body")
+                if not isinstance(name, str) or not isinstance(body, dict):
+                    raise RequestError(
+                        "a request must be an object with a name, a string, and a body, an object"
+                    )
+                self._check_size(data)
+                answer, sent = self._known(self.exchanges, name)(body, data)
             return {"answer": answer}
 
         is_message = self._message is not None and not header.startswith(b"{")
@@ -377,18 +384,54 @@ class _Endpoint:
     def refused(self, name: str, error: RequestError) -> bytes:
         return _error(RequestError.__name__, f"{self.service.name}: {name:.60}: {error}")
 
-    def _body(self, body: Any) -> dict[str, Any]:
-        """Return the JSON of a message that is not too large."""
+    @contextmanager
+    def _json(self, body: Any) -> Iterator[dict[str, Any]]:
+        """Give the JSON of a message, if neither it nor all that are worked on together are too large.
+
+        The sizes are compared before anything is parsed: what is parsed takes up to 30 times as much.
+        """
         size = memoryview(body).nbytes
         if size > self.limits.call_bytes:
             raise _too_large(size, "call_bytes", self.limits.call_bytes)
+        with self._lock:
+            if self._json_bytes and self._json_bytes + size > self.limits.calls_bytes:
+                raise RequestError(
+                    f"calls of {self._json_bytes:,} bytes are in progress, and limits.calls_bytes allows "
+                    f"{self.limits.calls_bytes:,}; retry later"
+                )
+            self._json_bytes += size
         try:
-            found = json.loads(bytes(body))
-        except (ValueError, RecursionError) as cause:
-            raise RequestError("its body is not JSON") from cause
-        if not isinstance(found, dict):
-            raise RequestError("its body must be a JSON object")
-        return found
+            try:
+                found = json.loads(bytes(body))
+            except (ValueError, RecursionError) as cause:
+                raise RequestError("its body is not JSON") from cause
+            if not isinstance(found, dict):
+                raise RequestError("its body must be a JSON object")
+            yield found
+        finally:
+            with self._lock:
+                self._json_bytes -= size
+
+    @contextmanager
+    def streaming(self, peer: str) -> Iterator[str | None]:
+        """Count a stream while it is open; give what forbids it, and None if it may be."""
+        host = peer.rpartition(":")[0]
+        limits, why = self.limits, None
+        with self._lock:
+            if self._streams.total() >= limits.streams:
+                why = f"it has {limits.streams} streams open, as many as limits.streams allows"
+            elif self._streams[host] >= limits.peer_streams:
+                why = f"it has {limits.peer_streams} streams of this peer, as many as limits.peer_streams allows"
+            else:
+                self._streams[host] += 1
+        try:
+            yield why
+        finally:
+            if why is None:
+                with self._lock:
+                    self._streams[host] -= 1
+                    if not self._streams[host]:
+                        del self._streams[host]
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -442,6 +485,12 @@ def _make_server(endpoint: _Endpoint, address: str, guard: PortGuard) -> Any:
 
         def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:  # noqa: ARG002
             endpoint.meet(context.peer())
+            with endpoint.streaming(context.peer()) as forbidden:
+                if forbidden is not None:
+                    raise flight.FlightUnavailableError(f"{forbidden}; retry later")
+                self._answer_stream(reader, writer)
+
+        def _answer_stream(self, reader: Any, writer: Any) -> None:
             writer.begin(wire.schema)
             while True:
                 try:

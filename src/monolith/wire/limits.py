@@ -6,7 +6,7 @@ came with these numbers, so that neither a mistake nor malice costs more than th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 from monolith.errors import ConfigError
@@ -16,10 +16,13 @@ from monolith.errors import ConfigError
 class Limits:
     """What one message, one request and one caller may ask of a server of this run."""
 
-    call_bytes: int = 4 << 20
-    """The largest JSON call that a server reads. Parsed, JSON takes up to 30 times its size."""
-    calls_bytes: int = 16 << 20
-    """The most bytes of JSON calls that a server parses at a time; others are told to retry later."""
+    call_bytes: int = 16 << 20
+    """The largest JSON call among processes of a run, such as a worker's position in its data. Parsed, JSON
+    takes up to 30 times its size."""
+    read_call_bytes: int = 1 << 20
+    """The largest JSON call to a port that is read from only: the delta port, and that of a serving server."""
+    calls_bytes: int = 32 << 20
+    """The most bytes of JSON calls that a server works on at a time; other callers are told to retry later."""
     message_bytes: int = 2 << 30
     """The largest bulk message that a server works on: ids, gradients or weights."""
     ids: int = 1 << 26
@@ -39,9 +42,13 @@ class Limits:
     admit_within: timedelta = timedelta(seconds=10)
     """How long a connection may stay open before one of its calls was admitted."""
     connections: int = 4096
-    """The most connections of a port, and never more than half of the files that the process may open."""
+    """The most connections of a port, and never more than a quarter of the files that the process may open."""
     peer_connections: int = 1024
     """The most connections of one peer address to a port."""
+
+    def for_readers(self) -> Limits:
+        """Return the limits of a port that is read from only, by processes that may not control the run."""
+        return replace(self, call_bytes=min(self.call_bytes, self.read_call_bytes))
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
