@@ -235,7 +235,11 @@ def test_connections_are_closed_when_the_process_has_no_file_left() -> None:
         print(sum(is_cut(served) for _, served in lines))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert int(done.stdout) == 6
 

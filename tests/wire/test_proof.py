@@ -198,7 +198,9 @@ def test_a_program_that_has_taken_the_port_is_not_believed_and_learns_no_token(s
     for hands in (None, AnyHands()):
         with (
             thief_at(server.port, hands) as thief,
-            pytest.raises(ConfigError, match=rf"the process at {server.address} does not have this run's tok"),
+            pytest.raises(
+                ConfigError, match=rf"the process at {server.address} does not have this run's tok"
+            ),
         ):
             caller.call("echo", large="x" * 100_000)
         assert not any(b"xxx" in body for body in thief.bodies)  # a large body is sent after the proof alone
@@ -218,9 +220,7 @@ def test_a_server_that_asks_for_no_token_is_not_the_one_that_is_meant(stack: Exi
 
 def test_a_server_that_is_started_again_is_greeted_again_without_an_error(stack: ExitStack) -> None:
     server = serve(stack)
-    caller = stack.enter_context(
-        Caller(SERVICE, server.address, guard=GUARD, patience=timedelta(seconds=20))
-    )
+    caller = stack.enter_context(Caller(SERVICE, server.address, guard=GUARD, patience=timedelta(seconds=20)))
     stream = caller.open_stream()
     stream.send("echo", {"n": 1}, b"12345678")
     assert bytes(stream.receive().data) == b"12345678"

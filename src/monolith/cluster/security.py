@@ -94,8 +94,8 @@ class SecurityConfig(Checked):
 class Guard:
     """A SecurityConfig with its files read: what a listener demands, and a caller presents.
 
-        guard = guard_caller(config)               # demands and presents the control token
-        guard.for_role("predict").admits(header)   # whether the header has the predict or the control token
+    guard = guard_caller(config)               # demands and presents the control token
+    guard.for_role("predict").admits(header)   # whether the header has the predict or the control token
     """
 
     cert: bytes | None = None

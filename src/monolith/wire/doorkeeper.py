@@ -187,7 +187,8 @@ class Doorkeeper:
             # If the number is of another file by now, so is the count: `_hang_up` looks again.
             if received > self._most_bytes:
                 self._hang_up(
-                    one, f"that sent more than {self._most_bytes:,} bytes and no token (limits.stranger_bytes)"
+                    one,
+                    f"that sent more than {self._most_bytes:,} bytes and no token (limits.stranger_bytes)",
                 )
 
     def _bound(self) -> None:

@@ -99,6 +99,8 @@ class Service:
     """The error when the server does not answer."""
     late: type[MonolithError]
     """The error when an answer is late."""
+    token_hint: str = ""
+    """Where a caller finds the token, said when it is refused."""
 
 
 class PortGuard(Protocol):
@@ -587,10 +589,13 @@ class Caller:
                 self.check_proof()  # of what is sent next, only a process with the token may learn
             return list(client.do_action(action, options))
 
-        (result,) = self._persist(make)
-        answer = result.body.to_pybytes()
-        self.meter.count(received=len(answer), sent=len(sent))
-        return self._answer(json.loads(answer))
+        results = self._persist(make)
+        with self._decoding():
+            (result,) = results
+            answer = result.body.to_pybytes()
+            self.meter.count(received=len(answer), sent=len(sent))
+            said = json.loads(answer)
+        return self._answer(said)
 
     def fetch(self, ticket: dict[str, Any]) -> Any:
         """Return the record batch that a ticket stands for; otherwise like `call`."""
@@ -598,8 +603,9 @@ class Caller:
 
         def take(client: Any, options: Any) -> Any:
             reader = client.do_get(wanted, options)
-            said = (reader.schema.metadata or {}).get(_ANSWER)
-            return reader.read_chunk().data if said is None else json.loads(said)
+            with self._decoding():
+                said = (reader.schema.metadata or {}).get(_ANSWER)
+                return reader.read_chunk().data if said is None else json.loads(said)
 
         found = self._persist(take)
         return self._answer(found) if isinstance(found, dict) else found
@@ -644,12 +650,24 @@ class Caller:
         if self._proof is not None:
             self._proof.check()
 
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Turn an answer that is none, or of another program, into an error of the service."""
+        try:
+            yield
+        except (StopIteration, ValueError, KeyError, TypeError, RecursionError) as cause:
+            raise self._service.failure(
+                f"{self._service.name}: {self._where} answered nothing, or something else than an answer"
+            ) from cause
+
     def _answer(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if "error" not in answer:
-            return dict(answer["answer"])
+        with self._decoding():
+            if "error" not in answer:
+                return dict(answer["answer"])
+            kind, message = answer["error"], str(answer["message"])
         kinds: tuple[type[MonolithError], ...] = (RequestError, *self._service.told)
-        told = {kind.__name__: kind for kind in kinds}
-        raise told.get(answer["error"], self._service.failure)(answer["message"])
+        told = {one.__name__: one for one in kinds}
+        raise told.get(kind if isinstance(kind, str) else "", self._service.failure)(message)
 
     def _persist(self, make: Callable[[Any, Any], Any]) -> Any:
         options = self._flight.FlightCallOptions(timeout=self._timeout)
@@ -714,10 +732,12 @@ class Caller:
             return ConfigError(
                 f"{service.name}: the process at {self._where} does not have this run's token: {why}. Nothing "
                 f"was sent to it. Give {service.peers} the same token, or see which program has the port."
+                f"{service.token_hint}"
             )
         if isinstance(cause, (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError)):
             return ConfigError(
                 f"{service.name}: {self._where} refused the shared token. Give {service.peers} the same one."
+                f"{service.token_hint}"
             )
         if not self._is_gone(cause):
             return service.failure(f"{service.name}: {self._where} answered: {said}")
@@ -803,7 +823,9 @@ class CallStream:
             header, data = self._wire.take(self._reader.read_chunk())
         self._caller.meter.count(received=len(header) + len(data))
         if header.startswith(b"{"):
-            return Answer(self._caller._answer(json.loads(header)), data)
+            with self._caller._decoding():
+                said = json.loads(header)
+            return Answer(self._caller._answer(said), data)
         return Answer({}, data, header)
 
     def cancel(self, why: str) -> None:
