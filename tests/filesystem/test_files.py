@@ -373,7 +373,7 @@ def test_a_reserve_that_is_given_up_lets_files_be_opened_when_there_are_none_lef
         taken.callback(reserve.close)
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        with pytest.raises(OSError, match="Too many open files"):
+        with contextlib.suppress(OSError):
             while True:
                 taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         path = tmp_path / "checkpoint"

@@ -1,4 +1,4 @@
-"""`monolith config init | explain | check | show | token`: write, understand and check the config of a run."""
+"""`monolith config init | explain | check | show | token`: write, understand and check a run's config."""
 
 from __future__ import annotations
 

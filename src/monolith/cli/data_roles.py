@@ -62,7 +62,7 @@ def secured(run: RunConfig, environ: Mapping[str, str]) -> RunConfig:
         and model_dir
         and not filesystem.is_remote(model_dir)
     ):
-        # A launcher's token is known to its processes alone. Followers of the same user find one in the model_dir.
+        # A launcher's token is known to its processes alone. Followers find one in the model_dir.
         shared = read_token(Path(model_dir) / TOKEN_FILE, make=True)
         security = replace(security, follow_token=derive_token(shared, "follow"))
     return replace(run, security=shared_security(security, model_dir))

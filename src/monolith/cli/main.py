@@ -107,8 +107,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as its user may. The lower limit is 1,024 on most systems, for programs
-    that use `select`; a port with many connections and a table of many files need more."""
+    """Let this process open as many files as its user may. The soft limit is 1,024 on most systems, for
+    programs that use `select`; a port with many connections and a table of many files need more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # the system has a limit below the one it names

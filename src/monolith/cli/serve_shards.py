@@ -144,10 +144,10 @@ def trainer_of(options: ServeOptions) -> Iterator[OpenReader | None]:
 
 
 def guard_of_follower(security: SecurityConfig, folders: Sequence[str]) -> Guard:
-    """Return what a follower proves: the token that was set, or the one of the run that an export was made from.
+    """Return what a follower proves: the token that was set, or the one of the run that an export is of.
 
-    A run that was given no token leaves one in its model_dir, for its own user. Exports name their run, and may be
-    in its folder.
+    A run that was given no token leaves one in its model_dir, for its own user. Exports name their run, and
+    may be in its folder.
     """
     guard = guard_caller(security).for_role("follow")
     if guard.token is not None or guard.uses_tls:

@@ -342,7 +342,7 @@ def flight_location(address: str, guard: Guard) -> str:
 
 
 def flight_server_options(guard: Guard, service: str) -> dict[str, Any]:
-    """Return the keyword arguments that make a FlightServerBase demand the certificate and proof of a token."""
+    """Return the keyword arguments that make a FlightServerBase demand certificate and token."""
     options: dict[str, Any] = {}
     if guard.uses_tls:
         options |= {

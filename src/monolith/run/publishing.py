@@ -41,7 +41,7 @@ def publish_plan(run: RunConfig, metrics: Metrics, discovery: Discovery | None =
         raise ConfigError(f"publish.to: {error}") from error
     model_dir = run.train.model_dir
     if found.kind in ("flight", "discovery"):
-        # A run of one process has a token of its own as well: rows of a model are not for every user of a machine.
+        # A run of one process has a token, too: rows of a model are not for every user of a machine.
         run = replace(run, security=shared_security(run.security, model_dir))
     opening = _Opening(run, run.publish.to, found, discovery)
     return PublishPlan(

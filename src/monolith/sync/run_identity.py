@@ -1,8 +1,9 @@
 """The identity of a run: what a follower compares before it takes rows of a publisher.
 
-A run is known by its folder and by a random id that its first publisher leaves there, `FOLDER#ID`. A trainer that is
-started again finds the id, and so is the same run; another run in a folder of the same name, on another machine or
-after the folder was emptied, is not. A remote folder has a name that no other has, and needs no id.
+A run is known by its folder and by a random id that its first publisher leaves there, `FOLDER#ID`. A
+trainer that is started again finds the id, and so is the same run; another run in a folder of the same
+name, on another machine or after the folder was emptied, is not. A remote folder has a name that no other
+has, and needs no id.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from monolith.sync.target import DeltaTarget
 _log = logging.getLogger(__name__)
 
 RefuseRun = Callable[[str, int, LogPlace], str]
-"""Takes the identity of a run, a share of it, and a place in its log; returns why not to follow it, or nothing."""
+"""Takes the identity of a run, a share of it and a place in its log; returns why not to follow it, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,9 @@ class Subscriber:
             number, of = log.share
             if of == total and number not in self._followers:
                 place = self._places.pop(number, None)
-                follower = _Follower(log, place, self._open_reader, self._target, self._stop, self._refuse)
+                follower = _Follower(
+                    log, place, self._open_reader, self._target, self._stop, refuse=self._refuse
+                )
                 self._followers = {**self._followers, number: follower}
         self._look_for_missing(total)
 
@@ -256,7 +258,7 @@ def _number_of_shares(found: Sequence[ShareLog], current: int | None) -> int | N
 
 
 class _Lines:
-    """Decides which lines about a publisher are logged: one when it changes, and none within a second of another.
+    """Decides which lines about a publisher are logged: one per change, and at most one a second.
 
     A publisher that answers nothing, or something else each time, would fill the log of a server.
     """
@@ -353,6 +355,7 @@ class _Follower:
         open_reader: OpenReader,
         target: _SharedTarget,
         stop: threading.Event,
+        *,
         refuse: RefuseRun,
     ) -> None:
         self.share = share = log.share

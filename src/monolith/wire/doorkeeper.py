@@ -1,17 +1,18 @@
 """The doorkeeper of a port: bounds its connections, and closes those that never make an admitted call.
 
-gRPC reads a call to its end before a server can ask for a token, keeps silent connections for good, and Flight has
-no settings for either: a call of 600 MB without a token is in memory, three times over, when it is refused, and
-1,200 silent connections use up the files of a process. So connections are watched from the side. Until one of its
-calls was admitted, a connection is a stranger. It is closed
+gRPC reads a call to its end before a server can ask for a token, keeps silent connections for good, and
+Flight has no settings for either: a call of 600 MB without a token is in memory, three times over, when it
+is refused, and 1,200 silent connections use up the files of a process. So connections are watched from the
+side. Until one of its calls was admitted, a connection is a stranger. It is closed
 
 - when it has sent more bytes than `Limits.stranger_bytes`; the system counts them,
 - when it has been one for `Limits.admit_within`,
-- when the port has more connections than `Limits.connections`, or its peer more than `Limits.peer_connections`:
-  the oldest strangers first, since a caller of ours is one for milliseconds, then the newest of all.
+- when the port has more connections than `Limits.connections`, or its peer more than
+  `Limits.peer_connections`: the oldest strangers first, since a caller of ours is one for milliseconds, then
+  the newest of all.
 
-Connections are found among the open files of the process and looked at by gRPC's own file numbers, so that to watch
-one costs no file. Only Linux tells. Elsewhere no connection is watched.
+Connections are found among the open files of the process and looked at by gRPC's own file numbers, so that
+to watch one costs no file. Only Linux tells. Elsewhere no connection is watched.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Doorkeeper:
     ) -> None:
         self._port = port
         self._limits = limits
-        # A quarter of the files at most: a process has several ports, and saving and tables need files as well.
+        # A quarter of the files at most: a process has several ports, and saving and tables need files.
         self._most = min(limits.connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._most_bytes = limits.stranger_bytes if bounds_bytes else None
         self._clock = clock
@@ -93,7 +94,7 @@ class Doorkeeper:
         self._say_at = self._tidy_at = clock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="doorkeeper", daemon=True)
-        # Files of our own from the start: when the process has no more, a connection must be closed all the same.
+        # Files of our own from the start: connections are closed when the process has no file left, too.
         self._null = self._handle = -1
         if sys.platform == "linux":
             self._null = os.open(os.devnull, os.O_RDONLY)
@@ -204,8 +205,8 @@ class Doorkeeper:
                 self._hang_up(one, "beyond what the port may have (limits.connections)")
 
     def _hang_up(self, one: _Connection, why: str = "") -> None:
-        """Shut a connection down; gRPC then closes it. By a handle of our own, which cannot become another file
-        between the look at its inode and the shutdown."""
+        """Shut a connection down; gRPC then closes it. By a handle of our own, which cannot become another
+        file between the look at its inode and the shutdown."""
         self._connections.pop(one.number, None)
         try:
             os.dup2(one.number, self._handle, inheritable=False)

@@ -423,7 +423,7 @@ class _Endpoint:
             if self._streams.total() >= limits.streams:
                 why = f"it has {limits.streams} streams open, as many as limits.streams allows"
             elif self._streams[host] >= limits.peer_streams:
-                why = f"it has {limits.peer_streams} streams of this peer, as many as limits.peer_streams allows"
+                why = f"it has {limits.peer_streams} streams of this peer, which limits.peer_streams allows"
             else:
                 self._streams[host] += 1
         try:
@@ -730,9 +730,9 @@ class Caller:
         ):
             why = said if isinstance(cause, UnprovedError) else "it asks for none"
             return ConfigError(
-                f"{service.name}: the process at {self._where} does not have this run's token: {why}. Nothing "
-                f"was sent to it. Give {service.peers} the same token, or see which program has the port."
-                f"{service.token_hint}"
+                f"{service.name}: the process at {self._where} does not have this run's token: {why}. "
+                f"Nothing was sent to it. Give {service.peers} the same token, or see which program has "
+                f"the port.{service.token_hint}"
             )
         if isinstance(cause, (self._flight.FlightUnauthenticatedError, self._flight.FlightUnauthorizedError)):
             return ConfigError(

@@ -20,9 +20,9 @@ class Limits:
     """The largest JSON call among processes of a run, such as a worker's position in its data. Parsed, JSON
     takes up to 30 times its size."""
     read_call_bytes: int = 1 << 20
-    """The largest JSON call to a port that is read from only: the delta port, and that of a serving server."""
+    """The largest JSON call to a port that is read from only: the delta port, that of a serving server."""
     calls_bytes: int = 32 << 20
-    """The most bytes of JSON calls that a server works on at a time; other callers are told to retry later."""
+    """The most bytes of JSON calls that a server works on at a time; other callers retry later."""
     message_bytes: int = 2 << 30
     """The largest bulk message that a server works on: ids, gradients or weights."""
     ids: int = 1 << 26
@@ -42,7 +42,7 @@ class Limits:
     admit_within: timedelta = timedelta(seconds=10)
     """How long a connection may stay open before one of its calls was admitted."""
     connections: int = 4096
-    """The most connections of a port, and never more than a quarter of the files that the process may open."""
+    """The most connections of a port; never more than a quarter of the files that the process may open."""
     peer_connections: int = 1024
     """The most connections of one peer address to a port."""
 

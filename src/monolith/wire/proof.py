@@ -1,25 +1,27 @@
 """Proof of a shared token over Flight, in both directions. The token itself is never sent.
 
-A port can be taken by another program while its server is away, so a caller must not show that program anything
-secret, nor believe what it answers. Both sides prove that they have the token by an HMAC of random numbers:
+A port can be taken by another program while its server is away, so a caller must not show that program
+anything secret, nor believe what it answers. Both sides prove that they have the token by HMACs of random
+numbers:
 
-    caller                                            server
-    the roles it has tokens of, a nonce c     ──►
-                                              ◄──     a role, a nonce s, HMAC(token, server, service, role, c, s)
-    checks that; otherwise it sends no more
-    HMAC(token, caller, service, role, c, s)  ──►     checks that
-                                              ◄──     the name of a session
-    key of the session = HMAC(token, session, service, role, c, s)
+    caller                                     server
+    its roles, a nonce c               ──►
+                                       ◄──     a role, a nonce s, HMAC(token, server, service, role, c, s)
+    checks that; else it sends no more
+    HMAC(token, caller, service,       ──►     checks that
+         role, c, s)                   ◄──     the name of a session
 
-    each call: its number n in the session, MAC(key, call, n)   ──►   checks that
-                                              ◄──     with the answer: MAC(key, answer, n); the caller checks it
+    both: key = HMAC(token, session, service, role, c, s)
 
-gRPC connects again by itself, so the process that answers the next call may be another one than the process that
-proved the token. Each answer is proved for that reason, and not the handshake alone: an answer without proof is
-dropped, and the caller shakes hands again.
+    each call: its number n,           ──►     checks that
+         MAC(key, call, n)             ◄──     with the answer: MAC(key, answer, n), which the caller checks
 
-Without TLS a program on the way between both can still pass messages on, read them and change bodies. And whoever
-has the token of a role can pose as a server to callers that have no more than that token.
+gRPC connects again by itself, so the process that answers the next call may be another one than the process
+that proved the token. For that reason each answer is proved, and not the handshake alone: an answer without
+proof is dropped, and the caller shakes hands again.
+
+Without TLS a program on the way between both can still relay messages, read them and change bodies. And a
+process with the token of a role can pose as a server to callers that have no other token.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _HELLO = "monolith-proof/1"
 _NONCE_BYTES = 16
 _LONGEST_MESSAGE = 1024
 MOST_SESSIONS = 4096
-"""The sessions of one port; beyond that, the one that was used longest ago ends, and its caller shakes hands again."""
+"""The sessions of one port; beyond that, the one used longest ago ends, and its caller shakes hands again."""
 SESSION_IDLE_S = 3600.0
 REFUSAL = "the caller has not proved that it has the shared token"
 
@@ -59,7 +61,7 @@ def _mac(key: bytes, *parts: str) -> str:
 
 
 def _call_mac(key: bytes, kind: str, number: str) -> str:
-    """Return the proof of a call or an answer: keyed BLAKE2b, which takes 2 microseconds where HMAC takes 12."""
+    """Return the proof of a call or an answer: keyed BLAKE2b, 2 microseconds where HMAC takes 12."""
     return blake2b(f"{kind} {number}".encode(), key=key, digest_size=32).hexdigest()
 
 
@@ -140,7 +142,7 @@ class PortProof:
         """Return the keyword arguments by which a FlightServerBase takes calls with proof only."""
         port = self
 
-        class Handshake(flight.ServerAuthHandler):  # type: ignore[misc, name-defined]
+        class Handshake(flight.ServerAuthHandler):  # type: ignore[misc]
             def authenticate(self, outgoing: Any, incoming: Any) -> None:
                 try:
                     answer, admit = port.challenge(_read(incoming))
@@ -152,14 +154,14 @@ class PortProof:
             def is_valid(self, token: bytes) -> bytes:  # noqa: ARG002  the middleware looks at each call
                 return b""
 
-        class Proof(flight.ServerMiddleware):  # type: ignore[misc, name-defined]
+        class Proof(flight.ServerMiddleware):  # type: ignore[misc]
             def __init__(self, proof: str) -> None:
                 self._proof = proof
 
             def sending_headers(self) -> dict[str, str]:
                 return {HEADER: self._proof}
 
-        class CallCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
+        class CallCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> Proof | None:
                 if info.method == flight.FlightMethod.HANDSHAKE:
                     return None
@@ -231,7 +233,7 @@ class CallerProof:
         """Return the middleware of a FlightClient that proves each call."""
         caller = self
 
-        class Proof(flight.ClientMiddleware):  # type: ignore[misc, name-defined]
+        class Proof(flight.ClientMiddleware):  # type: ignore[misc]
             def sending_headers(self) -> dict[str, str]:
                 return {HEADER: caller.call_header()}
 
@@ -240,7 +242,7 @@ class CallerProof:
                 if len(sent) == 1 and isinstance(sent[0], str):
                     caller.take_answer(sent[0])
 
-        class CallProof(flight.ClientMiddlewareFactory):  # type: ignore[misc, name-defined]
+        class CallProof(flight.ClientMiddlewareFactory):  # type: ignore[misc]
             def start_call(self, info: Any) -> Proof | None:
                 return None if info.method == flight.FlightMethod.HANDSHAKE else Proof()
 
@@ -250,7 +252,7 @@ class CallerProof:
         """Return what a FlightClient authenticates with."""
         caller = self
 
-        class Handshake(flight.ClientAuthHandler):  # type: ignore[misc, name-defined]
+        class Handshake(flight.ClientAuthHandler):  # type: ignore[misc]
             def authenticate(self, outgoing: Any, incoming: Any) -> None:
                 caller.shake_hands(outgoing.write, incoming.read)
 

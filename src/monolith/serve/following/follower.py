@@ -241,9 +241,9 @@ class ModelFollower:
         if base is None or not run or _is_of(base, run, share, place):
             return ""
         return (
-            f"version {base.version} of model {self._model!r} was exported from the run {base.run!r}, and the "
-            f"publisher is of the run {run!r}. Follow the run of the export, serve an export of the publisher's "
-            "run, or allow it with --follow-any-run."
+            f"version {base.version} of model {self._model!r} was exported from the run {base.run!r}, and "
+            f"the publisher is of the run {run!r}. Follow the run of the export, serve an export of the "
+            "publisher's run, or allow it with --follow-any-run."
         )
 
     def _compare_runs(self) -> None:
