@@ -28,7 +28,7 @@ from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingSt
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
