@@ -705,15 +705,14 @@ def test_a_client_that_is_never_given_its_partitions_back_is_replaced(
     assert "and rejoins the group" in caplog.text
 
 
-@pytest.mark.parametrize("assignment", [ALL, None], ids=["by_worker", "group"])
 def test_a_commit_that_the_broker_does_not_take_is_retried_and_ends_reading_after_a_deadline(
-    kafka: Kafka, send: Callable[..., None], assignment: ByWorker | None, caplog: pytest.LogCaptureFixture
+    kafka: Kafka, send: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     topic = kafka.create_topic()
     send(topic, range(600))
 
     def made(speed: float, **options: Any) -> KafkaSource:
-        each = {"assignment": assignment, "poll_batch": 1, "batch_wait": timedelta(0), **options}
+        each = {"poll_batch": 1, "batch_wait": timedelta(0), **options}
         return KafkaSource(config(kafka, topic, **each), decode, clock=lambda: speed * time.monotonic())
 
     def read_and_commit(source: KafkaSource, until: Callable[[], bool]) -> None:
