@@ -49,7 +49,7 @@ class SecurityOptions:
     config: Path | None = None
     """A config file of the run, whose group security has the same settings; flags win over it."""
     insecure: bool = False
-    """Listen without certificates or a token on an address that others can reach."""
+    """Listen without certificates or a token, also on an address that other machines can reach."""
 
 
 def guard_of(
