@@ -137,7 +137,6 @@ _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
 _OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
 _RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
-_SERVING = "not built yet: finding and steering the servers that answer requests"
 _FOLLOWED = (
     "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
     "with the place that publish.to says"
@@ -197,8 +196,14 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dense_only_save_checkpoints_secs": Renamed("train.dense_save.secs"),
     "dense_only_save_checkpoints_steps": Renamed("train.dense_save.steps"),
     "dense_only_stop_training_when_save": Unsupported("dense weights are saved without holding the workers"),
-    "warmup_file": Unsupported(_SERVING, default="./warmup_file"),
-    "skip_zero_embedding_when_serving": Unsupported(_SERVING),
+    "warmup_file": Unsupported(
+        "an export contains its own warm-up requests, drawn from the task's evaluation data; a serving "
+        "server runs them before it answers. Leave it out; `monolith export --no-warm-up` turns them off",
+        default="./warmup_file",
+    ),
+    "skip_zero_embedding_when_serving": Dropped(
+        "it saved memory; served rows are a mapped file, of which only the rows that are read take memory"
+    ),
     "max_rpc_deadline_millis": Renamed("timeouts.lookup", milliseconds),
     "checkpoints_max_to_keep": Renamed("train.keep.max_to_keep"),
     "submit_time_secs": Renamed("job.submitted_at"),
