@@ -298,3 +298,10 @@ def test_a_feature_says_what_its_rows_begin_with_and_how_many_to_make_room_for(
     assert met == [[[1.0], [2.0] * 4]] * len(met)
     taken = dict(re.findall(r"step 1: table (\w+): \d+ rows, (\d+) bytes", caplog.text))
     assert int(taken["item"]) > 1000 * 5 * 4 > int(taken["user"])  # room for the rows there will be
+
+
+def test_merging_that_merges_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = str(write_project(tmp_path))  # ids are no fids
+    flag = "--train.tables.merge-equal-slots=true"
+    assert main(["train", "--config", config, "--max-steps", "1", "--quiet", flag]) == 0
+    assert "train.tables.merge_equal_slots merges none of the 5 tables" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,8 @@ from monolith.train.accelerator import Accelerator, take
 from monolith.train.config import TablesConfig
 from monolith.train.rate_schedule import ScheduleConfig, ScheduledRate
 from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
 
 SHARE = 0.1
 """Of a processor, for whoever saves where training has them all."""
@@ -72,6 +75,13 @@ class Model:
             raise ConfigError(
                 f"task {task.name!r}: schedule.rows cannot move the rates of a store that the model brings "
                 "along; leave the store to the run, or give its slots a learning_rate of their own"
+            )
+        configs = [config for one in self.collections for config in one.slot_tables.configs.values()]
+        if tables is not None and tables.merge_equal_slots and not any(one.merged for one in configs):
+            _log.warning(
+                "train.tables.merge_equal_slots merges none of the %d tables: slots are merged if their rows "
+                "are equal and their ids are fids (examples.fids, or slot_id of each feature)",
+                len(configs),
             )
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
         if not self.stores:
