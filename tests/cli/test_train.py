@@ -62,6 +62,26 @@ def train_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
     return found
 
 
+def test_a_task_without_embeddings_trains_goes_on_and_is_evaluated(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = "train.tasks:Numbers"
+    flags = ("--model-dir", model_dir, "--set", "batches=40")
+    assert train(*flags, "--max-steps", "10", task=task) == 0
+    assert train(*flags, "--json", task=task) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["step"], report["restored_from"]) == (40, f"{model_dir}/model.ckpt-10")
+    assert main(["evaluate", task, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["click/auc"] == 1.0
+
+
+def test_a_task_with_nothing_to_learn_counts_its_steps(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model-dir", model_dir, "--max-steps", "2", task="train.tasks:NothingToLearn") == 0
+    assert f"{model_dir}/model.ckpt-2" in capsys.readouterr().out
+
+
 def options(**given: Any) -> TrainOptions:
     return TrainOptions(task=TASK, **given)
 

@@ -228,12 +228,17 @@ class FailoverConfig(Checked):
         yield from not_negative(self, "max_retries", "wait", "spare_after")
 
 
+NO_LIMIT = timedelta(days=36500)
+"""A timeout that never passes: what `operation_timeout_in_ms = -1` asks for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutsConfig(Checked):
     """How long to wait for others."""
 
     operation: timedelta | None = None
-    """The longest that one call of a server may take, other than a lookup; None takes timeouts.lookup."""
+    """The longest that one call of a server may take, other than a lookup; None takes timeouts.lookup.
+    `--operation_timeout_in_ms -1` sets no limit: a call then waits for as long as a server hangs."""
     lookup: timedelta = timedelta(seconds=30)
     """The longest that one lookup of rows on a server may take."""
     start: timedelta = timedelta(hours=2)
