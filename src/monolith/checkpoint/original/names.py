@@ -82,7 +82,7 @@ class NameRule:
         return _filled(self.original, found.groups())
 
 
-class Renamed(NamedTuple):
+class MappedName(NamedTuple):
     """What a map says of a name."""
 
     name: str | None
@@ -118,13 +118,13 @@ class NameMap:
             )
         return cls(**{section: tuple(_rules(path, section, said)) for section, said in found.items()})
 
-    def ours(self, kind: Kind, original: str) -> Renamed | None:
+    def ours(self, kind: Kind, original: str) -> MappedName | None:
         """Return what the map says of an original name; None if it says nothing."""
         fitting = [rule for rule in self._rules(kind) if rule.fits(original)]
         rule = next((one for one in fitting if one.exact), next(iter(fitting), None))
-        return None if rule is None else Renamed(rule.to_ours(original), rule.transpose)
+        return None if rule is None else MappedName(rule.to_ours(original), rule.transpose)
 
-    def original(self, kind: Kind, ours: str) -> Renamed | None:
+    def original(self, kind: Kind, ours: str) -> MappedName | None:
         """Return what one of our names is called by the original; None if the map does not say.
 
         Raises:
@@ -133,7 +133,7 @@ class NameMap:
         rules = sorted(self._rules(kind), key=lambda rule: not rule.exact)
         for rule in rules:
             if (name := rule.to_original(ours)) is not None:
-                return Renamed(name, rule.transpose)
+                return MappedName(name, rule.transpose)
         return None
 
     def unknown_targets(self, kind: Kind, known: Iterable[str]) -> None:
