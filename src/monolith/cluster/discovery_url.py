@@ -85,9 +85,7 @@ def _consul(url: str, rest: str, environ: Environment) -> ConsulDiscovery:
     api: Literal["stock", "lookup"] = "lookup" if rest.endswith(_LOOKUP) else "stock"
     rest = rest.removesuffix(_LOOKUP)
     if "?" in rest:
-        raise ConfigError(
-            f"cannot open the registry {url!r}: after the job may be {_LOOKUP}, and nothing else"
-        )
+        raise ConfigError(f"cannot open the registry {url!r}: after the job may be only {_LOOKUP}")
     server, job = _servers_and_job(url, rest)
     if not server:
         return ConsulDiscovery(job, ConsulConfig.from_environment(environ, api=api))
