@@ -179,6 +179,10 @@ class DiscoveryConfig(Checked):
     kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
     """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
     is named: a folder of the model_dir, for as long as they run."""
+    consul_api: Literal["stock", "lookup"] = "stock"
+    """The HTTP API of the Consul agent: stock is HashiCorp's, on port 8500; lookup is the original system's,
+    at /v1/lookup/name on port 2280 or a unix socket. CONSUL_HTTP_HOST and CONSUL_HTTP_PORT say where the
+    agent is."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
     zookeeper_auth: Secret | None = None

@@ -596,11 +596,12 @@ class Trainer:
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
+        label = self.config.insight_label
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            return [ModelInsightHook(every_steps=every)]
-        return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
+            return [ModelInsightHook(every_steps=every, label=label)]
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every, label=label)]
 
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps
