@@ -12,6 +12,7 @@ from monolith.cluster.security import (
     Guard,
     SecurityConfig,
     add_grpc_port,
+    derive_token,
     flight_client_options,
     flight_location,
     flight_server_options,
@@ -145,6 +146,46 @@ def test_neither_key_nor_token_is_printed(tls):
     guard = guard_caller(replace(tls, token=Secret("hunter2")))
     assert "hunter2" not in repr(guard)
     assert "PRIVATE KEY" not in repr(guard)
+
+
+# Roles
+
+
+def bearer(token: Secret) -> str:
+    return f"Bearer {token.reveal()}"
+
+
+def test_a_port_takes_the_token_of_its_role_or_the_control_token_and_no_other():
+    control = Secret("right")
+    guard = guard_caller(SecurityConfig(token=control))
+    follow, predict = derive_token(control, "follow"), derive_token(control, "predict")
+    takes = {
+        role: [guard.for_role(role).admits(bearer(one)) for one in (control, follow, predict)]
+        for role in ("control", "follow", "predict")
+    }
+    assert takes == {
+        "control": [True, False, False],
+        "follow": [True, True, False],
+        "predict": [True, False, True],
+    }
+    assert guard.for_role("follow").header == bearer(follow)
+    assert guard.for_role("follow").for_role("control") == guard
+
+
+def test_a_token_that_is_set_for_a_role_takes_the_place_of_the_derived_one():
+    own = Secret("own")
+    guard = guard_caller(SecurityConfig(token=Secret("right"), follow_token=own)).for_role("follow")
+    assert guard.admits(bearer(own))
+    assert not guard.admits(bearer(derive_token(Secret("right"), "follow")))
+
+
+def test_a_process_that_has_the_token_of_one_role_only_has_none_for_another():
+    guard = guard_caller(SecurityConfig(follow_token=Secret("own")))
+    assert guard.for_role("follow").header == "Bearer own"
+    assert guard.for_role("predict").header is None
+    assert guard.token is None
+    with pytest.raises(ConfigError, match="others can reach it"):
+        guard_listener("0.0.0.0:0", SecurityConfig(predict_token=Secret("own")), role="follow")
 
 
 # gRPC
