@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from monolith.cluster.security import Guard, SecurityConfig
+    from monolith.cluster.security import Guard, Role, SecurityConfig
     from monolith.run import RunConfig
     from monolith.wire.limits import Limits
 
@@ -45,15 +45,17 @@ class SecurityOptions:
     """Listen without certificates or a token on an address that others can reach."""
 
 
-def guard_of(options: SecurityOptions, bind: str, environ: Mapping[str, str]) -> Guard:
-    """Return what a listener on `bind` demands and its process presents.
+def guard_of(
+    options: SecurityOptions, bind: str, environ: Mapping[str, str], *, role: Role = "control"
+) -> Guard:
+    """Return what a listener on `bind` demands of callers in a role, and its process presents.
 
     Raises:
         ConfigError: Others can reach that address and nothing is demanded of them; or a file cannot be used.
     """
     from monolith.cluster.security import guard_listener
 
-    return guard_listener(bind, _run_config(options, environ).security, insecure=options.insecure)
+    return guard_listener(bind, _run_config(options, environ).security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:
