@@ -180,7 +180,7 @@ def test_json_bombs_cost_a_server_little_memory_and_probes_are_answered_meanwhil
         threads = [
             threading.Thread(target=attack, args=(bomb,), daemon=True)
             for make in BOMBS.values()
-            for bomb in [make()] * 2
+            for bomb in [make()]
         ]
         for thread in threads:
             thread.start()
@@ -190,7 +190,7 @@ def test_json_bombs_cost_a_server_little_memory_and_probes_are_answered_meanwhil
         assert set(answers) <= {400, 413, 503}
         with GrpcClient(address) as client, pytest.raises(grpc.RpcError, match="--max-json-bytes"):
             client.ModelInfer(typed_zeros(40 << 20))
-        assert peak() - before < 1200 << 20  # one of them took 1.65 GB
+        assert peak() - before < 1 << 30  # one of them took 1.65 GB
         assert ask_http(int(port), "POST", INFER, rows_json("a"))[0] == 200
     finally:
         process.kill()
@@ -284,6 +284,11 @@ def test_probes_are_answered_while_a_peer_has_used_up_its_quota():
         assert (status, headers["retry-after"]) == (429, "1")
         assert "--max-peer-requests" in said["error"]
         assert get(server, "/v2/health/ready") == 200  # the only thread is busy as well
+        with GrpcClient(server.grpc_address) as client:
+            held = server._quotas.admit("ipv4:127.0.0.1")
+            with held, pytest.raises(grpc.RpcError, match="--max-peer-requests"):
+                client.ModelInfer(rows_message("a", model="f"))
+            assert client.ServerLive().live
         model.gate.set()
         slow.join(PATIENCE)
         assert infer(server) == 200
