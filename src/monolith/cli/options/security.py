@@ -62,8 +62,7 @@ def guard_of(
     """
     from monolith.cluster.security import guard_listener
 
-    security = _run_config(options, environ).security
-    return guard_listener(bind, security, role=role, insecure=options.insecure)
+    return guard_listener(bind, _run_config(options, environ).security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:
