@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,18 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import state_folder, stopped_with_chief
+from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
 from monolith.cli.extra_workers import extra_members
 from monolith.cli.options.train import TrainOptions
+from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
+from monolith.cluster.security import SecurityConfig, derive_token
 from monolith.cluster.status import ProcessStatus, StatusBoard
+from monolith.config import Secret
 from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingStream, Pipeline
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
@@ -209,4 +212,12 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         assert member.command[member.command.index("--data_service.dispatcher") + 1] == "d:5"
         assert member.command[member.command.index("--cluster.role") + 1] == "data_worker"
         assert not any(member.environment[name] for name in environ)  # no rank, and none of MLP's
+        assert RUN_TOKEN not in member.environment
     assert extra_members(options, RunConfig(), {}, lambda: "d:5") == []
+
+
+from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
+from monolith.cli.extra_workers import extra_members
+from monolith.cli.options.train import TrainOptions
+from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
+from monolith.cluster.security import SecurityConfig, derive_token
