@@ -17,15 +17,18 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import state_folder, stopped_with_chief
+from monolith.cli.data_roles import secured, state_folder, stopped_with_chief
 from monolith.cli.extra_workers import extra_members
 from monolith.cli.options.train import TrainOptions
+from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token
+from monolith.cluster.security import derive_token
 from monolith.cluster.status import ProcessStatus, StatusBoard
+from monolith.config import Secret
 from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingStream, Pipeline
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
@@ -210,3 +213,13 @@ def test_a_worker_starts_extra_data_workers_on_the_ports_that_mlp_leaves_for_the
         assert member.command[member.command.index("--cluster.role") + 1] == "data_worker"
         assert not any(member.environment[name] for name in environ)  # no rank, and none of MLP's
     assert extra_members(options, RunConfig(), {}, lambda: "d:5") == []
+
+
+def test_followers_of_a_launched_run_find_a_token_in_its_folder_that_is_not_the_launchers(tmp_path) -> None:
+    code = {"publish.to": "grpc://127.0.0.1:0", "train.model_dir": str(tmp_path)}
+    environ = {RUN_TOKEN: "of-the-launcher"}
+    run = secured(load_run_config(code=code), environ)
+    assert run.security.token == Secret("of-the-launcher")
+    assert run.security.follow_token == derive_token(read_token(tmp_path / TOKEN_FILE), "follow")
+    given = load_run_config(code={**code, "security.token": "given"})
+    assert secured(given, environ).security == given.security

@@ -34,6 +34,7 @@ from monolith.feature import Batch, FeatureIds
 from monolith.run import load_run_config
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
+from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.publishing.hold_file import HoldFile, when_utc
@@ -708,7 +709,7 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
     following = Following(Clicks())
     with closing(open_reader(folder)) as reader:
         (log,) = reader.shares()
-    assert log.run == model_dir
+    assert log.run == run_identity(model_dir)
     places = {0: LogPlace(log.newest.epoch, 0)}
     with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
         subscriber.catch_up()

@@ -41,6 +41,7 @@ from monolith.cli.options.config import (
     ConfigExplainOptions,
     ConfigInitOptions,
     ConfigShowOptions,
+    ConfigTokenOptions,
 )
 from monolith.cli.options.data_files import (
     DataConvertOptions,
@@ -152,6 +153,7 @@ COMMANDS = {
         ConfigExplainOptions, "monolith.cli.config_commands", "explain", positional=True
     ),
     "config check": Command(ConfigCheckOptions, "monolith.cli.config_commands", "check", positional=True),
+    "config token": Command(ConfigTokenOptions, "monolith.cli.config_commands", "token"),
     "config show": Command(ConfigShowOptions, "monolith.cli.config_commands", "show", positional=True),
     "doctor": Command(DoctorOptions, "monolith.cli.doctor"),
 }

@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from monolith.config import Checked, Problem, Secret, looks_secret
 from monolith.errors import ConfigError, ListenError, MissingExtraError
+from monolith.wire.proof import CallerProof, PortProof
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +123,12 @@ class Guard:
         """What callers send under "authorization"; None without a token."""
         return None if self.token is None else f"Bearer {self.token.reveal()}"
 
+    @property
+    def tokens(self) -> dict[str, str]:
+        """The tokens that a caller may prove here and a port takes: control first, as more ports have it."""
+        held = {"control": self.control, self.role: self.token}
+        return {role: token.reveal() for role, token in held.items() if token is not None}
+
     def for_role(self, role: Role) -> Guard:
         """Return a guard that presents the token of a role, and takes that or the control token.
 
@@ -146,11 +153,14 @@ class Guard:
     def flight_location(self, address: str) -> str:
         return flight_location(address, self)
 
-    def flight_server_options(self) -> dict[str, Any]:
-        return flight_server_options(self)
+    def flight_server_options(self, service: str) -> dict[str, Any]:
+        return flight_server_options(self, service)
 
     def flight_client_options(self) -> dict[str, Any]:
         return flight_client_options(self)
+
+    def flight_proof(self, service: str) -> CallerProof | None:
+        return CallerProof(service, self.tokens) if self.tokens else None
 
 
 def derive_token(control: Secret, role: Role) -> Secret:
@@ -402,7 +412,7 @@ def flight_location(address: str, guard: Guard) -> str:
     return f"{'grpc+tls' if guard.uses_tls else 'grpc+tcp'}://{address}"
 
 
-def flight_server_options(guard: Guard) -> dict[str, Any]:
+def flight_server_options(guard: Guard, service: str) -> dict[str, Any]:
     """Return the keyword arguments that make a FlightServerBase demand certificate and token."""
     options: dict[str, Any] = {}
     if guard.uses_tls:
@@ -411,38 +421,18 @@ def flight_server_options(guard: Guard) -> dict[str, Any]:
             "verify_client": True,
             "root_certificates": guard.ca,
         }
-    if guard.token is not None:
-        flight = _import_flight()
-
-        class TokenCheck(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
-            def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:  # noqa: ARG002
-                sent = headers.get(HEADER, [])
-                if len(sent) != 1 or not guard.admits(sent[0]):
-                    raise flight.FlightUnauthenticatedError(REFUSAL)
-
-        options["middleware"] = {"token": TokenCheck()}
+    if tokens := guard.tokens:
+        options |= PortProof(service, tokens).server_options(_import_flight())
     return options
 
 
 def flight_client_options(guard: Guard) -> dict[str, Any]:
-    """Return the keyword arguments that make a FlightClient present certificate and token."""
+    """Return the keyword arguments that make a FlightClient present the certificate."""
     options: dict[str, Any] = {}
     if guard.uses_tls:
         options |= {"tls_root_certs": guard.ca, "cert_chain": guard.cert, "private_key": guard.key}
         if guard.server_name:
             options["override_hostname"] = guard.server_name
-    if guard.header is not None:
-        flight, header = _import_flight(), guard.header
-
-        class Sender(flight.ClientMiddleware):  # type: ignore[misc, name-defined]
-            def sending_headers(self) -> dict[str, str]:
-                return {HEADER: header}
-
-        class TokenSender(flight.ClientMiddlewareFactory):  # type: ignore[misc, name-defined]
-            def start_call(self, info: Any) -> Sender:  # noqa: ARG002
-                return Sender()
-
-        options["middleware"] = [TokenSender()]
     return options
 
 

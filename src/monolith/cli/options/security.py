@@ -21,6 +21,8 @@ _FIELDS = {
     "tls_ca": "ca",
     "tls_server_name": "server_name",
     "token_file": "token_file",
+    "follow_token_file": "follow_token_file",
+    "predict_token_file": "predict_token_file",
 }
 """Option -> the field of `security` that it sets."""
 
@@ -38,7 +40,12 @@ class SecurityOptions:
     tls_server_name: str | None = None
     """The name in the servers' certificates, where it is not the host they are reached by."""
     token_file: Path | None = None
-    """A file with the token that all processes of the job share."""
+    """A file with the token for everything, which the processes of a run share."""
+    follow_token_file: Path | None = None
+    """A file with the token for following a run, and for the rows of serving servers. By default derived from
+    that of --token-file, or found in the model_dir that the served export was made from."""
+    predict_token_file: Path | None = None
+    """A file with the token for asking for predictions. By default derived from that of --token-file."""
     config: Path | None = None
     """A config file of the run, whose group security has the same settings; flags win over it."""
     insecure: bool = False
@@ -55,7 +62,8 @@ def guard_of(
     """
     from monolith.cluster.security import guard_listener
 
-    return guard_listener(bind, _run_config(options, environ).security, role=role, insecure=options.insecure)
+    security = _run_config(options, environ).security
+    return guard_listener(bind, security, role=role, insecure=options.insecure)
 
 
 def security_of(options: SecurityOptions, environ: Mapping[str, str]) -> SecurityConfig:

@@ -37,6 +37,9 @@ class ServeOptions:
     """Where a trainer publishes what it learns, to serve it a moment later: grpc://host:port of every holder
     of rows, with commas; kafka://broker/topic; a folder; or discovery, for what --discovery knows. By default
     models are served as exported."""
+    follow_any_run: bool = False
+    """Follow a trainer of another run than the one that the served export was made from: all of its rows are
+    taken. By default it is refused."""
     stale_after: float = 10.0
     """The age of what is served, in seconds, that is warned about where a trainer is followed."""
     host: str = "127.0.0.1"
