@@ -73,7 +73,7 @@ def run(options: ServeOptions) -> int:
             threads=options.predict_threads,
             allow_module=options.allow_module,
             compiled=options.compiled,
-            rows=remote_rows(options, control, stop) if options.role == "entry" else None,
+            rows=remote_rows(options, guard, stop) if options.role == "entry" else None,
         )
         peers = ServePeers(folder, index, count, guard if control.token is None else control)
         with InferenceServer(
