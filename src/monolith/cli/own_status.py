@@ -143,6 +143,7 @@ class OwnStatus:
                 saved_at=None if local.save is None else local.save.saved_at,
                 save_trouble="" if local.save is None else local.save.trouble,
                 publishing="" if local.publish is None else describe_publishing(local.publish.standing),
+                standbys=local.session.standbys,
             )
 
         with self._lock:

@@ -110,6 +110,8 @@ class ProcessStatus:
     """Why the newest state is not saved or exported; empty while saves succeed, or another process knows."""
     publishing: Text = ""
     """How publishing stands, in words; empty where nothing is published, or another process knows."""
+    standbys: Text = ""
+    """Shards that lack a standby and since when, in words; only the chief knows. Empty if none does."""
 
     @property
     def name(self) -> str:

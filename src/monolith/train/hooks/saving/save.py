@@ -37,6 +37,7 @@ from monolith.errors import (
     TrainingError,
     TransientFilesystemError,
 )
+from monolith.filesystem import FileReserve
 from monolith.observe import Metrics, yield_to_others
 from monolith.observe.progress import describe_bytes
 from monolith.train.hook import Hook, Run, StepResult
@@ -223,6 +224,7 @@ class SaveHook(Hook):
         self.timer = self.config.timer(clock, timer)
         """Others may reset or disable it, on the training thread; requests and the end do not ask it."""
         self._checkpointer = checkpointer
+        self._files = FileReserve()
         self._listeners = tuple(listeners)
         self._guards = tuple(guards)
         self._memory = memory or SaveMemory()
@@ -366,6 +368,7 @@ class SaveHook(Hook):
                     writing.save.step,
                     self.config.close_secs,
                 )
+        self._files.close()
 
     # On demand
 
@@ -534,7 +537,9 @@ class SaveHook(Hook):
                     "saving a checkpoint: %s failed, retrying: %s", doing, error, exc_info=unexpected
                 )
         try:
-            return act()
+            # Connections may have taken all files that this process may open; the reserve is for this.
+            with self._files.given_up():
+                return act()
         except Exception:
             self._count_failed.inc(mode=self._mode)
             raise
