@@ -19,6 +19,7 @@ whatever happens.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -526,10 +527,14 @@ class SaveHook(Hook):
         for _ in range(ATTEMPTS - 1):
             try:
                 return act()
-            except (RetryableError, TransientFilesystemError):
-                # A process is gone, and this run with it; or another attempt needs time, not haste.
+            except RetryableError:  # a process is gone, and this run with it
                 self._count_failed.inc(mode=self._mode)
                 raise
+            except TransientFilesystemError as error:
+                self._count_failed.inc(mode=self._mode)
+                # A full disk needs time, not haste. Files are another matter: the reserve has some.
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
             except Exception as error:
                 self._count_failed.inc(mode=self._mode)
                 unexpected = not isinstance(error, MonolithError)
