@@ -17,17 +17,18 @@ from services import warm
 from services.servers import free_port, wait_until
 from train.tasks import Clicks
 
-from monolith.cli.data_roles import data_security, state_folder, stopped_with_chief
+from monolith.cli.data_roles import data_security, secured, state_folder, stopped_with_chief
 from monolith.cli.extra_workers import extra_members
 from monolith.cli.options.train import TrainOptions
 from monolith.cluster.run_token import RUN_TOKEN, TOKEN_FILE, read_token, user_security
-from monolith.cluster.security import SecurityConfig
+from monolith.cluster.security import SecurityConfig, derive_token
 from monolith.cluster.status import ProcessStatus, StatusBoard
+from monolith.config import Secret
 from monolith.data import DataConfig, DataServiceConfig, DriftConfig, DriftingStream, Pipeline
 from monolith.data.formats import ParquetFormat
 from monolith.data.synthetic.drift import SPEC
 from monolith.errors import ConfigError
-from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig
+from monolith.run import ClusterConfig, DiscoveryConfig, RunConfig, load_run_config
 from monolith.train import Mode, TrainConfig
 
 pytest.importorskip("pyarrow")
@@ -229,3 +230,13 @@ def test_processes_of_a_named_data_service_share_the_token_of_their_user(tmp_pat
     assert data_security(reader, {**environ, **extra.environment}) == found
     own = replace(trainer, data_service=DataServiceConfig(enabled=True))
     assert data_security(own, {}).token == read_token(tmp_path / "m" / TOKEN_FILE)
+
+
+def test_followers_of_a_launched_run_find_a_token_in_its_folder_that_is_not_the_launchers(tmp_path) -> None:
+    code = {"publish.to": "grpc://127.0.0.1:0", "train.model_dir": str(tmp_path)}
+    environ = {RUN_TOKEN: "of-the-launcher"}
+    run = secured(load_run_config(code=code), environ)
+    assert run.security.token == Secret("of-the-launcher")
+    assert run.security.follow_token == derive_token(read_token(tmp_path / TOKEN_FILE), "follow")
+    given = load_run_config(code={**code, "security.token": "given"})
+    assert secured(given, environ).security == given.security

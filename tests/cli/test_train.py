@@ -35,6 +35,7 @@ from monolith.feature import Batch, FeatureIds
 from monolith.run import load_run_config
 from monolith.sync import LogPlace, Subscriber
 from monolith.sync.channels import open_reader
+from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
 from monolith.train.lost import LostServer
@@ -59,6 +60,26 @@ def train_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
     assert train(*flags, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_a_task_without_embeddings_trains_goes_on_and_is_evaluated(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = "train.tasks:Numbers"
+    flags = ("--model-dir", model_dir, "--set", "batches=40")
+    assert train(*flags, "--max-steps", "10", task=task) == 0
+    assert train(*flags, "--json", task=task) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["step"], report["restored_from"]) == (40, f"{model_dir}/model.ckpt-10")
+    assert main(["evaluate", task, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["click/auc"] == 1.0
+
+
+def test_a_task_with_nothing_to_learn_counts_its_steps(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model-dir", model_dir, "--max-steps", "2", task="train.tasks:NothingToLearn") == 0
+    assert f"{model_dir}/model.ckpt-2" in capsys.readouterr().out
 
 
 def options(**given: Any) -> TrainOptions:
@@ -710,7 +731,7 @@ def test_what_a_run_publishes_is_read_from_where_its_config_says(
     following = Following(Clicks())
     with closing(open_reader(folder)) as reader:
         (log,) = reader.shares()
-    assert log.run == model_dir
+    assert log.run == run_identity(model_dir)
     places = {0: LogPlace(log.newest.epoch, 0)}
     with closing(Subscriber(lambda: open_reader(folder), following.target, places=places)) as subscriber:
         subscriber.catch_up()

@@ -12,6 +12,7 @@ import pytest
 from monolith.cluster.run_token import (
     RUN_TOKEN,
     TOKEN_FILE,
+    rank_security,
     read_token,
     run_security,
     shared_security,
@@ -35,6 +36,21 @@ def test_the_token_of_a_launcher_counts_where_nothing_was_set() -> None:
     assert run_security(of_file, {RUN_TOKEN: "t"}) == of_file
     tls = SecurityConfig(cert=Path("a"), key=Path("b"), ca=Path("c"))
     assert run_security(tls, {RUN_TOKEN: "t"}) == tls
+
+
+def test_ranks_have_a_token_also_with_certificates(tmp_path: Path) -> None:
+    tls = SecurityConfig(cert=Path("a"), key=Path("b"), ca=Path("c"))
+    assert rank_security(SET, {RUN_TOKEN: "t"}, str(tmp_path)) == SET
+    assert rank_security(tls, {RUN_TOKEN: "t"}, "s3://bucket/m").token == Secret("t")
+    found = rank_security(tls, {}, str(tmp_path))
+    assert found.token == read_token(tmp_path / TOKEN_FILE)
+    assert found.cert == tls.cert
+
+
+@pytest.mark.parametrize("model_dir", ["", "s3://bucket/m"])
+def test_ranks_without_any_token_are_told_which_flag_to_give(model_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"--security\.token-file"):
+        rank_security(OPEN, {}, model_dir)
 
 
 def test_processes_that_share_a_model_dir_share_a_token_that_others_cannot_read(tmp_path: Path) -> None:

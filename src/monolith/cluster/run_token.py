@@ -36,6 +36,25 @@ def run_security(security: SecurityConfig, environ: Mapping[str, str]) -> Securi
     return replace(security, token=Secret(environ[RUN_TOKEN]))
 
 
+def rank_security(security: SecurityConfig, environ: Mapping[str, str], model_dir: str) -> SecurityConfig:
+    """Return what is set, with a token in any case: ranks sign with it the keys that they share.
+
+    Raises:
+        ConfigError: There is none, and no folder of this user in which ranks could share one.
+    """
+    if security.token is not None or security.token_file is not None:
+        return security
+    if environ.get(RUN_TOKEN):
+        return replace(security, token=Secret(environ[RUN_TOKEN]))
+    if not model_dir or filesystem.is_remote(model_dir):
+        raise ConfigError(
+            "ranks sign the keys that they share with a token, and share one by themselves only in a local "
+            f"model_dir, not {model_dir or 'without one'!r}. Give all of them the same security.token_file, "
+            "as the flag --security.token-file."
+        )
+    return replace(security, token=read_token(Path(model_dir) / TOKEN_FILE, make=True))
+
+
 def shared_security(security: SecurityConfig, model_dir: str) -> SecurityConfig:
     """Return what is set, and else the token that the processes of a run share in their model_dir.
 

@@ -179,6 +179,10 @@ class DiscoveryConfig(Checked):
     kind: Literal["consul", "zookeeper", "tf_config", "mlp", "mpi", "files", "ray"] = "consul"
     """The registry in which the processes find each other. Among the ranks of mpirun it is mpi unless another
     is named: a folder of the model_dir, for as long as they run."""
+    consul_api: Literal["stock", "lookup"] = "stock"
+    """The HTTP API of the Consul agent: stock is HashiCorp's, on port 8500; lookup is the original system's,
+    at /v1/lookup/name on port 2280 or a unix socket. CONSUL_HTTP_HOST and CONSUL_HTTP_PORT say where the
+    agent is."""
     zookeeper: str | None = None
     """ZooKeeper's servers, as host:port,host:port."""
     zookeeper_auth: Secret | None = None
@@ -228,12 +232,17 @@ class FailoverConfig(Checked):
         yield from not_negative(self, "max_retries", "wait", "spare_after")
 
 
+NO_LIMIT = timedelta(days=36500)
+"""A timeout that never passes: what `operation_timeout_in_ms = -1` asks for."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeoutsConfig(Checked):
     """How long to wait for others."""
 
     operation: timedelta | None = None
-    """The longest that one call of a server may take, other than a lookup; None takes timeouts.lookup."""
+    """The longest that one call of a server may take, other than a lookup; None takes timeouts.lookup.
+    `--operation_timeout_in_ms -1` sets no limit: a call then waits for as long as a server hangs."""
     lookup: timedelta = timedelta(seconds=30)
     """The longest that one lookup of rows on a server may take."""
     start: timedelta = timedelta(hours=2)

@@ -725,7 +725,8 @@ class ServedShare:
             held.model.close()
 
     def _make(self, share: tuple[int, int]) -> _Held:
-        model = Model(self._task, Mode.TRAIN, seed=self._config.seed, rates=self._config.schedule)
+        config = self._config
+        model = Model(self._task, Mode.TRAIN, seed=config.seed, rates=config.schedule, tables=config.tables)
         part = model.tables_part(
             incremental=self._config.keep.full_every > 1,
             beside=self._config.saves_beside,
