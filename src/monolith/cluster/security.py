@@ -25,6 +25,8 @@ import hmac
 import ipaddress
 import logging
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +42,8 @@ Role = Literal["control", "follow", "predict"]
 
 HEADER = "authorization"
 REFUSAL = "the shared token is missing or wrong"
+MESSAGE_WITHIN = 10.0
+"""Seconds that a gRPC call may take for its next message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,31 +261,98 @@ def add_grpc_port(server: Any, address: str, guard: Guard) -> int:
     return port
 
 
-def grpc_interceptors(guard: Guard) -> tuple[Any, ...]:
-    """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token."""
-    if guard.token is None:
-        return ()
-    grpc = _import_grpc()
+def grpc_interceptors(guard: Guard, message_within: float = MESSAGE_WITHIN) -> tuple[Any, ...]:
+    """Return what `grpc.server(interceptors=...)` needs to refuse callers without the token.
 
-    def refuse(request: Any, context: Any) -> Any:  # noqa: ARG001
+    gRPC gives a thread to each call when its headers have come, and the thread waits for the message. So a
+    call without the token is refused by a handler that reads none, and one whose message does not come is
+    cancelled.
+
+    Args:
+        message_within: Seconds that an admitted call may take for its next message.
+    """
+    grpc = _import_grpc()
+    waits = _MessageWaits(message_within)
+
+    def refuse(messages: Any, context: Any) -> Any:  # noqa: ARG001
         context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
+    def one_message(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def read(messages: Any, context: Any) -> Any:
+            message = next(waits.bounded(messages, context), None)
+            if message is None:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message that can be read")
+            return answer(message, context)
 
-    class TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
+        return read
+
+    def all_messages(answer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda messages, context: answer(waits.bounded(messages, context), context)
+
+    class AdmittedCalls(grpc.ServerInterceptor):  # type: ignore[misc, name-defined]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
             handler = continuation(details)
-            sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
-            if handler is None or (len(sent) == 1 and guard.admits(sent[0])):
-                return handler
-            return makers[handler.request_streaming, handler.response_streaming](refuse)
+            if handler is None:
+                return None
+            # Handlers of streams are called at once, those of a single message only when it has come.
+            streams = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.response_streaming
+                else grpc.stream_unary_rpc_method_handler
+            )
+            if guard.token is not None:
+                sent = [value for key, value in details.invocation_metadata or () if key == HEADER]
+                if len(sent) != 1 or not guard.admits(sent[0]):
+                    return streams(refuse)
+            answers = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+            answer = next(one for one in answers if one is not None)
+            bounded = all_messages(answer) if handler.request_streaming else one_message(answer)
+            return streams(bounded, handler.request_deserializer, handler.response_serializer)
 
-    return (TokenCheck(),)
+    return (AdmittedCalls(),)
+
+
+class _MessageWaits:
+    """Cancels calls whose next message does not come in time. Thread-safe.
+
+    A thread watches while calls wait, and ends when none does.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._waiting: dict[object, tuple[float, Any]] = {}
+        """Calls that wait: key -> deadline and gRPC's context. All wait as long: the first is due first."""
+        self._watched = False
+
+    def bounded(self, messages: Any, context: Any) -> Iterator[Any]:
+        """Yield the messages of a call."""
+        key = object()
+        while True:
+            self._waiting[key] = (time.monotonic() + self._seconds, context)
+            # After the line above: `_watch` looks once more after it says that it watches no longer.
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name="grpc-messages", daemon=True).start()
+            try:
+                message = next(messages)
+            except StopIteration:
+                return
+            finally:
+                self._waiting.pop(key, None)
+            yield message
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._seconds / 4)
+            for deadline, context in list(self._waiting.values()):
+                if deadline > time.monotonic():
+                    break
+                context.cancel()
+            if not self._waiting:
+                self._watched = False
+                if not self._waiting:
+                    return
+                self._watched = True  # a second thread may watch as well, which does no harm
 
 
 def grpc_channel(address: str, guard: Guard, options: Mapping[str, Any] | None = None) -> Any:

@@ -259,10 +259,11 @@ class Trainer:
                     keeper.look(run)
 
             def step() -> StepResult | None:
-                if peers.in_step:
-                    session.meet(run)  # after all hooks, so that whatever they asked for is heard by all
-                    if run.stop_reason is not None:
-                        return None
+                # Ranks take this step or leave it by what all of them heard at the meeting. A stop that was
+                # asked for here after this rank had said its word is not known to the others, which go on
+                # into the step and wait for this rank in it; it is said after the step, by `gather`.
+                if peers.in_step and session.meet(run):
+                    return None
                 while (result := try_step()) is None and session.wait_for_more(run, look):
                     pass
                 if result is None and run.stop_reason is None and isinstance(peers, Alone):
@@ -281,9 +282,8 @@ class Trainer:
                         keeper.alert.go_on_after(error, run)
                     elif not self._goes_back_with_others:
                         raise
-                    if peers.in_step:
-                        session.meet(run)
-                    return None if run.stop_reason is not None else session.take_step()
+                    stops = session.meet(run) if peers.in_step else run.stop_reason is not None
+                    return None if stops else session.take_step()
 
             leave = _LeaveHook(session, peers)
             drive(
@@ -376,7 +376,13 @@ class Trainer:
         """
         config = self.config
         with OwnRandom(config.seed).drawn():
-            model = Model(self.task, Mode.PREDICT, seed=config.seed, accelerator=accelerator_of("cpu"))
+            model = Model(
+                self.task,
+                Mode.PREDICT,
+                seed=config.seed,
+                accelerator=accelerator_of("cpu"),
+                tables=config.tables,
+            )
 
         def restore(prefix: str) -> None:
             parts = [*model.features_parts(), model.dense_part()]
@@ -454,6 +460,7 @@ class Trainer:
                 make_store=store_maker(config, self._accelerator, peers),
                 accelerator=self._accelerator,
                 rates=config.schedule,
+                tables=config.tables,
             )
             made.callback(model.close)
             data = open_data(self.task, peers.share, self._epochs())
@@ -522,7 +529,12 @@ class Trainer:
         with own.drawn():
             make_store = store_maker(config, self._accelerator, Alone())
             model = Model(
-                self.task, mode, seed=config.seed, make_store=make_store, accelerator=self._accelerator
+                self.task,
+                mode,
+                seed=config.seed,
+                make_store=make_store,
+                accelerator=self._accelerator,
+                tables=config.tables,
             )
         with contextlib.closing(model):
             parts = [*model.features_parts(), *model.parts()]
@@ -584,11 +596,12 @@ class Trainer:
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
+        label = self.config.insight_label
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            return [ModelInsightHook(every_steps=every)]
-        return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
+            return [ModelInsightHook(every_steps=every, label=label)]
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every, label=label)]
 
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps
