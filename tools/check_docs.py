@@ -4,7 +4,8 @@
 2. A path in code quotes that begins with a folder of the repository is there.
 3. A `monolith ...` command is one of the command table, with flags it takes. In text, `list | inspect`
    stands for several; in a block of shell `|` and `>` end the command. `...` stands for what is left out.
-4. A figure of the README names the command that gives it: its row of a table, or its paragraph. Those of a
+4. Every page of docs/decisions has one row in the table of its README, and every row a page.
+5. A figure of the README names the command that gives it: its row of a table, or its paragraph. Those of a
    table stand in benchmarks/README.md too, under that command: there is one source.
 
 Prints `path:line: message` for each finding and exits with 1 if there is one.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -24,6 +26,7 @@ from typing import Any, get_args, get_type_hints
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
 FIGURES = "benchmarks/README.md"
 
+DECISION_ROW = re.compile(r"^\| \[(?P<number>\d+)\]\((?P<page>[^)]+)\)", re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 QUOTED = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 HEADING = re.compile(r"^(#+) +(.+)$", re.MULTILINE)
@@ -76,7 +79,8 @@ def check(root: Path) -> list[Finding]:
     ]
     readme = next((page for page in pages if page.path == "README.md"), None)
     source = next((page for page in pages if page.path == FIGURES), Page(FIGURES, ""))
-    return sorted([*findings, *(check_figures(readme, source) if readme else [])])
+    figures = check_figures(readme, source) if readme else ()
+    return sorted([*findings, *check_decisions(pages), *figures])
 
 
 # 1. Links
@@ -186,7 +190,26 @@ def as_dataclass(options: type) -> Any:
     return options
 
 
-# 4. Figures
+# 4. Decisions
+
+
+def check_decisions(pages: list[Page]) -> Iterator[Finding]:
+    """Compare the pages of decisions with the rows of the table that lists them."""
+    folder = "docs/decisions/"
+    table = next((page for page in pages if page.path == f"{folder}README.md"), None)
+    decisions = {page.path for page in pages if page.path.startswith(folder) and page is not table}
+    listed = [] if table is None else list(DECISION_ROW.finditer(table.text))
+    counts = Counter(f"{folder}{row['page']}" for row in listed)
+    for path in sorted(decisions):
+        if counts[path] != 1:
+            yield Finding(path, 1, f"it has {counts[path]} rows in {folder}README.md, and needs one")
+    for row in listed:
+        if f"{folder}{row['page']}" not in decisions or not row["page"].startswith(row["number"]):
+            assert table is not None
+            yield table.finding(row.start(), f"the row of {row['number']} leads to {row['page']}")
+
+
+# 5. Figures
 
 
 def check_figures(readme: Page, source: Page) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ from monolith.checkpoint import (
 from monolith.checkpoint.folder.manifest import read_manifest, write_manifest
 from monolith.checkpoint.part import RestoreOptions, SavedPart
 from monolith.errors import ConfigError, CorruptFileError, RestoreError, SaveError
+from monolith.feature import make_fid
 from monolith.table import (
     Adagrad,
     DictTable,
@@ -465,3 +467,82 @@ def test_a_run_in_one_process_restores_what_servers_saved(folder: Path, tmp_path
     part = TablesPart(run.tables)
     Checkpointer(Saver(str(tmp_path / "local")), [part]).restore(prefixes[-1])
     assert {name: rows_of(table) for name, table in run.tables.items()} == contents[-1]
+
+
+# Tables that were merged, and tables apart
+
+
+def slots_apart() -> dict[str, NativeTable]:
+    return {name: NativeTable(replace(USER, name=name)) for name in ("a", "b", "c")}
+
+
+def slots_together() -> dict[str, NativeTable]:
+    merged = replace(USER, name="ab", merged=(("a", 1), ("b", 2)))
+    return {"ab": NativeTable(merged), "c": NativeTable(replace(USER, name="c"))}
+
+
+def train_slots(tables: dict[str, NativeTable], signature: int) -> None:
+    """Take a step on one id of each slot: its number is in the high bits."""
+    for slot, name in enumerate(("a", "b", "c"), 1):
+        table = tables.get(name, tables.get("ab"))
+        assert table is not None
+        key = torch.tensor([make_fid(slot, signature)])
+        table.apply_gradients(key, torch.full((1, 2), float(slot)), event_time=signature)
+
+
+def all_rows(tables: dict[str, NativeTable]) -> dict[int, Any]:
+    return {key: row for table in tables.values() for key, row in rows_of(table).items()}
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize(("made", "other"), [(slots_apart, slots_together), (slots_together, slots_apart)])
+def test_a_checkpoint_restores_whether_slots_are_merged_or_not(
+    folder: Path, made: Any, other: Any, readers: int
+) -> None:
+    tables = made()
+    saver = Checkpointer(Saver(str(folder)), [TablesPart(tables, incremental=True)], full_every=3)
+    train_slots(tables, 1)
+    saver.save(1)
+    train_slots(tables, 2)
+    tables["c"].clear()
+    if "a" in tables:
+        tables["a"].clear()
+    train_slots(tables, 3)
+    prefix = saver.save(2)  # an increment
+    found: dict[int, Any] = {}
+    for number in range(readers):
+        again = other()
+        restored = Checkpointer(Saver(str(folder)), [TablesPart(again, share=(number, readers))]).restore(
+            prefix
+        )
+        assert restored.report.complete
+        found |= all_rows(again)
+    assert found == all_rows(tables)
+
+
+def test_a_run_that_merges_its_slots_anew_begins_a_new_chain(folder: Path) -> None:
+    tables = slots_apart()
+    saver = Checkpointer(Saver(str(folder)), [TablesPart(tables, incremental=True)], full_every=5)
+    train_slots(tables, 1)
+    prefix = saver.save(1)
+    again = slots_together()
+    saver = Checkpointer(Saver(str(folder)), [TablesPart(again, incremental=True)], full_every=5)
+    saver.restore(prefix)
+    train_slots(again, 2)
+    assert len(read_chain(saver.save(2))) == 1
+
+
+def test_a_slot_that_a_checkpoint_lacks_is_missing(folder: Path) -> None:
+    tables = slots_apart()
+    del tables["b"]
+    prefix = Checkpointer(Saver(str(folder)), [TablesPart(tables)]).save(1)
+    with pytest.raises(RestoreError, match=r"cannot restore table 'b': .* it has a, c"):
+        Checkpointer(Saver(str(folder)), [TablesPart(slots_together())]).restore(prefix)
+
+
+def test_rows_whose_ids_are_of_another_slot_are_not_merged(folder: Path) -> None:
+    tables = slots_apart()
+    tables["a"].apply_gradients(ids(7), torch.ones(1, 2))
+    prefix = Checkpointer(Saver(str(folder)), [TablesPart(tables)]).save(1)
+    with pytest.raises(RestoreError, match=r"it is of slot 1, and has ids of other slots, such as 7\."):
+        Checkpointer(Saver(str(folder)), [TablesPart(slots_together())]).restore(prefix)

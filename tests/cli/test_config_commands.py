@@ -110,8 +110,8 @@ def test_a_field_is_explained_by_either_name(run, name):
 
 def test_a_name_without_a_meaning_is_explained_too(run):
     assert run("config", "explain", "use_estimator")[1].startswith("use_estimator is accepted and ignored: ")
-    assert run("config", "explain", "skip_zero_embedding_when_serving")[1].startswith(
-        "skip_zero_embedding_when_serving is refused: not built yet: "
+    assert run("config", "explain", "warmup_file")[1].startswith(
+        "warmup_file is refused: an export contains its own warm-up requests"
     )
 
 

@@ -37,9 +37,9 @@ LIMIT = 180.0
 AnyPopen = warm.Popen | subprocess.Popen[bytes]
 
 
-def command(*words: str, each: int = 2) -> list[str]:
+def command(*words: str, each: int = 2, task: str = TASK) -> list[str]:
     """Return a run of so many servers, and as many workers."""
-    return ["train", TASK, "--launch", "local", "--num-ps", str(each), "--num-workers", str(each), *words]
+    return ["train", task, "--launch", "local", "--num-ps", str(each), "--num-workers", str(each), *words]
 
 
 def processes_with(text: str) -> list[int]:
@@ -68,8 +68,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., AnyPopen]]:
     """Starts a launcher, in a fresh interpreter if asked to; in the end none who knows the model_dir runs."""
     started: list[AnyPopen] = []
 
-    def start(*words: str, fresh: bool = False, each: int = 2) -> AnyPopen:
-        program = ["-m", "monolith", *command("--model-dir", str(tmp_path / "m"), *words, each=each)]
+    def start(*words: str, fresh: bool = False, each: int = 2, task: str = TASK) -> AnyPopen:
+        whole = command("--model-dir", str(tmp_path / "m"), *words, each=each, task=task)
+        program = ["-m", "monolith", *whole]
         popen: Any = subprocess.Popen if fresh else warm.Popen
         # Text from many processes: files never fill up as pipes do.
         with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
@@ -118,6 +119,24 @@ def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: in
             assert any(re.match(name, line) for line in lines), name
     assert any(re.match(r"\[worker 1 pid \d+\] worker 1 ended", line) for line in lines) == (each == 2)
     assert not list(tmp_path.glob("monolith-*"))  # where they met
+
+
+@pytest.mark.parametrize("flags", [("--num-ps", "2"), ("--num-ps", "0", "--mode", "sync")])
+def test_a_task_without_embeddings_trains_and_goes_on_with_servers_and_across_ranks(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    task = "train.tasks:Numbers"
+    words = ("--json", "--set", "batch_size=16", "--set", "batches=60", "--no-summaries", *flags)
+    reports = []
+    for steps in (6, 12):
+        process = start(*words, "--max-steps", str(steps), task=task)
+        assert process.wait(LIMIT) == 0, said(tmp_path)
+        reports.append(json.loads((tmp_path / "out").read_text()))
+        assert reports[-1]["checkpoint"] == f"{tmp_path}/m/model.ckpt-{reports[-1]['step']}"
+        assert reports[-1]["step"] >= steps
+    assert reports[1]["restored_from"] == reports[0]["checkpoint"]
+    assert main(["evaluate", task, "--model-dir", str(tmp_path / "m"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["click/auc"] == 1.0
 
 
 def test_ctrl_c_saves_and_stops_all(start: Any, tmp_path: Path) -> None:

@@ -550,12 +550,13 @@ def test_modes_that_are_not_training_are_refused_with_what_to_use_instead() -> N
     assert "use `monolith evaluate` or `monolith predict`" in problems(None, "--job.mode", "eval")
     said = problems(None, "--mode=train_and_eval")
     assert "'train_and_eval' is not supported" in said
-    assert "run `monolith evaluate` beside it" in said
+    assert "train.evaluate.every_steps" in said
+    assert "`monolith evaluate --follow`" in said
 
 
 def test_the_short_flag_for_a_mode_gives_the_same_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "train.tasks:Clicks", "--mode", "train_and_eval"]) == 2
-    assert "'train_and_eval' is not supported: a run that trains does not stop" in capsys.readouterr().err
+    assert "'train_and_eval' is not supported: a run of mode train evaluates" in capsys.readouterr().err
 
 
 def test_xla_is_refused_without_torch_xla_and_among_several_processes() -> None:

@@ -10,6 +10,7 @@ import signal
 import time
 import urllib.request
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from monolith.cli.evaluation import one_each, to_records
 from monolith.cli.main import main
 from monolith.cli.options.train import TrainOptions
 from monolith.cli.task_config import load_training
-from monolith.cli.train_report import MARK
+from monolith.cli.train_report import MARK, _describe_lost
 from monolith.data import format_of
 from monolith.errors import ConfigError, DataError
 from monolith.feature import Batch, FeatureIds
@@ -37,6 +38,7 @@ from monolith.sync.channels import open_reader
 from monolith.sync.run_identity import run_identity
 from monolith.train import Hook, Mode, Run, StepResult, TrainConfig, Trainer
 from monolith.train.hooks import ControlClient, LiveLineHook
+from monolith.train.lost import LostServer
 from monolith.train.publishing.hold_file import HoldFile, when_utc
 from monolith.ui.run_publishing import RunPublishing, orders_of
 
@@ -58,6 +60,26 @@ def train_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
     assert train(*flags, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_a_task_without_embeddings_trains_goes_on_and_is_evaluated(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = "train.tasks:Numbers"
+    flags = ("--model-dir", model_dir, "--set", "batches=40")
+    assert train(*flags, "--max-steps", "10", task=task) == 0
+    assert train(*flags, "--json", task=task) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["step"], report["restored_from"]) == (40, f"{model_dir}/model.ckpt-10")
+    assert main(["evaluate", task, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["click/auc"] == 1.0
+
+
+def test_a_task_with_nothing_to_learn_counts_its_steps(
+    model_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--model-dir", model_dir, "--max-steps", "2", task="train.tasks:NothingToLearn") == 0
+    assert f"{model_dir}/model.ckpt-2" in capsys.readouterr().out
 
 
 def options(**given: Any) -> TrainOptions:
@@ -802,3 +824,31 @@ def test_a_run_that_was_killed_while_it_was_held_is_held_from_its_next_start_on(
     with closing(open_reader(log)) as reader:
         assert reader.shares()[0].newest.sequence > 0
     assert HoldFile(model_dir).read() is None, "who resumes means it for the next start as well"
+
+
+@pytest.mark.parametrize(
+    ("uncounted", "why", "said"),
+    [
+        ((), "", "4 rows and 3 updates gone"),
+        (
+            (1,),
+            "worker 1 was lost as well",
+            "4 rows and 3 updates gone, and those of workers 1, which could not be counted: worker 1 was "
+            "lost as well",
+        ),
+    ],
+)
+def test_a_report_names_the_workers_whose_lost_updates_are_not_counted(
+    uncounted: tuple[int, ...], why: str, said: str
+) -> None:
+    lost = LostServer(
+        server=0,
+        rows=4,
+        updates=3,
+        seconds=2.0,
+        restored_from="m/model.ckpt-6",
+        uncounted=uncounted,
+        uncounted_why=why,
+    )
+    for report in (asdict(lost), json.loads(json.dumps(asdict(lost)))):  # of this process, and of another
+        assert _describe_lost("server", report) == f"server 0 for 2.0 s, {said}"

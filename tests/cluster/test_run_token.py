@@ -16,6 +16,8 @@ from monolith.cluster.run_token import (
     read_token,
     run_security,
     shared_security,
+    user_security,
+    user_token_file,
     write_token,
 )
 from monolith.cluster.security import SecurityConfig
@@ -59,6 +61,22 @@ def test_processes_that_share_a_model_dir_share_a_token_that_others_cannot_read(
     assert [path.name for path in folder.iterdir()] == [TOKEN_FILE]
     assert stat.S_IMODE((folder / TOKEN_FILE).stat().st_mode) == 0o600
     assert shared_security(OPEN, str(tmp_path / "other")).token != found[0].token
+
+
+def test_data_services_that_belong_to_no_run_share_a_token_per_user(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    path = user_token_file(environ)
+    found = [user_security(OPEN, environ) for _ in range(2)]
+    assert found[0].token == found[1].token == read_token(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert user_security(SET, environ) == SET
+    assert user_token_file({"HOME": "/h"}) == Path("/h/.local/state/monolith/data_service_token")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="cannot trust the token"):
+        user_security(OPEN, environ)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot create the token file .*--token-file .*--insecure"):
+        user_security(OPEN, {"XDG_STATE_HOME": str(tmp_path / "file")})
 
 
 def test_what_was_set_and_a_remote_model_dir_leave_no_token(tmp_path: Path) -> None:

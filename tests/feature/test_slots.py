@@ -19,6 +19,7 @@ from monolith.table import (
     RandomUniform,
     Sgd,
     Zeros,
+    merged_name,
 )
 
 
@@ -186,3 +187,32 @@ def test_a_slot_without_slices_is_refused() -> None:
         collect_tables([FeatureSlot(SlotConfig(name="user"))])
     assert issubclass(EmptySlotError, RuntimeError)
     assert issubclass(DuplicateNameError, NameError)
+
+
+def test_slots_with_equal_rows_are_merged_if_their_ids_tell_them_apart() -> None:
+    slots = [
+        slot("a", slot_id=1, expire_after=timedelta(days=1)),
+        slot("b", slot_id=2, occurrence_threshold=3),
+        slot("wide", dim=8, slot_id=3),
+        slot("plain"),
+        slot("bounded", slot_id=4, capacity_bytes=1 << 20),
+        slot("counted", slot_id=5, admission=AdmissionConfig(kind="probabilistic_filter")),
+        slot("named", slot_id=6, table="other"),
+    ]
+    found = collect_tables(slots, merge_equal=True)
+    together = merged_name(["a", "b"])
+    assert found.table_of["a"] == found.table_of["b"] == together
+    assert sorted(found.configs) == sorted([together, "wide", "plain", "bounded", "counted", "other"])
+    merged = found.configs[together]
+    assert merged.merged == (("a", 1), ("b", 2))
+    assert merged.expiry.per_slot == {1: timedelta(days=1), 2: timedelta(days=36500)}
+    assert found.thresholds[together].per_slot == {1: 0, 2: 3}
+    assert collect_tables(slots).table_of["a"] == "a"
+
+
+def test_a_table_has_room_for_the_rows_of_all_its_slots() -> None:
+    slots = [slot("a", slot_id=1, initial_rows=100), slot("b", slot_id=2), slot("c", initial_rows=5)]
+    apart = collect_tables(slots, initial_rows=10).configs
+    assert {name: one.initial_rows for name, one in apart.items()} == {"a": 100, "b": 10, "c": 5}
+    together = collect_tables(slots, initial_rows=10, merge_equal=True).configs
+    assert together[merged_name(["a", "b"])].initial_rows == 110

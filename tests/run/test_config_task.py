@@ -11,6 +11,8 @@ import pytest
 import torch
 from run.config_files import write_clicks, write_project
 
+from monolith.checkpoint.folder.manifest import read_manifest
+from monolith.checkpoint.offline.reading import find_id
 from monolith.cli.main import main
 from monolith.data import Pipeline
 from monolith.data.config import DataConfig, DataSplit
@@ -235,3 +237,71 @@ def test_a_model_alone_is_no_task(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(tmp_path: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task_of(tmp_path, **settings)
+
+
+def tables_of(prefix: object) -> dict[str, int]:
+    """Return the tables of a checkpoint with their rows."""
+    tables = read_manifest(str(prefix)).manifest.parts["tables"]["tables"]
+    return {name: entry["rows"] for name, entry in tables.items()}
+
+
+def test_equal_slots_may_live_in_one_table_with_the_same_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    merged = "--train.tables.merge-equal-slots=true"
+    apart, together = (write_fids(tmp_path / name) for name in ("apart", "together"))
+    for config, flags in ((apart, []), (together, [merged])):
+        assert main(["train", "--config", config, "--max-steps", "4", "--quiet", *flags]) == 0
+    capsys.readouterr()
+    reports = []
+    # Each goes on with the other's setting: a checkpoint restores either way.
+    for config, flags in ((apart, [merged]), (together, [])):
+        assert main(["train", "--config", config, "--quiet", "--json", *flags]) == 0
+        reports.append(said(capsys))
+        assert main(["evaluate", "--config", config, "--quiet", "--json"]) == 0
+        reports.append(said(capsys))
+    first, first_evaluated, second, second_evaluated = reports
+    assert first["loss"] == second["loss"]
+    assert first_evaluated["metrics"] == second_evaluated["metrics"]
+    rows, rows_apart = tables_of(first["checkpoint"]), tables_of(second["checkpoint"])
+    assert sorted(rows_apart) == ["item", "price_level", "tags", "user", "user_tag"]
+    (one,) = rows  # all five have the same dims and optimizers
+    assert rows[one] == sum(rows_apart.values())
+
+
+def write_fids(folder: Path) -> str:
+    folder.mkdir()
+    config = write_project(folder)
+    text = config.read_text().replace("[examples]", "[examples]\nfids = true")
+    config.write_text(text.replace("[train]", "[train]\ndeterministic = true"))
+    return str(config)
+
+
+def test_a_feature_says_what_its_rows_begin_with_and_how_many_to_make_room_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = write_project(tmp_path)
+    text = config.read_text()
+    text = text.replace(
+        "[features.item]\n",
+        '[features.item]\ninitializer = { type = "Constant", value = 2.0 }\n'
+        'bias_initializer = { type = "Ones" }\nlearning_rate = 0.0\nbias_learning_rate = 0.0\n'
+        "initial_rows = 1000\n",
+    )
+    config.write_text(text)
+    assert main(["train", "--config", str(config), "--quiet", "--json", "--max-steps", "3"]) == 0
+    checkpoint = str(said(capsys)["checkpoint"])
+    rows = [find_id(checkpoint, "item", item) for item in range(50)]
+    met = [[segment.values for segment in row.segments] for row in rows if row.status == "found"]
+    assert met
+    assert met == [[[1.0], [2.0] * 4]] * len(met)
+    taken = dict(re.findall(r"step 1: table (\w+): \d+ rows, (\d+) bytes", caplog.text))
+    assert int(taken["item"]) > 1000 * 5 * 4 > int(taken["user"])  # room for the rows there will be
+
+
+def test_merging_that_merges_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = str(write_project(tmp_path))  # ids are no fids
+    flag = "--train.tables.merge-equal-slots=true"
+    assert main(["train", "--config", config, "--max-steps", "1", "--quiet", flag]) == 0
+    assert "train.tables.merge_equal_slots merges none of the 5 tables" in caplog.text

@@ -11,6 +11,7 @@ from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
 from monolith.run import ALIASES, FLAGS_OF_OTHERS, OLD_NAMES, RunConfig, load_run_config
 from monolith.run.old_names import moved_fields
+from monolith.train.ranks.config import RanksConfig
 
 CPU_TRAINING = """
     server_type index num_ps num_workers model_name filter_capacity filter_split_num filter_type
@@ -216,7 +217,8 @@ def test_a_window_of_the_day_is_one_table() -> None:
     [
         ("reload_alias_map", '{"a": "c", "b": "c"}', "two old names become c"),
         ("reload_alias_map", "{", "malformed JSON"),
-        ("operation_timeout_in_ms", "-1", "a call without a limit would wait forever"),
+        ("max_rpc_deadline_millis", "-1", "a lookup without a limit would wait forever"),
+        ("with_allreduce_fusion", "two", "must be none, one or grouped"),
         ("enable_dynamic_sharding", "true", "name it as data.queue"),
         ("enable_realtime_training", "true", "say where to publish, as publish.to"),
         ("enable_parameter_sync", "true", "say where to publish, as publish.to"),
@@ -331,3 +333,44 @@ def test_no_old_name_is_a_group_but_the_task() -> None:
     groups = {path.partition(".")[0] for path in leaf_paths(RunConfig)}
     assert groups & OLD_NAMES.keys() == {"task"}
     assert FLAGS_OF_OTHERS.keys().isdisjoint(ALIASES)
+
+
+def test_a_negative_timeout_of_operations_is_none_at_all() -> None:
+    config = load_run_config(args=["--operation_timeout_in_ms", "-1"])
+    assert config.timeouts.operation == timedelta(days=36500)
+    assert load_run_config(args=["--operation_timeout_in_ms=500"]).timeouts.operation == timedelta(
+        seconds=0.5
+    )
+
+
+def test_the_flags_of_the_originals_own_test_of_pipelining_are_taken() -> None:
+    flags = [f"--enable_{name}=true" for name in ("pipelined_fwda2a", "pipelined_bwda2a", "async_optimize")]
+    said: list[str] = []
+    config = load_run_config(
+        args=["--enable_sync_training=true", "--enable_embedding_postpush=true", *flags], warn=said.append
+    )
+    assert (config.cluster.mode, config.train.async_push) == ("sync", True)
+    assert len(said) == 3
+    assert all("is ignored: ranks exchange rows ahead of and behind the dense half" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "sent"), [("none", 0), ("one", 1 << 40), ("grouped", RanksConfig().bucket_bytes)]
+)
+def test_the_originals_variables_for_ranks_act_or_say_why_not(fusion: str, sent: int) -> None:
+    said: list[str] = []
+    environ = {
+        "MONOLITH_WITH_ALLREDUCE_FUSION": fusion,
+        "MONOLITH_WITH_ALLREDUCE_FP16": "1",
+        "MONOLITH_SKIP_ALLREDUCE": "1",
+        "MONOLITH_SYNC_EMPTY_RANK0_PS_SHARD": "1",
+    }
+    config = load_run_config(environ=environ, warn=said.append)
+    assert config.ranks == RanksConfig(bucket_bytes=sent, half_gradients=True, skip_allreduce=True)
+    (line,) = said
+    assert "sync_empty_rank0_ps_shard" in line
+    assert "rank 0 holds its share of the rows" in line
+
+
+def test_the_initial_capacity_of_tables_acts() -> None:
+    assert load_run_config(args=["--hashtable_init_capacity=1000"]).train.tables.initial_rows == 1000

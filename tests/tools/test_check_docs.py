@@ -138,6 +138,21 @@ def test_commands_in_blocks_of_shell_are_checked_up_to_a_comment_or_a_pipe(findi
 FIGURES = "# x\n### `monolith bench table`\nlookup 36.6 M rows/s, 0.46 of raw\n### `monolith bench data`\n21"
 
 
+def test_each_decision_has_one_row_and_each_row_a_decision(findings: Findings) -> None:
+    pages = {
+        "docs/decisions/0001-a.md": "# a",
+        "docs/decisions/0002-b.md": "# b",
+        "docs/decisions/README.md": "| page |\n| [0001](0001-a.md) | A. |\n| [0002](0002-b.md) | B. |\n",
+    }
+    assert findings(pages) == []
+    pages["docs/decisions/README.md"] = "| [0001](0001-a.md) | A. |\n| [0003](0001-a.md) | A. |\n"
+    assert findings(pages) == [
+        "docs/decisions/0001-a.md:1: it has 2 rows in docs/decisions/README.md, and needs one",
+        "docs/decisions/0002-b.md:1: it has 0 rows in docs/decisions/README.md, and needs one",
+        "docs/decisions/README.md:2: the row of 0003 leads to 0001-a.md",
+    ]
+
+
 def test_a_figure_that_stands_under_its_command_passes(findings: Findings) -> None:
     readme = "| lookup | 36.6 M rows/s | 0.46 | `monolith bench table --busy` |"
     assert findings({"README.md": readme, "benchmarks/README.md": FIGURES}) == []

@@ -217,17 +217,34 @@ def test_each_row_of_a_section_has_a_fate(section: str) -> None:
 
 
 def claims() -> Iterator[tuple[str, str]]:
-    """Yield each place of the package with what is claimed of it: the last claim before it in its part."""
+    """Yield each place of the package with what is claimed of it: the last claim before it in its part.
+
+    If a part names a module, a room or a class, the claim is made of every name of the original that is
+    defined there under the same name, too.
+    """
     parts_of_rows = [part for _, right in ROWS for part in right.split("<br>")]
     for part in [*parts_of_rows, *(right for section in SECTIONS for _, right in read_rows(section))]:
         claim = ""
         if "lives in" not in part:
             continue
+        names = quoted(part.partition(": ")[0]) if part in parts_of_rows else []
         for found in re.finditer(r"(\*[a-z ]+\*)|`(monolith\.[\w.]+)`", part):
             if found[1]:
                 claim = found[1]
-            else:
-                yield found[2], claim
+                continue
+            yield found[2], claim
+            for name in names:
+                if hasattr(resolve(found[2]), name):
+                    yield f"{found[2]}.{name}", claim
+
+
+def resolve(dotted: str) -> object:
+    """Return the module or attribute of this name."""
+    try:
+        return importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        parent, _, last = dotted.rpartition(".")
+        return getattr(resolve(parent), last) if parent else pytest.fail(f"no {dotted}")
 
 
 CLAIMS = sorted(set(claims()))
@@ -235,12 +252,12 @@ CLAIMS = sorted(set(claims()))
 
 @pytest.fixture(scope="module")
 def is_used() -> Iterator[partial[bool]]:
-    """Whether a run uses a place, as imports from the commands say."""
+    """Whether a run uses a place, as the source of the commands says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
-        tool = importlib.import_module("follow_imports")
-        known = tool.read_package(tool.PACKAGE)
-        yield partial(tool.is_used, reached=tool.reached_from(tool.commands_of_runs(), known), known=known)
+        tool = importlib.import_module("follow_names")
+        package = tool.read_package(tool.PACKAGE)
+        yield partial(tool.is_used, reached=package.reached_from(tool.commands_of_runs()), package=package)
 
 
 @pytest.mark.parametrize("place, claim", CLAIMS)
@@ -255,12 +272,3 @@ def test_each_place_is_there(name: str) -> None:
         assert (ROOT / name).is_file()
     else:
         resolve(name)
-
-
-def resolve(dotted: str) -> object:
-    """Return the module or attribute of this name."""
-    try:
-        return importlib.import_module(dotted)
-    except ModuleNotFoundError:
-        parent, _, last = dotted.rpartition(".")
-        return getattr(resolve(parent), last) if parent else pytest.fail(f"no {dotted}")

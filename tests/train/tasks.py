@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from monolith.data import DriftConfig, DriftingStream, Pipeline, Stream
-from monolith.data.synthetic.drift import SPEC
+from monolith.data import BatchSpec, DriftConfig, DriftingStream, Pipeline, Stream
+from monolith.data.records import LABEL
+from monolith.data.synthetic.drift import SPEC, TIME
 from monolith.feature import Batch
 from monolith.model import DeepFM, Feature
 from monolith.nn.optimizers import EagerAdam
 from monolith.table import AdmissionConfig
-from monolith.train import Mode, Task
+from monolith.train import Mode, Outputs, Task
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Clicks(Task):
     seed: int = 0
 
     def dataset(self, mode: Mode) -> Stream[Batch]:
+        return self.records(mode).to_batches(SPEC)
+
+    def records(self, mode: Mode) -> Pipeline:
         examples = self.batches * self.batch_size
         stream = DriftingStream(
             DriftConfig(
@@ -41,7 +45,7 @@ class Clicks(Task):
         )
         if mode is not Mode.TRAIN:
             stream.restore({"source": "drift", "seed": self.seed, "next": examples})
-        return Pipeline(stream).to_batches(SPEC)
+        return Pipeline(stream)
 
     def model(self) -> nn.Module:
         features = [
@@ -52,6 +56,51 @@ class Clicks(Task):
 
     def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return EagerAdam(model.parameters(), lr=0.01)
+
+
+class OneNumber(nn.Module):
+    """A weight for the one number of an example, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self.linear(batch.floats[LABEL]).squeeze(1)
+        return logits
+
+
+@dataclass(frozen=True)
+class Numbers(Clicks):
+    """Reads a number and no ids, so its model has no embeddings. The number is the label."""
+
+    def dataset(self, mode: Mode) -> Stream[Batch]:
+        spec = BatchSpec(ids=(), floats={LABEL: 1}, labels={"click": (LABEL, 0)}, event_time=TIME)
+        return self.records(mode).to_batches(spec)
+
+    def model(self) -> nn.Module:
+        return OneNumber()
+
+
+class Nothing(nn.Module):
+    """Has no weights."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        return batch.floats[LABEL].squeeze(1)
+
+
+@dataclass(frozen=True)
+class NothingToLearn(Numbers):
+    """Has neither embeddings nor weights, and a constant loss, as the original's NonFeatureTask."""
+
+    def model(self) -> nn.Module:
+        return Nothing()
+
+    def dense_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:  # noqa: ARG002
+        return None
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        return Outputs(torch.tensor(1.0), {"click": model(batch)})
 
 
 def rows_of(module: nn.Module) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 from torch.nn import functional
-from train.tasks import Clicks
+from train.tasks import Clicks, Numbers
 
-from monolith.errors import ConfigError
 from monolith.model import DeepFM
 from monolith.store import LocalStore, Store
 from monolith.table import TableConfig
@@ -50,13 +49,12 @@ def test_without_a_choice_rows_live_in_this_process() -> None:
     model.close()
 
 
-def test_a_model_without_rows_cannot_be_trained() -> None:
-    class Dense(Clicks):
-        def model(self) -> nn.Module:
-            return nn.Linear(1, 1)
-
-    with pytest.raises(ConfigError, match="no EmbeddingCollection"):
-        Model(Dense(), Mode.TRAIN, seed=0)
+def test_a_model_without_rows_has_a_store_without_tables() -> None:
+    make = Maker()
+    model = Model(Numbers(), Mode.TRAIN, seed=0, make_store=make)
+    assert make.made == [()]
+    assert dict(model.tables) == {}
+    model.close()
 
 
 def test_a_model_knows_which_layers_say_something_else_in_eval_mode() -> None:

@@ -250,6 +250,8 @@ def _merge_table(name: str, entries: Sequence[Entry]) -> Entry:
         "layout": first["layout"],
         **{what: sum(entry[what] for entry in entries) for what in _SUMS[first["kind"]]},
     }
+    if "merged" in first:
+        merged["merged"] = first["merged"]
     if first["kind"] != "full":
         merged["cleared"] = [bool(entry["cleared"]) for entry in entries]
     return merged

@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -50,7 +51,7 @@ from monolith.table import (
     load_changes,
     table_basename,
 )
-from monolith.table.dumps import kept_ids
+from monolith.table.dumps import Keep, kept_ids
 
 _MOST_SLOTS = 1024
 """Where rows are of more slots than any model has, their ids are plain hashes, and slots say nothing."""
@@ -135,13 +136,17 @@ class TablesPart:
         so is left empty.
         """
         known = {name for saved in chain for name in saved.entry["tables"]}
-        names = {
-            name: next((old for old in (name, *table.config.extra_restore_names) if old in known), None)
-            for name, table in self._tables.items()
-        }
-        missing = [name for name, found in names.items() if found is None]
+        sources = {name: _sources(table.config, chain, known) for name, table in self._tables.items()}
+        missing = [name for name, found in sources.items() if not found]
+        missing += [
+            slot
+            for name, found in sources.items()
+            for slot, _ in self._tables[name].config.merged
+            if found and found[0].slot is not None and slot not in {one.of for one in found}
+        ]
         if missing and chain and options.strict:
-            tried = self._tables[missing[0]].config.extra_restore_names
+            table = self._tables.get(missing[0])
+            tried = () if table is None else table.config.extra_restore_names
             aliases = f", nor its old names {', '.join(map(repr, tried))}" if tried else ""
             raise RestoreError(
                 f"cannot restore table {missing[0]!r}: the checkpoint {chain[-1].prefix} does not have it"
@@ -151,17 +156,19 @@ class TablesPart:
         reports = [
             RestoreReport(
                 missing=tuple(f"table {name}" for name in missing),
-                unused=tuple(f"table {name}" for name in sorted(known - set(names.values()))),
+                unused=tuple(
+                    f"table {name}"
+                    for name in sorted(known - {one.name for found in sources.values() for one in found})
+                ),
             )
         ]
-        histories = {name: _history(chain, old) for name, old in names.items() if old is not None}
-        self._check(histories, chain, names)
+        self._check(chain, sources)
         with self._restoring():
-            for name, old in names.items():
-                if old is None:
-                    self._tables[name].clear()
+            for name, found in sources.items():
+                if found:
+                    reports.append(self._restore(name, found, chain, options))
                 else:
-                    reports.append(self._restore(name, old, histories[name], chain, options))
+                    self._tables[name].clear()
         self._track()
         return RestoreReport().merge(*reports)
 
@@ -170,16 +177,12 @@ class TablesPart:
             for table in self._tables.values():
                 table.track_changes()
 
-    def _check(
-        self,
-        histories: Mapping[str, Sequence[SavedTable]],
-        chain: Sequence[SavedPart],
-        names: Mapping[str, str | None],
-    ) -> None:
+    def _check(self, chain: Sequence[SavedPart], sources: Mapping[str, Sequence[_Source]]) -> None:
         """Refuse what is missing, and, if there is something to lose, what is damaged."""
         verify = any(len(table) for table in self._tables.values())
-        for history in histories.values():
-            for saved in history:
+        read = {one.name for found in sources.values() for one in found}
+        for name in sorted(read):
+            for saved in _history(chain, name):
                 mine = saved.shares_for(self._share)
                 files = [saved.inspect(share, verify=verify, workers=self._workers) for share in mine]
                 for share in mine:
@@ -187,37 +190,37 @@ class TablesPart:
                 if len(mine) == saved.shares:
                     saved.check_rows(sum(file.rows for each in files for file in each))
         for name, admission in self._filters.items():
-            old = names.get(name)
-            source, _ = (None, "") if old is None else _filter_source(admission, chain, old, self._share)
+            found = sources.get(name, ())
+            whole = len(found) == 1 and found[0].slot is None
+            source = _filter_source(admission, chain, found[0].name, self._share)[0] if whole else None
             if verify and source is not None and isinstance(admission, SlidingFilter):
                 filter_files.inspect(source, verify=True)
 
     def _restore(
-        self,
-        name: str,
-        old: str,
-        history: Sequence[SavedTable],
-        chain: Sequence[SavedPart],
-        options: RestoreOptions,
+        self, name: str, sources: Sequence[_Source], chain: Sequence[SavedPart], options: RestoreOptions
     ) -> RestoreReport:
         label, table = f"table {name}", self._tables[name]
-        state, why = _state_for(table.config, history, options)
+        histories = [_history(chain, source.name) for source in sources]
+        state, why = _state_for(table.config, [saved for each in histories for saved in each], options)
         rows = removed = 0
-        touched = history[0].changes
+        touched = histories[0][0].changes
         if touched:
             table.clear()
         try:
-            for saved in history:
-                scales: list[list[float]] = []
-                self._forget_cleared(table, saved)
-                for share in saved.shares_for(self._share):
-                    done = self._load(table, saved, share, state, clear=not touched)
-                    touched = True
-                    _check_room(name, done)
-                    rows += done.rows
-                    scales.append(table.scales)
-                table.set_scales([max(each) for each in zip(*scales, strict=True)])  # they only ever grow
-                removed += saved.entry.get("removed", 0)
+            for source, history in zip(sources, histories, strict=True):
+                before = [table.scales] if touched else []
+                for saved in history:
+                    scales: list[list[float]] = list(before)
+                    self._forget_cleared(table, saved, source)
+                    for share in saved.shares_for(self._share):
+                        done = self._load(table, saved, share, state, source, clear=not touched)
+                        touched = True
+                        _check_room(name, done)
+                        rows += done.rows
+                        scales.append(table.scales)
+                    # They only ever grow.
+                    table.set_scales([max(each) for each in zip(*scales, strict=True)])
+                    removed += saved.entry.get("removed", 0)
         except BaseException:
             if touched:  # half a table looks whole
                 table.clear()
@@ -227,8 +230,8 @@ class TablesPart:
             words += f" ({rows:,} read and {removed:,} removed, from {len(chain)} checkpoints)"
         return RestoreReport(
             loaded={label: words},
-            reset=({label: why} if why else {}) | self._restore_filter(name, old, chain),
-            renamed={label: f"table {old}"} if old != name else {},
+            reset=({label: why} if why else {}) | self._restore_filter(name, sources, chain),
+            renamed={} if sources[0].name == name else {label: " and ".join(map(str, sources))},
         )
 
     def _load(
@@ -237,6 +240,7 @@ class TablesPart:
         saved: SavedTable,
         share: int,
         state: Literal["keep", "reset"],
+        source: _Source,
         *,
         clear: bool,
     ) -> LoadReport:
@@ -244,7 +248,7 @@ class TablesPart:
         own = (share, saved.shares)
         keep = own if self._share == WHOLE else self._share
         how: dict[str, Any] = {
-            "keep": None if keep == WHOLE else keep,
+            "keep": source.keep(keep),
             "optimizer_state": state,
             "workers": self._workers,
             "progress": self._progress,
@@ -253,36 +257,47 @@ class TablesPart:
             done = load_changes(table, saved.basename(share), **how)
         else:
             done = load(table, saved.basename(share), clear=clear, verify_first=False, **how)
-        if keep == own and done.skipped:
+        if keep == own and done.skipped and source.slot is None:
             raise RestoreError(
                 f"cannot restore table {table.config.name!r}: {done.skipped:,} rows in {saved.called(share)} "
                 "have ids of other shares. Put the files back where each server wrote them."
             )
         return done
 
-    def _forget_cleared(self, table: DumpableTable, saved: SavedTable) -> None:
+    def _forget_cleared(self, table: DumpableTable, saved: SavedTable, source: _Source) -> None:
         """Remove what the shares held that were cleared before the changes of one checkpoint."""
         mine = saved.shares_for(self._share)
         gone = [share for share in mine if saved.changes and saved.cleared[share]]
         if not gone:
             return
-        if gone == mine:
+        if gone == mine and source.slot is None:
             table.clear()
             return
         lost: list[Tensor] = []
         for share in gone:
             in_share = kept_ids((share, saved.shares))
             assert in_share is not None
-            lost += [rows.ids[in_share(rows.ids)] for rows in iterate(table)]
+            for rows in iterate(table):
+                held = in_share(rows.ids)
+                if source.slot is not None:  # rows of other slots came from elsewhere
+                    held &= slot_of(rows.ids) == source.slot
+                lost.append(rows.ids[held])
         for ids in lost:
             table.remove(ids)
 
-    def _restore_filter(self, name: str, old: str, chain: Sequence[SavedPart]) -> dict[str, str]:
+    def _restore_filter(
+        self, name: str, sources: Sequence[_Source], chain: Sequence[SavedPart]
+    ) -> dict[str, str]:
         """Take over what a filter has counted; return what to say where it begins anew."""
         admission = self._filters.get(name)
         if admission is None:
             return {}
-        source, why = _filter_source(admission, chain, old, self._share)
+        source: str | None
+        if len(sources) == 1 and sources[0].slot is None:
+            source, why = _filter_source(admission, chain, sources[0].name, self._share)
+        else:
+            counted = any(_last_with_filter(chain, one.name) for one in sources)
+            source, why = None, _OTHER_TABLES if counted and isinstance(admission, SlidingFilter) else ""
         if source is not None:
             admission.restore(source)
         elif why and isinstance(admission, SlidingFilter):
@@ -356,6 +371,7 @@ class TablesCut:
             "bytes": done.bytes,
             "expired": done.expired,
             "layout": _layout(cut.config),
+            **_merged(cut.config),
         }
 
     def _write_changes(self, cut: TableCut, basename: str) -> Entry:
@@ -370,6 +386,7 @@ class TablesCut:
             "removed": done.removed,
             "cleared": done.cleared,
             "layout": _layout(cut.config),
+            **_merged(cut.config),
         }
 
     def close(self, *, saved: bool) -> None:
@@ -432,6 +449,65 @@ def _only(table: str, share: IdShare) -> Callable[[Tensor], None]:
     return check
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A table of a checkpoint that rows are read from."""
+
+    name: str
+    of: str
+    """The table whose rows they are, before tables were merged."""
+    slot: int | None = None
+    """The slot of whose ids alone rows are read; None for all."""
+
+    def __str__(self) -> str:
+        return f"table {self.name}"
+
+    def keep(self, share: IdShare) -> Keep | None:
+        """Return which ids are those of a share and of the slot; None for all."""
+        if self.slot is None:
+            return None if share == WHOLE else share
+        in_share = kept_ids(None if share == WHOLE else share)
+
+        def chosen(ids: Tensor) -> Tensor:
+            mine = slot_of(ids) == self.slot
+            if self.name == self.of and not bool(mine.all()):
+                raise RestoreError(
+                    f"cannot merge table {self.name!r} with others: it is of slot {self.slot}, and has ids "
+                    f"of other slots, such as {int(ids[~mine][0])}. Only ids that are fids tell their slots "
+                    "apart; set train.tables.merge_equal_slots to false"
+                )
+            return mine if in_share is None else mine & in_share(ids)
+
+        return chosen
+
+
+_OTHER_TABLES = "starts counting from zero, because its slots were counted in other tables"
+
+
+def _sources(config: TableConfig, chain: Sequence[SavedPart], known: Collection[str]) -> list[_Source]:
+    """Return where the rows of a table are in a checkpoint: in that of its name, or in others.
+
+    Slots that share a merged table may have had tables of their own, or have shared another one; a table of
+    one slot may have been merged into another. Ids carry the number of their slot there.
+    """
+    for old in (config.name, *config.extra_restore_names):
+        if old in known:
+            return [_Source(old, config.name)]
+    merged = {
+        slot: (name, number)
+        for saved in chain
+        for name, entry in saved.entry["tables"].items()
+        for slot, number in entry.get("merged", ())
+    }
+    found = []
+    for slot, number in config.merged or ((config.name, None),):
+        if slot in known:
+            found.append(_Source(slot, slot, number))
+        elif slot in merged:
+            found.append(_Source(merged[slot][0], slot, merged[slot][1]))
+    return found
+
+
 def _history(chain: Sequence[SavedPart], name: str) -> list[SavedTable]:
     found = (SavedTable.find(saved.prefix, saved.entry, name) for saved in chain)
     return [saved for saved in found if saved is not None]
@@ -450,6 +526,11 @@ def _state_for(
     if saved <= {mine}:
         return "keep", ""
     return "reset", "optimizer state reset, because the optimizer changed"
+
+
+def _merged(config: TableConfig) -> Entry:
+    """Return which tables were merged into this one: a run that does not merge them finds its rows by it."""
+    return {"merged": [list(slot) for slot in config.merged]} if config.merged else {}
 
 
 def _layout(config: TableConfig) -> list[list[Any]]:

@@ -32,6 +32,7 @@ from monolith.cli.options.checkpoint import (
     CheckpointCompactOptions,
     CheckpointDiffOptions,
     CheckpointExportOptions,
+    CheckpointImportOptions,
     CheckpointInspectOptions,
     CheckpointListOptions,
     CheckpointReshardOptions,
@@ -143,6 +144,9 @@ COMMANDS = {
     ),
     "checkpoint export": Command(
         CheckpointExportOptions, "monolith.cli.checkpoint", "export_", positional=True
+    ),
+    "checkpoint import": Command(
+        CheckpointImportOptions, "monolith.cli.checkpoint", "import_", positional=True
     ),
     "checkpoint compact": Command(
         CheckpointCompactOptions, "monolith.cli.checkpoint", "compact_", positional=True

@@ -14,7 +14,7 @@ may share a slot, as a user's last clicks share the rows of items.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -34,6 +34,7 @@ from monolith.table import (
     SlotThresholds,
     TableConfig,
     Zeros,
+    merge,
 )
 from monolith.table.compressors import Compressor
 from monolith.table.initializers import Initializer
@@ -82,6 +83,8 @@ class SlotConfig:
     """Time without an update after which a row may go."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the slot's table; None for no ceiling."""
+    initial_rows: int = 0
+    """Rows that the slot's table has room for from the start; 0 leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -96,6 +99,8 @@ class SlotConfig:
             raise ConfigError(
                 f"slot {self.name!r}: occurrence_threshold must be 0 or more, got {self.occurrence_threshold}"
             )
+        if self.initial_rows < 0:
+            raise ConfigError(f"slot {self.name!r}: initial_rows must be 0 or more, got {self.initial_rows}")
         if self.expire_after < timedelta(0):
             raise ConfigError(
                 f"slot {self.name!r}: expire_after must not be negative, got {self.expire_after}"
@@ -246,11 +251,17 @@ class SlotTables:
     """Slot to table."""
 
 
-def collect_tables(slots: Iterable[FeatureSlot], *, seed: int = 0) -> SlotTables:
+def collect_tables(
+    slots: Iterable[FeatureSlot], *, seed: int = 0, merge_equal: bool = False, initial_rows: int = 0
+) -> SlotTables:
     """Settle which tables the slots need and what their rows are.
 
     Args:
         seed: For random initializers. The same in every process of a run.
+        merge_equal: Whether slots with equal rows live in one table, whose name follows from theirs. Only
+            those whose ids are fids (`slot_id`), since equal ids of two slots would be one row; and neither
+            those with a table by name nor those with a ceiling of their own.
+        initial_rows: Rows that the table of each slot has room for from the start, if the slot says nothing.
 
     Raises:
         DuplicateNameError: Two slots have one name.
@@ -267,13 +278,41 @@ def collect_tables(slots: Iterable[FeatureSlot], *, seed: int = 0) -> SlotTables
         group = groups.setdefault(slot.config.table or slot.name, [])
         if slot not in group:
             group.append(slot)
+    merged = _merged(groups, seed) if merge_equal else {}
+    for name, config in merged.items():
+        groups[name] = [slot for table, _ in config.merged for slot in groups.pop(table)]
     configs: dict[str, TableConfig] = {}
     thresholds: dict[str, SlotThresholds] = {}
     table_of: dict[str, str] = {}
     for name, group in sorted(groups.items()):
-        configs[name], thresholds[name] = _table(name, group, seed)
+        config, thresholds[name] = _table(name, group, seed)
+        rows = sum(slot.config.initial_rows or initial_rows for slot in group)
+        config = replace(config, initial_rows=rows)
+        if name in merged:
+            known = merged[name]
+            config = replace(config, merged=known.merged, extra_restore_names=known.extra_restore_names)
+        configs[name] = config
         table_of |= dict.fromkeys((slot.name for slot in group), name)
     return SlotTables(configs, thresholds, table_of)
+
+
+def _merged(groups: Mapping[str, list[FeatureSlot]], seed: int) -> dict[str, TableConfig]:
+    """Return the tables that several slots with equal rows are merged into, by name."""
+    equal: dict[AdmissionConfig, dict[str, TableConfig]] = {}
+    numbers: dict[str, int] = {}
+    for name, (first, *others) in groups.items():
+        config = first.config
+        if others or config.slot_id is None or config.table is not None or config.capacity_bytes is not None:
+            continue
+        numbers[name] = config.slot_id
+        # Times to expire and thresholds may differ: a table of several slots has them by slot.
+        row = TableConfig(name=name, segments=first.segments, seed=seed)
+        equal.setdefault(config.admission, {})[name] = row
+    found = [group for configs in equal.values() for group in merge(configs) if len(group.slots) > 1]
+    return {
+        group.config.name: replace(group.config, merged=tuple((slot, numbers[slot]) for slot in group.slots))
+        for group in found
+    }
 
 
 def _table(name: str, slots: list[FeatureSlot], seed: int) -> tuple[TableConfig, SlotThresholds]:

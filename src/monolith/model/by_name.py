@@ -23,7 +23,7 @@ from typing import Any
 from monolith.config import config_from_mapping, to_dict
 from monolith.errors import ConfigError
 from monolith.feature import FeatureSpec
-from monolith.feature.spec import RowOptimizer
+from monolith.feature.spec import RowInitializer, RowOptimizer
 from monolith.model.dcn import DCNv2
 from monolith.model.deepfm import DeepFM
 from monolith.model.din import DeepInterest
@@ -32,7 +32,7 @@ from monolith.model.ffm import FFM
 from monolith.model.mmoe import MMoE
 from monolith.model.ready import ReadyModel
 from monolith.model.two_tower import TwoTower
-from monolith.table import Constant, Initializer, Ones, Optimizer, RandomUniform, Zeros
+from monolith.table import Initializer, Optimizer
 
 NamedModel = ReadyModel | TwoTower
 
@@ -50,7 +50,6 @@ MODELS: Mapping[str, type[NamedModel]] = {
 OF_THE_RUN = ("features", "floats", "store", "device", "threads")
 """Arguments of models that are no settings."""
 
-RowInitializer = RandomUniform | Zeros | Ones | Constant
 _PLAIN: Mapping[Any, Any] = {
     Optimizer: RowOptimizer,
     Initializer | None: RowInitializer | None,

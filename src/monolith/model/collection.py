@@ -137,6 +137,8 @@ class EmbeddingCollection(nn.Module):
     ) -> None:
         super().__init__()
         columns = _columns(layouts)
+        self._columns = columns
+        self._seed = seed
         self.slot_tables: SlotTables = collect_tables((column.slot for column in columns.values()), seed=seed)
         self._threads = torch.get_num_threads() if threads is None else threads
         self._features = _features(columns, self.slot_tables)
@@ -163,6 +165,24 @@ class EmbeddingCollection(nn.Module):
             self.bind(LocalStore.from_configs)
         assert self._store is not None
         return self._store
+
+    def arrange(self, *, merge_equal: bool = False, initial_rows: int = 0) -> None:
+        """Say how slots become tables; see `collect_tables`. Called before `bind`.
+
+        Raises:
+            FeatureError: The collection has a store, whose tables are settled.
+        """
+        if self._store is not None:
+            raise FeatureError(
+                "the tables of this collection are settled: it has a store. Leave the store to the run"
+            )
+        slots = (column.slot for column in self._columns.values())
+        self.slot_tables = collect_tables(
+            slots, seed=self._seed, merge_equal=merge_equal, initial_rows=initial_rows
+        )
+        self._features = _features(self._columns, self.slot_tables)
+        dims = {name: config.dim for name, config in self.slot_tables.configs.items()}
+        self._gatherer = Gatherer(self._plan(dims), self._workers)
 
     def bind(self, make: MakeStore) -> None:
         """Let `make` decide where rows live: called by whoever runs the model, before it is used.

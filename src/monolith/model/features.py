@@ -57,6 +57,8 @@ _OF_ROWS = (
     "learning_rate",
     "bias_learning_rate",
     "capacity_bytes",
+    "bias_initializer",
+    "initial_rows",
 )
 _POOLED: dict[str, Combiner] = {"sum": Sum(), "mean": Mean(), "max": Max()}
 
@@ -87,12 +89,17 @@ class Feature:
     bias_optimizer: Optimizer | None = None
     """What trains its bias, in models that have one."""
     initializer: Initializer | None = None
+    """What its vectors are before their first gradient."""
+    bias_initializer: Initializer | None = None
+    """What its bias is before its first gradient, in models that have one."""
     learning_rate: float | LearningRate | None = None
     """The rate of its vectors; None is the optimizer's own."""
     bias_learning_rate: float | LearningRate | None = None
     """The rate of its bias; None is the bias optimizer's own."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the feature's table; None for no ceiling."""
+    initial_rows: int = 0
+    """Rows that the feature's table has room for from the start; 0 leaves it to the run."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -119,7 +126,9 @@ class Feature:
             name=self.name if self.slot is None else self.slot,
             slot_id=self.slot_id,
             has_bias=default.has_bias,
-            bias_initializer=default.bias_initializer,
+            bias_initializer=(
+                default.bias_initializer if self.bias_initializer is None else self.bias_initializer
+            ),
             bias_optimizer=default.bias_optimizer if self.bias_optimizer is None else self.bias_optimizer,
             bias_compressor=default.bias_compressor,
             bias_learning_rate=(
@@ -133,6 +142,7 @@ class Feature:
             admission=default.admission if self.admission is None else self.admission,
             expire_after=default.expire_after if self.expire_after is None else self.expire_after,
             capacity_bytes=self.capacity_bytes,
+            initial_rows=self.initial_rows,
         )
 
 
@@ -157,6 +167,9 @@ def features_of(spec: FeatureSpec) -> list[Feature]:
                 expire_after=one.expire_after,
                 optimizer=one.optimizer,
                 bias_optimizer=one.bias_optimizer,
+                initializer=one.initializer,
+                bias_initializer=one.bias_initializer,
+                initial_rows=one.initial_rows,
                 learning_rate=one.learning_rate,
                 bias_learning_rate=one.bias_learning_rate,
                 capacity_bytes=one.capacity_bytes,

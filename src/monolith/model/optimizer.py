@@ -83,13 +83,13 @@ class EmbeddingOptimizer(EagerOptimizer):
     """Trains the rows of every `EmbeddingCollection` of a model.
 
     Args:
-        model: A module with collections in it, or collections.
+        model: A module with collections in it; or collections. Without any of them it only counts steps.
         global_step: The step to begin with; learning rates depend on it. `step` counts it up.
         multiply_rows_by: Times which gradients of rows count, in place of the size of the batch: 1 for losses
             that are no means over the examples, but sums.
 
     Raises:
-        FeatureError: There is no collection, or one has an optimizer already.
+        FeatureError: The module has no collection, or one has an optimizer already.
     """
 
     def __init__(
@@ -101,14 +101,15 @@ class EmbeddingOptimizer(EagerOptimizer):
     ) -> None:
         modules = model.modules() if isinstance(model, nn.Module) else model
         collections = [module for module in modules if isinstance(module, EmbeddingCollection)]
-        if not collections:
+        if not collections and isinstance(model, nn.Module):
             raise FeatureError("there is no EmbeddingCollection to train; pass the model that holds it")
-        super().__init__([{"params": []} for _ in collections], {})
+        # torch refuses an optimizer without groups; an empty one for a model without rows is never filled.
+        super().__init__([{"params": []} for _ in collections or [None]], {})
         self.global_step = global_step
         self.multiply_rows_by = multiply_rows_by
         """None for the size of the batch."""
         self._pending: dict[EmbeddingCollection, list[_Pending]] = {c: [] for c in collections}
-        self._groups = dict(zip(collections, self.param_groups, strict=True))
+        self._groups = dict(zip(collections, self.param_groups, strict=False))
         self.in_step = False
         """Whether other processes take each step, too: then every collection takes part in it, with nothing
         where it has no gradients."""
@@ -116,6 +117,11 @@ class EmbeddingOptimizer(EagerOptimizer):
         """What `exchange` has brought, and the gradient that is to be applied."""
         for collection in collections:
             collection.attach(self)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the model has rows to train."""
+        return bool(self._pending)
 
     def watch(self, collection: EmbeddingCollection, rows: Tensor, prepared: PreparedBatch) -> None:
         """Remember rows that a backward pass may give a gradient; called by the collection."""

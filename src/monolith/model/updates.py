@@ -120,8 +120,10 @@ def apply_gradients(
         sparse.multiply_rows_by = config.multiply_rows_by
     if together is not None:
         together.begin(examples)
-    torch.autograd.backward(loss)
     every = [p for group in dense.param_groups for p in group["params"]] if dense is not None else []
+    if loss.requires_grad or every or sparse.has_rows:
+        # A constant loss is a mistake, which autograd refuses, unless there is nothing that it could train.
+        torch.autograd.backward(loss)
     weights = [weight for weight in every if weight.grad is not None]
     rows: Sequence[Tensor] = [p for group in sparse.param_groups for p in group["params"]]
     rows = [row for row in rows if row.grad is not None]

@@ -15,20 +15,37 @@ from dataclasses import dataclass
 from monolith.config import Dropped, Renamed, Unsupported
 from monolith.config.fields import leaf_paths
 from monolith.errors import ConfigError
-from monolith.run.processes import FailoverConfig
+from monolith.run.processes import NO_LIMIT, FailoverConfig
 from monolith.train.config import TrainConfig
+from monolith.train.ranks.config import RanksConfig
 
 
 def milliseconds(value: object) -> object:
-    """A number of milliseconds as a duration; a negative one meant no limit, which nothing has."""
+    """A number of milliseconds as a duration; a negative one meant no limit, which a lookup always has."""
     number = _number(value)
     if number is None:
         return value
     if number < 0:
         raise ConfigError(
-            "a call without a limit would wait forever for a server that hangs; name a limit, or leave it out"
+            "a lookup without a limit would wait forever for a server that hangs; name one, or leave it out"
         )
     return f"{value}ms"
+
+
+def milliseconds_or_never(value: object) -> object:
+    """A number of milliseconds as a duration; a negative one meant no limit."""
+    number = _number(value)
+    return NO_LIMIT if number is not None and number < 0 else milliseconds(value)
+
+
+def allreduce_bucket(value: object) -> object:
+    """How gradients were put together before they were added up, as the bytes that are sent at a time."""
+    fusion = str(value).strip().lower()
+    sizes = {"": 0, "none": 0, "0": 0, "false": 0, "one": 1 << 40, "1": 1 << 40, "true": 1 << 40}
+    sizes["grouped"] = RanksConfig().bucket_bytes
+    if fusion not in sizes:
+        raise ConfigError(f"must be none, one or grouped, got {value!r}; or set ranks.bucket_bytes")
+    return sizes[fusion]
 
 
 def minutes(value: object) -> object:
@@ -135,9 +152,10 @@ FORMAT_WORDS = Words(
 
 _CALLS = "it tuned TensorFlow's own remote calls; ours need no such number"
 
-_OWN_TABLES = "a table grows as it needs to; capacity_bytes of a feature limits it"
-_RANKS = "ranks take one step after the other, and nothing of it is put off; see cluster.mode"
-_SERVING = "not built yet: finding and steering the servers that answer requests"
+_OVERLAP = (
+    "ranks exchange rows ahead of and behind the dense half of a step anyway, by train.prefetch and "
+    "train.async_push, in an order that gives the same results as without"
+)
 _FOLLOWED = (
     "nothing is sent to servers by name: each reads what the run publishes, by `monolith serve DIR --follow` "
     "with the place that publish.to says"
@@ -157,7 +175,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "filter_split_num": Renamed("admission.split_num"),
     "filter_type": Renamed("admission.kind"),
     "filter_equal_probability": Renamed("admission.equal"),
-    "hashtable_init_capacity": Unsupported(_OWN_TABLES),
+    "hashtable_init_capacity": Renamed("train.tables.initial_rows"),
     "use_native_multi_hash_table": Dropped("a store looks up all tables at once, whatever they are"),
     "embedding_prefetch_capacity": Renamed("train.prefetch"),
     "enable_embedding_postpush": Renamed("train.async_push"),
@@ -166,7 +184,9 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "enable_sync_training": Renamed("cluster.mode", in_step),
     "enable_partial_sync_training": Renamed("cluster.mode", in_step, off_is_nothing=True),
     "enable_gpu_training": Renamed("train.accelerator", cuda_or_open),
-    "processes_per_gpu": Unsupported(_RANKS, default=1),
+    "processes_per_gpu": Unsupported(
+        "a GPU belongs to one rank; start as many ranks as there are GPUs", default=1
+    ),
     "merge_sync_training_ckpt": Unsupported(
         "all processes of a run write one checkpoint; there is no other way", default=True
     ),
@@ -178,9 +198,9 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "tide_end_minute": Renamed("train.tide.end_minute"),
     "tide_save_secs": Renamed("train.save.tide_secs"),
     "enable_realtime_training": Renamed("publish.to", publish_place),
-    "enable_async_optimize": Unsupported(_RANKS),
-    "enable_pipelined_fwda2a": Unsupported(_RANKS),
-    "enable_pipelined_bwda2a": Unsupported(_RANKS),
+    "enable_async_optimize": Dropped(_OVERLAP),
+    "enable_pipelined_fwda2a": Dropped(_OVERLAP),
+    "enable_pipelined_bwda2a": Dropped(_OVERLAP),
     "profile_some_steps_from": Renamed("profile.from_step"),
     "profile_save_steps_interval": Unsupported(
         "profiles are not taken regularly; name their first step with profile.from_step", default=5000
@@ -197,8 +217,14 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dense_only_save_checkpoints_secs": Renamed("train.dense_save.secs"),
     "dense_only_save_checkpoints_steps": Renamed("train.dense_save.steps"),
     "dense_only_stop_training_when_save": Unsupported("dense weights are saved without holding the workers"),
-    "warmup_file": Unsupported(_SERVING, default="./warmup_file"),
-    "skip_zero_embedding_when_serving": Unsupported(_SERVING),
+    "warmup_file": Unsupported(
+        "an export contains its own warm-up requests, drawn from the task's evaluation data; a serving "
+        "server runs them before it answers. Leave it out; `monolith export --no-warm-up` turns them off",
+        default="./warmup_file",
+    ),
+    "skip_zero_embedding_when_serving": Dropped(
+        "it saved memory; served rows are a mapped file, of which only the rows that are read take memory"
+    ),
     "max_rpc_deadline_millis": Renamed("timeouts.lookup", milliseconds),
     "checkpoints_max_to_keep": Renamed("train.keep.max_to_keep"),
     "submit_time_secs": Renamed("job.submitted_at"),
@@ -241,7 +267,7 @@ ALIASES: Mapping[str, Renamed | Dropped | Unsupported] = {
     "num_extra_ps": Renamed("cluster.num_extra_ps"),
     "num_redundant_ps": Renamed("cluster.num_redundant_ps"),
     "uuid": Renamed("job.id"),
-    "operation_timeout_in_ms": Renamed("timeouts.operation", milliseconds),
+    "operation_timeout_in_ms": Renamed("timeouts.operation", milliseconds_or_never),
     "session_creation_timeout_secs": Renamed("timeouts.start"),
     "max_retry_times": Renamed("failover.max_retries", zero_is_default),
     "retry_wait_in_secs": Renamed("failover.wait"),
@@ -296,6 +322,8 @@ _TPU = (
     "computes, by itself"
 )
 
+_TORCH_DISTRIBUTED = "ranks exchange gradients through torch.distributed"
+
 FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "dataset_use_dataservice": Renamed("data_service.enabled"),
     "data_service_dispatcher": Renamed("data_service.dispatcher"),
@@ -317,7 +345,14 @@ FLAGS_OF_OTHERS: Mapping[str, Renamed | Dropped | Unsupported] = {
     "cpu_test": Renamed("job.cpu_test"),
     "partition_strategy": Dropped("an id's shard is its remainder; there is no other way"),
     "with_horovod": Dropped("ranks are taken from the environment that MPI or torchrun sets"),
-    "with_byteps": Dropped("ranks exchange gradients through torch.distributed"),
+    "with_byteps": Dropped(_TORCH_DISTRIBUTED),
+    "with_byteps_allreduce": Dropped(_TORCH_DISTRIBUTED),
+    "with_allreduce_fusion": Renamed("ranks.bucket_bytes", allreduce_bucket),
+    "with_allreduce_fp16": Renamed("ranks.half_gradients"),
+    "skip_allreduce": Renamed("ranks.skip_allreduce"),
+    "sync_empty_rank0_ps_shard": Dropped(
+        "rank 0 holds its share of the rows, as every rank does: it is not busier than the others"
+    ),
 }
 """Old flags, and variables less their MONOLITH_, that no config had."""
 
@@ -333,6 +368,7 @@ _MOVED = {
     "training.gpu": "train.accelerator",
     "training.intra_op_threads": "threads.intra_op",
     "training.inter_op_threads": "threads.inter_op",
+    "embedding.initial_capacity": "train.tables.initial_rows",
     "embedding.prefetch": "train.prefetch",
     "embedding.postpush": "train.async_push",
     "embedding.filter.kind": "admission.kind",
@@ -374,7 +410,6 @@ _GONE = {
     "training.defer_sparse_updates": "enable_async_optimize",
     "training.overlap_forward": "enable_pipelined_fwda2a",
     "training.overlap_backward": "enable_pipelined_bwda2a",
-    "embedding.initial_capacity": "hashtable_init_capacity",
     "embedding.fused_layout": "enable_fused_layout",
     "embedding.dedup": "enable_fid_dedup",
     "dense.partition": "enable_variable_partition",

@@ -55,8 +55,9 @@ def refused(run: RunConfig) -> Iterator[str]:
     """Yield what a run asks for and `monolith train` cannot do."""
     if run.job.mode == "train_and_eval":
         yield (
-            "job.mode: 'train_and_eval' is not supported: a run that trains does not stop to evaluate. Set "
-            "the mode to train, and run `monolith evaluate` beside it, which reads its checkpoints"
+            "job.mode: 'train_and_eval' is not supported: a run of mode train evaluates while it trains if "
+            "train.evaluate.every_steps or train.evaluate.every is set, and `monolith evaluate --follow` "
+            "evaluates its checkpoints in another process. Set job.mode to train, and one of these"
         )
     elif run.job.mode != "train":
         yield f"job.mode: {run.job.mode!r} is not training; use `monolith evaluate` or `monolith predict`"

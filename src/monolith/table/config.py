@@ -81,10 +81,14 @@ class TableConfig:
     """True drops a row that is assigned zeros, since an absent row reads as zeros; serving only."""
     extra_restore_names: tuple[str, ...] = ()
     """Names this table had before, tried in order when a checkpoint does not hold its own."""
+    merged: tuple[tuple[str, int], ...] = ()
+    """The tables that were merged into this one: the name of each, and the slot in the high bits of its ids.
+    A checkpoint may have them apart, and the other way round."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", tuple(self.segments))
         object.__setattr__(self, "extra_restore_names", tuple(self.extra_restore_names))
+        object.__setattr__(self, "merged", tuple((name, slot) for name, slot in self.merged))
         if not self.name:
             raise ConfigError("table: name must not be empty")
         if not self.segments:

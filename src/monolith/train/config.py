@@ -99,6 +99,22 @@ class RestoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TablesConfig:
+    """How the slots of a model become tables."""
+
+    merge_equal_slots: bool = False
+    """Whether slots with equal rows (dims, optimizers, initializers, rates) live in one table: fewer tables
+    with larger batches. Only slots whose ids are fids, which carry the number of their slot (examples.fids),
+    and that have no capacity_bytes. Results are the same; a checkpoint restores with either value."""
+    initial_rows: int = 0
+    """How many rows each table has room for from the start, if its feature does not say; 0 for few."""
+
+    def __post_init__(self) -> None:
+        if self.initial_rows < 0:
+            raise ConfigError(f"tables: initial_rows must be 0 or more, got {self.initial_rows}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """How a task is trained, in each process of a run."""
 
@@ -132,6 +148,7 @@ class TrainConfig:
     """The memory of the accelerator that rows on it may take, all tables together: "40GB". It is taken at the
     start; beyond it the rows that were not trained for longest go to host memory. None takes as much as rows
     need."""
+    tables: TablesConfig = field(default_factory=TablesConfig)
     prefetch: int = 1
     """The number of batches whose rows are looked up ahead; 0 for none."""
     async_push: bool = True
@@ -177,6 +194,9 @@ class TrainConfig:
     insight_every_steps: int | None = None
     """How many steps there are between reports of what each feature contributes, for `monolith insight`; None
     writes none. Any model has them; see `ModelInsightHook`."""
+    insight_label: str | None = None
+    """The label that is written next to the contributions of features (`fi_train`), so that `monolith
+    insight` can say how well each feature predicts it; None writes only how large they are (`fi_direct`)."""
     summary_every_steps: int | None = 100
     """How many steps there are between summaries, in TensorBoard's files or where `tracking` says; None
     writes none."""
@@ -214,6 +234,8 @@ class TrainConfig:
                 raise ConfigError(f"train: {name} must be above 0, or None, got {given}")
         if self.insight_every_steps is not None and self.insight_every_steps < 1:
             raise ConfigError(f"train: insight_every_steps must be above 0, got {self.insight_every_steps}")
+        if self.insight_label is not None and self.insight_every_steps is None:
+            raise ConfigError("train: insight_label needs insight_every_steps: how often it is written")
         if self.max_skipped_in_a_row < 0:
             raise ConfigError(
                 f"train: max_skipped_in_a_row must be 0 or more, got {self.max_skipped_in_a_row}"

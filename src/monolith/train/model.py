@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,8 +23,11 @@ from monolith.observe import Resting
 from monolith.store import AllToAllStore, LocalStore, MakeStore, Store
 from monolith.table import AdmissionFilter, ConstantRate, DumpableTable, TableConfig, TableStats
 from monolith.train.accelerator import Accelerator, take
+from monolith.train.config import TablesConfig
 from monolith.train.rate_schedule import ScheduleConfig, ScheduledRate
 from monolith.train.task import Mode, Outputs, Task
+
+_log = logging.getLogger(__name__)
 
 SHARE = 0.1
 """Of a processor, for whoever saves where training has them all."""
@@ -40,6 +44,7 @@ class Model:
         make_store: Where its rows live; by default in this process.
         accelerator: Where its dense half computes; by default where the task has put it.
         rates: What moves the learning rates, in place of the task; None leaves it to the task.
+        tables: How its slots become tables.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Model:
         make_store: MakeStore = LocalStore.from_configs,
         accelerator: Accelerator | None = None,
         rates: ScheduleConfig | None = None,
+        tables: TablesConfig | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.task = task
@@ -62,23 +68,32 @@ class Model:
         if mode is Mode.TRAIN and rates is not None and rates.rows:
             make_store = _ScheduledStores(make_store, rates)
         for collection in self.collections:
+            if tables is not None and tables != TablesConfig():
+                collection.arrange(merge_equal=tables.merge_equal_slots, initial_rows=tables.initial_rows)
             collection.bind(make_store)
         if isinstance(make_store, _ScheduledStores) and make_store.made < len(self.collections):
             raise ConfigError(
                 f"task {task.name!r}: schedule.rows cannot move the rates of a store that the model brings "
                 "along; leave the store to the run, or give its slots a learning_rate of their own"
             )
+        configs = [config for one in self.collections for config in one.slot_tables.configs.values()]
+        if tables is not None and tables.merge_equal_slots and not any(one.merged for one in configs):
+            _log.warning(
+                "train.tables.merge_equal_slots merges none of the %d tables: slots are merged if their rows "
+                "are equal and their ids are fids (examples.fids, or slot_id of each feature)",
+                len(configs),
+            )
         self.stores: list[Store] = list(dict.fromkeys(c.store for c in self.collections))
+        if not self.stores:
+            # A store also has the dense weights, and on servers the count of steps, so that a model without
+            # embeddings has one, too: without tables.
+            self.stores = [make_store({}, thresholds=None, threads=None)]
         self.sparse: EmbeddingOptimizer | None = None
         self.dense: torch.optim.Optimizer | None = None
         self.schedule: LRScheduler | None = None
         """Moves the rates of `dense` after each step."""
         if mode is Mode.TRAIN:
-            if not self.collections:
-                raise ConfigError(
-                    f"task {task.name!r}: its model has no EmbeddingCollection, so there are no rows to train"
-                )
-            self.sparse = EmbeddingOptimizer(self.module)
+            self.sparse = EmbeddingOptimizer(self.collections)
             self.dense = task.dense_optimizer(self.module)
             self.schedule = None if self.dense is None else _schedule(task, self.dense, rates)
         self.module.train(mode is Mode.TRAIN)

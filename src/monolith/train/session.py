@@ -229,6 +229,11 @@ class Session:
         return self._peers.traffic()
 
     @property
+    def standbys(self) -> str:
+        """Which shards of the parameter servers lack a standby, in words; empty if none does."""
+        return self._peers.standbys()
+
+    @property
     def interrupted(self) -> bool:
         return self._interrupted
 

@@ -376,7 +376,13 @@ class Trainer:
         """
         config = self.config
         with OwnRandom(config.seed).drawn():
-            model = Model(self.task, Mode.PREDICT, seed=config.seed, accelerator=accelerator_of("cpu"))
+            model = Model(
+                self.task,
+                Mode.PREDICT,
+                seed=config.seed,
+                accelerator=accelerator_of("cpu"),
+                tables=config.tables,
+            )
 
         def restore(prefix: str) -> None:
             parts = [*model.features_parts(), model.dense_part()]
@@ -454,6 +460,7 @@ class Trainer:
                 make_store=store_maker(config, self._accelerator, peers),
                 accelerator=self._accelerator,
                 rates=config.schedule,
+                tables=config.tables,
             )
             made.callback(model.close)
             data = open_data(self.task, peers.share, self._epochs())
@@ -522,7 +529,12 @@ class Trainer:
         with own.drawn():
             make_store = store_maker(config, self._accelerator, Alone())
             model = Model(
-                self.task, mode, seed=config.seed, make_store=make_store, accelerator=self._accelerator
+                self.task,
+                mode,
+                seed=config.seed,
+                make_store=make_store,
+                accelerator=self._accelerator,
+                tables=config.tables,
             )
         with contextlib.closing(model):
             parts = [*model.features_parts(), *model.parts()]
@@ -584,11 +596,12 @@ class Trainer:
 
     def _insight_hooks(self, run: LocalRun) -> list[Hook]:
         every, module = self.config.insight_every_steps, run.session.model.module
+        label = self.config.insight_label
         if every is None:
             return []
         if not isinstance(module, WatchedModel):
-            return [ModelInsightHook(every_steps=every)]
-        return [FeatureInsightHook(module.first, module.segments, every_steps=every)]
+            return [ModelInsightHook(every_steps=every, label=label)]
+        return [FeatureInsightHook(module.first, module.segments, every_steps=every, label=label)]
 
     def _check_limits(self, run: LocalRun) -> None:
         limit = self.config.max_steps

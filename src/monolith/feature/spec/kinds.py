@@ -19,14 +19,18 @@ from monolith.table import (
     Adagrad,
     Adam,
     Amsgrad,
+    Constant,
     DynamicWdAdagrad,
     Ftrl,
     GroupAdagrad,
     GroupFtrl,
     Momentum,
+    Ones,
+    RandomUniform,
     Rmsprop,
     RmspropV2,
     Sgd,
+    Zeros,
 )
 
 RowOptimizer = (
@@ -44,6 +48,9 @@ RowOptimizer = (
     | RmspropV2
 )
 """What may train a feature's rows: those that are plain values."""
+
+RowInitializer = RandomUniform | Zeros | Ones | Constant
+"""What a feature's rows may begin with: those that are plain values."""
 
 Pooled = Literal["sum", "mean", "max"]
 """How the embeddings of an example's ids become one."""
@@ -68,6 +75,10 @@ class RowSettings:
     """What trains the feature's vectors."""
     bias_optimizer: RowOptimizer | None = None
     """What trains the feature's bias, in models that have one."""
+    initializer: RowInitializer | None = None
+    """What the feature's vectors are before their first gradient."""
+    bias_initializer: RowInitializer | None = None
+    """What the feature's bias is before its first gradient, in models that have one."""
     learning_rate: float | None = None
     """The rate of its vectors, in place of the optimizer's own."""
     bias_learning_rate: float | None = None
@@ -78,6 +89,8 @@ class RowSettings:
     """Time without an update after which a row may go; None keeps it for good."""
     capacity_bytes: int | None = None
     """A ceiling on the memory of the rows; None for no ceiling."""
+    initial_rows: int = 0
+    """How many rows there is room for from the start; 0 leaves it to the run."""
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.dim < 1:
@@ -96,6 +109,8 @@ class RowSettings:
             raise ConfigError(f"expire_after must not be negative, got {self.expire_after}")
         if self.capacity_bytes is not None and self.capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes must be at least 1 or none, got {self.capacity_bytes}")
+        if self.initial_rows < 0:
+            raise ConfigError(f"initial_rows must be 0 or more, got {self.initial_rows}")
 
 
 OF_ROWS = (
@@ -104,11 +119,14 @@ OF_ROWS = (
     "slot",
     "optimizer",
     "bias_optimizer",
+    "initializer",
+    "bias_initializer",
     "learning_rate",
     "bias_learning_rate",
     "occurrence_threshold",
     "expire_after",
     "capacity_bytes",
+    "initial_rows",
 )
 """Settings of rows, which only their owner has."""
 
