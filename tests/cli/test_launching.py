@@ -121,7 +121,10 @@ def test_all_train_and_one_report_comes_out(start: Any, tmp_path: Path, each: in
     assert not list(tmp_path.glob("monolith-*"))  # where they met
 
 
-@pytest.mark.parametrize("flags", [("--num-ps", "2"), ("--num-ps", "0", "--mode", "sync")])
+@pytest.mark.parametrize(
+    "flags",
+    [("--num-ps", "2", "--operation_timeout_in_ms", "-1"), ("--num-ps", "0", "--mode", "sync")],
+)
 def test_a_task_without_embeddings_trains_and_goes_on_with_servers_and_across_ranks(
     start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:

@@ -280,7 +280,7 @@ class TablesPart:
             for rows in iterate(table):
                 held = in_share(rows.ids)
                 if source.slot is not None:  # rows of other slots came from elsewhere
-                    held &= slot_of(rows.ids) == source.slot
+                    held &= slot_of(rows.ids).eq(source.slot)
                 lost.append(rows.ids[held])
         for ids in lost:
             table.remove(ids)
@@ -469,7 +469,7 @@ class _Source:
         in_share = kept_ids(None if share == WHOLE else share)
 
         def chosen(ids: Tensor) -> Tensor:
-            mine = slot_of(ids) == self.slot
+            mine = slot_of(ids).eq(self.slot)
             if self.name == self.of and not bool(mine.all()):
                 raise RestoreError(
                     f"cannot merge table {self.name!r} with others: it is of slot {self.slot}, and has ids "

@@ -12,7 +12,7 @@ its entry lists slices, and each slice has an entry under a key that encodes the
     entry       = shared:varint  own:varint  value:varint  key[own]  value[value]
     footer      = handle(metaindex)  handle(index)  padding to 40 bytes  magic:u64
 
-A file may come from anyone: each offset, length and checksum is checked against the file before memory is set
+The files are not trusted: each offset, length and checksum is checked against the file before memory is set
 aside, and what does not add up is a CorruptFileError with the file and the byte.
 """
 
@@ -371,7 +371,7 @@ class _IndexFile:
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return value, at
-        raise CorruptFileError(self._path, where, "a number ends nowhere")
+        raise CorruptFileError(self._path, where, "a number has no end")
 
 
 def _parsed(path: str, offset: int, value: bytes, into: ProtoMessage) -> ProtoMessage:

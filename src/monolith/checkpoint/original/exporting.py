@@ -32,7 +32,7 @@ from monolith.checkpoint.offline.reading import SavedTables
 from monolith.checkpoint.offline.rewriting import Exported, saved_scan
 from monolith.checkpoint.offline.table_rows import describe_table
 from monolith.checkpoint.original.bundle import write_bundle
-from monolith.checkpoint.original.importing import MULTI_TABLE, SINGLE_TABLE, STEP
+from monolith.checkpoint.original.importing import MULTI_TABLE, SINGLE_TABLE, STEP, transposed_axes
 from monolith.checkpoint.original.names import SLOT_FAMILIES, NameMap
 from monolith.errors import SaveError
 from monolith.observe import Progress
@@ -138,11 +138,11 @@ def dense_as_original(chain: Sequence[Link], names: NameMap) -> tuple[dict[str, 
     for name, tensor in read_tensors(path, record, only=lambda one: not one.startswith(EXTRA)).items():
         said = names.original("variables", name)
         original = path_of(name) if said is None or said.name is None else said.name
-        turned = said is not None and bool(said.transpose)
+        transposed = said is not None and bool(said.transpose)
         if original in found:
             raise SaveError(f"cannot export {name!r} as {original!r}: another variable has that name")
-        renamed[name] = original, turned
-        found[original] = tensor.t() if turned else tensor
+        renamed[name] = original, transposed
+        found[original] = transposed_axes(tensor) if transposed else tensor
     path, record = _newest(chain, optimizer_path)
     if path is not None:
         about = json.loads(read_header(path).metadata[METADATA])
@@ -178,13 +178,13 @@ def _add_slots(
         state = decode(packed, tensors)
         if name not in renamed or any(state.get(key) is None for key in family.keys):
             continue  # it has had no gradient yet
-        original, turned = renamed[name]
+        original, transposed = renamed[name]
         for number, key in enumerate(family.keys):
             value = state[key]
             if not isinstance(value, Tensor):  # Adamom's count, which the original keeps per element
                 value = torch.full_like(found[original], float(value))
-            elif turned:
-                value = value.t()
+            elif transposed:
+                value = transposed_axes(value)
             found[f"{original}/{family.slot(number)}"] = value
         steps = max(steps, int(state.get("step", 0)))
     betas = next((group["settings"].get("betas") for group in saved["groups"]), None)

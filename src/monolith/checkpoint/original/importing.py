@@ -254,7 +254,7 @@ class _Dense:
         self._note("step", STEP, "step", used)
 
     def _ours(self, original: str) -> tuple[str | None, bool | None, str]:
-        """Return our variable for an original one and whether it is turned; or None and why there is none."""
+        """Return our variable for an original one, and whether to transpose it; or None and why not."""
         said = self._names.ours("variables", original)
         if said is not None and said.name is None:
             return None, None, "left out by the name map"
@@ -268,27 +268,29 @@ class _Dense:
         return ours, None if said is None else said.transpose, ""
 
     def _load_variable(self, name: str, found: BundleVariable, values: dict[str, Tensor]) -> None:
-        ours, turned, why = self._ours(name)
+        ours, transposed, why = self._ours(name)
         if ours is None:
             self._note("variable", name, None, f"{_size(found)}: {why}")
             return
         if ours in values:
             raise RestoreError(f"{self._bundle.prefix}: {name!r} and another variable both go into {ours!r}")
         # A square kernel fits both ways, and the wrong one ruins the model: the name map has to say which.
-        if turned is None and ours in self._kernels and name.endswith("kernel"):
+        if transposed is None and ours in self._kernels and name.endswith("kernel"):
             raise RestoreError(
                 f"{self._bundle.prefix}: {name!r} goes into {ours!r}, the weight of an nn.Linear. TensorFlow "
                 f'keeps kernels as (in, out), torch as (out, in): map "{name}" to {{ name = "{ours}", '
-                "transpose = true }, or with transpose = false if it was turned already"
+                "transpose = true }, or with transpose = false if it was transposed already"
             )
         target = self._variables.tensors[ours]
-        shape = tuple(reversed(found.shape)) if turned else found.shape
+        shape = tuple(reversed(found.shape)) if transposed else found.shape
         if shape != tuple(target.shape):
-            turn = turned is None and tuple(reversed(shape)) == tuple(target.shape)
+            how = " (transposed)" if transposed else ""
+            advice = ""
+            if transposed is None and tuple(reversed(shape)) == tuple(target.shape):
+                advice = " Say transpose = true in the name map if it is stored the other way round."
             raise RestoreError(
-                f"{self._bundle.prefix}: {name!r} has shape {found.shape}{' (turned)' if turned else ''}, "
-                f"{ours!r} has {tuple(target.shape)}."
-                + (" Say transpose = true in the name map if it is to be turned." if turn else "")
+                f"{self._bundle.prefix}: {name!r} has shape {found.shape}{how}, {ours!r} has "
+                f"{tuple(target.shape)}.{advice}"
             )
         value = self._bundle.read(found.name)
         if _family(value.dtype) != _family(target.dtype):
@@ -296,10 +298,10 @@ class _Dense:
                 f"{self._bundle.prefix}: {name!r} is {found.dtype_name}, and {ours!r} is "
                 f"{str(target.dtype).removeprefix('torch.')}"
             )
-        detail = _size(found) + (", turned" if turned else "")
+        detail = _size(found) + (", transposed" if transposed else "")
         if value.dtype != target.dtype:
             detail += f", as {str(target.dtype).removeprefix('torch.')}"
-        values[ours] = (value.t() if turned else value).to(target.dtype).contiguous()
+        values[ours] = (transposed_axes(value) if transposed else value).to(target.dtype).contiguous()
         self._note("variable", name, ours, detail)
 
     # What optimizers keep
@@ -310,7 +312,7 @@ class _Dense:
         family = (
             None if self._target.optimizer is None else SLOT_FAMILIES.get(kind_of(self._target.optimizer))
         )
-        ours, turned, why = self._ours(slot.variable)
+        ours, transposed, why = self._ours(slot.variable)
         if ours is None:
             self._note("optimizer", name, None, why)
         elif family is None or family.original != slot.optimizer or slot.number >= len(family.keys):
@@ -319,7 +321,7 @@ class _Dense:
                 "optimizer", name, None, f"state of {slot.optimizer}; here {trains} trains the weights"
             )
         else:
-            slots.setdefault(ours, {})[slot.number] = (name, stored, bool(turned))
+            slots.setdefault(ours, {})[slot.number] = (name, stored, bool(transposed))
 
     def _load_slots(
         self,
@@ -349,21 +351,21 @@ class _Dense:
                 if family.original in ("Adam", "Adagrad"):  # torch's count steps by parameter
                     kept["step"] = torch.tensor(float(steps))
                 for slot, key in enumerate(family.keys):
-                    name, stored, turned = found[slot]
-                    kept[key] = self._slot_value(name, stored, turned, key, parameter)
+                    name, stored, transposed = found[slot]
+                    kept[key] = self._slot_value(name, stored, transposed, key, parameter)
                     self._note("optimizer", name, f"{ours}: {key}", _size(self._bundle.variables[stored]))
                 state["state"][number] = kept
         optimizer.load_state_dict(state)
 
     def _slot_value(
-        self, name: str, stored: str, turned: bool, key: str, parameter: Tensor
+        self, name: str, stored: str, transposed: bool, key: str, parameter: Tensor
     ) -> Tensor | float:
         value = self._bundle.read(stored)
         if key == "c":  # Adamom's count: the original keeps it once per element, and all are equal
             if value.numel() and not bool((value == value.flatten()[0]).all()):
                 raise RestoreError(f"{self._bundle.prefix}: {name!r} counts differently for some elements")
             return float(value.flatten()[0]) if value.numel() else 0.0
-        value = value.t() if turned else value
+        value = transposed_axes(value) if transposed else value
         if value.shape != parameter.shape:
             raise RestoreError(
                 f"{self._bundle.prefix}: {name!r} has shape {tuple(value.shape)}, its variable "
@@ -396,6 +398,11 @@ def _size(found: BundleVariable) -> str:
     shape = " x ".join(map(str, found.shape)) or "one number"
     parts = f", in {found.slices} parts" if found.slices > 1 else ""
     return f"{found.dtype_name} {shape}{parts}"
+
+
+def transposed_axes(value: Tensor) -> Tensor:
+    """Return a tensor with its axes in the opposite order."""
+    return value.permute(*reversed(range(value.ndim)))
 
 
 def _family(dtype: torch.dtype) -> str:

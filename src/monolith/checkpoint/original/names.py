@@ -44,7 +44,7 @@ class NameRule:
     ours: str | None
     """None leaves it out."""
     transpose: bool | None = None
-    """Whether a matrix is turned on the way; None where nothing is said."""
+    """Whether a matrix is transposed on the way; None where nothing is said."""
 
     def __post_init__(self) -> None:
         if self.ours is not None and _stars(self.ours) != _stars(self.original)[: len(_stars(self.ours))]:
@@ -171,10 +171,10 @@ def _rules(path: str, section: str, said: Any) -> Iterable[NameRule]:
                 raise ConfigError(
                     f"{where}: unknown key {key!r}; the nearest known one is {nearest(key, _KEYS)!r}"
                 )
-            turned = value.get("transpose")
-            if turned is not None and not isinstance(turned, bool):
-                raise ConfigError(f"{where}: transpose must be true or false, got {turned!r}")
-            yield NameRule(original, value["name"], turned)
+            transposed = value.get("transpose")
+            if transposed is not None and not isinstance(transposed, bool):
+                raise ConfigError(f"{where}: transpose must be true or false, got {transposed!r}")
+            yield NameRule(original, value["name"], transposed)
         else:
             raise ConfigError(f'{where}: expected a name, false, or {{ name = "...", transpose = true }}')
 
